@@ -1,0 +1,102 @@
+"""The parts of a run, made from its config. `check` finds every mistake that can be found before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tba.config import Config
+from tba.plugins import Plugin, resolve
+from tba.policy import Policy, gains_from_bf16
+from tba.pretrained import Text, load_model, load_text
+from tba.replay import Strategy
+from tba.rewards import Guard, Task
+from tba.searcher import Engine, Searcher
+from tba.trainer import Trainer
+from tba.types import Prompt, Sampling
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A config whose every name has been resolved, every option checked and every prompt read."""
+
+    config: Config
+    task: Task
+    strategy: Strategy
+    objective: Plugin
+    engine: Plugin
+    text: Text
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+
+def plugins(config: Config) -> dict[str, Plugin]:
+    """The four plug-ins, their options checked. ValueError tells what to write instead."""
+    return {
+        "task": resolve("tasks", "task", config.task.use, config.task.options),
+        "engine": resolve("engines", "engine", config.engine.use, config.engine.options),
+        "objective": resolve("objectives", "objective", config.objective.use, config.objective.options, scheduled=True),
+        "strategy": resolve("strategies", "strategy", config.strategy.use, config.strategy.options),
+    }
+
+
+def assemble(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Parts:
+    """Everything but the data set, which a searcher need not read again."""
+    found = plugins(config)
+    return Parts(config, found["task"].build(), found["strategy"].build(), found["objective"], found["engine"], load_text(config.policy), prompts, held_out)
+
+
+def check(config: Config) -> Parts:
+    """Reads all that the config names: plug-ins, tokenizer, data. ValueError for what could not work; no process starts."""
+    parts = assemble(config, [], [])
+    for step in (0, config.run.steps):
+        parts.objective.at(step)
+    prompts = parts.task.prompts()
+    held_out = parts.task.held_out()[: config.eval.prompts] if config.eval.prompts else []
+    if not prompts:
+        raise ValueError("the task has no prompts to train on")
+    parts.text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    return replace(parts, prompts=prompts, held_out=held_out)
+
+
+def trainer(parts: Parts, device: str) -> Trainer:
+    config = parts.config
+    model = load_model(config.policy, torch.float32).to(device)
+    if config.policy.gradient_checkpointing:
+        checkpoint_layers(model)
+    bf16 = {"auto": gains_from_bf16(model), "bf16": True, "off": False}[config.policy.autocast]
+    return Trainer(Policy(model, config.sampling.temperature, bf16), parts.objective, config.trainer, config.run.steps, bf16)
+
+
+def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
+    """`bf16` is the trainer's choice: reference and policy must compute alike, or their difference is noise."""
+    config = parts.config
+    engine: Engine = parts.engine.build(config.policy, parts.text, device, bf16)
+    reference = Policy(load_model(config.policy, torch.float32).to(device), config.sampling.temperature, bf16)
+    return Searcher(engine, reference, parts.text, guard(parts), sampling(config), config.trainer.token_budget)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Gradient checkpointing without dropout: only the layers themselves, none of their parts, are in training mode."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+
+
+def gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def guard(parts: Parts) -> Guard:
+    return Guard(parts.task, parts.config.reward.deadline)
+
+
+def sampling(config: Config) -> Sampling:
+    s = config.sampling
+    return Sampling(s.samples, s.temperature, s.max_tokens, s.top_p)

@@ -1,0 +1,170 @@
+"""Everything that a run needs to go on as if nothing had happened; written aside, verified, never half there.
+
+A generation is a folder `step-00000100` with `model/` (a plain Hugging Face checkpoint), the optimizer, the replay buffer,
+the run's state, and a manifest with the sha256 of each file. No pickles: safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tba.pretrained import Text
+from tba.prompts import Cursor
+from tba.replay import ReplayBuffer
+from tba.runtime import SearchState
+from tba.trainer import Trainer
+from tba.weights import Weights
+
+MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = "manifest.json", "state.json", "optimizer.safetensors", "search_weights.safetensors"
+
+log = logging.getLogger(__name__)
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint is missing or not what was written."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: the next step, the random state of sampling, and what the summary counts."""
+
+    step: int
+    rng: Mapping[str, Any]
+    counts: Mapping[str, float]
+
+
+def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBuffer, search: SearchState, progress: Progress) -> Path:
+    """Writes generation `step-N` whole or not at all, then drops all but the newest `keep`."""
+    target, aside = folder / f"step-{progress.step:08d}", folder / f".step-{progress.step:08d}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    trainer.policy.model.save_pretrained(aside / "model")
+    text.tokenizer.save_pretrained(aside / "model")
+    tensors, optimizer = _flat(trainer.optimizer.state_dict())
+    save_file(tensors | {"torch_rng": torch.get_rng_state()}, aside / OPTIMIZER)
+    buffer.save(aside)
+    if search.weights is not None:
+        arrays = {n: torch.from_numpy(np.array(a).view(np.int16) if a.dtype == np.uint16 else np.array(a)) for n, a in search.weights.arrays.items()}
+        save_file(arrays, aside / SEARCH_WEIGHTS)
+    state = {
+        "progress": asdict(progress),
+        "optimizer": optimizer,
+        "schedule": trainer.schedule.state_dict(),
+        "cursor": search.cursor,
+        "tasks": search.tasks,
+        "search_version": None if search.weights is None else search.weights.version,
+    }
+    (aside / STATE).write_text(json.dumps(state, default=_refuse))
+    files = sorted(p for p in aside.rglob("*") if p.is_file())
+    manifest = {str(p.relative_to(aside)): _sha256(p) for p in files}
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*files, aside / MANIFEST, aside / "model", aside]:
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+    _sync(folder)
+    for old in generations(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def generations(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def newest(folder: Path) -> Path:
+    """The newest generation whose every byte is as it was written. Loud about those that are not; ValueError if none is."""
+    found = generations(folder)
+    if not found:
+        raise ValueError(f"no checkpoint in {folder}: nothing to resume; start the run anew with `tba train CONFIG.toml`")
+    for generation in reversed(found):
+        try:
+            verify(generation)
+        except Damaged as error:
+            log.error("DAMAGED CHECKPOINT %s: %s; trying the one before", generation.name, error)
+        else:
+            return generation
+    raise ValueError(f"all {len(found)} checkpoints in {folder} are damaged; restore one from a backup, or start anew: nothing is restarted at 0 unasked")
+
+
+def verify(generation: Path) -> None:
+    """Damaged unless all files that the manifest lists are there with the listed sha256, and no other."""
+    try:
+        manifest = json.loads((generation / MANIFEST).read_text())
+        listed = {str(name): str(digest) for name, digest in manifest.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({error})") from error
+    present = {str(p.relative_to(generation)) for p in generation.rglob("*") if p.is_file()} - {MANIFEST}
+    if differing := sorted(present ^ listed.keys()):
+        raise Damaged(f"{differing[0]} is {'not listed' if differing[0] in present else 'missing'}")
+    for name, digest in listed.items():
+        if _sha256(generation / name) != digest:
+            raise Damaged(f"{name} is not what was written")
+
+
+def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[Progress, SearchState]:
+    """Puts model, optimizer, schedule, random states and buffer back as they were when this (verified) generation was written."""
+    state = json.loads((generation / STATE).read_text())
+    weights = _load_model(generation / "model")
+    missing, unexpected = trainer.policy.model.load_state_dict(weights, strict=False)
+    tied = set(trainer.policy.model.state_dict()) - {n for n, _ in trainer.policy.model.named_parameters(remove_duplicate=True)}
+    if unexpected or set(missing) - tied:
+        raise ValueError(f"{generation} holds another model than policy.model: {[*unexpected, *missing][:3]}")
+    tensors = load_file(generation / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("torch_rng"))
+    trainer.optimizer.load_state_dict(_unflat(tensors, state["optimizer"]))
+    trainer.schedule.load_state_dict(state["schedule"])
+    buffer.load(generation)
+    search_weights = None
+    if state["search_version"] is not None:
+        arrays = {n: t.numpy().view(np.uint16) if t.dtype == torch.int16 else t.numpy() for n, t in load_file(generation / SEARCH_WEIGHTS).items()}
+        search_weights = Weights(state["search_version"], arrays)
+    return Progress(**state["progress"]), SearchState(Cursor(**state["cursor"]), state["tasks"], search_weights)
+
+
+def _load_model(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for part in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(part).items()}
+
+
+def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by `parameter.name`, and the rest as JSON."""
+    tensors = {f"{p}.{name}": torch.as_tensor(v).contiguous() for p, values in state["state"].items() for name, v in values.items()}
+    return tensors, {"param_groups": state["param_groups"]}
+
+
+def _unflat(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        parameter, _, name = key.partition(".")
+        state.setdefault(int(parameter), {})[name] = value
+    return {"state": state, **rest}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{type(value).__name__} in a checkpoint's state: only JSON is written")

@@ -1,0 +1,255 @@
+"""What a run is told: TOML and `table.key=value` overrides -> one frozen, validated `Config`.
+
+Every table that says `use` names a plug-in; its other keys are that plug-in's options. `docs/configuration.md` lists all.
+This module imports no torch, so that a mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from tba.plugins import nearest
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
+
+
+class Use(Table):
+    """A plug-in by name, with whatever options it has."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    use: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+def _named(value: Any) -> Any:
+    return {"use": value} if isinstance(value, str) else value
+
+
+Plug = Annotated[Use, BeforeValidator(_named)]
+
+
+class RunTable(Table):
+    folder: str = Field("", description="where the run is written; empty: runs/<task>-<objective>-<time>")
+    steps: Positive = Field(200, description="optimizer steps")
+    seed: Count = 0
+
+
+class PolicyTable(Table):
+    model: str = Field("bundled:arithmetic", description="a folder, a hub name, or bundled:arithmetic")
+    trust_remote_code: bool = False
+    autocast: Literal["auto", "bf16", "off"] = Field("auto", description="bf16 compute over fp32 weights; auto: where it is faster")
+    gradient_checkpointing: bool = False
+    eos_token: str | None = Field(None, description="for a tokenizer that has none")
+    pad_token: str | None = Field(None, description="for a tokenizer that has none; any will do, masks come from lengths")
+
+
+class SamplingTable(Table):
+    samples: Positive = Field(20, description="S, responses generated for each prompt (>= trainer.group_size)")
+    temperature: float = Field(1.0, gt=0, description="all log-probabilities are of the distribution at this temperature")
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: Positive = Field(128, description="response tokens at most, EOS included")
+
+
+class ReplayTable(Table):
+    per_prompt: Positive = Field(100, description="distinct responses kept for each prompt")
+    capacity: Positive = Field(100_000, description="distinct responses kept in all; the oldest are dropped")
+    first_fill: Count = Field(0, description="groups found before the first step; 0: as many as a batch has")
+
+
+class TrainerTable(Table):
+    batch_size: Positive = Field(160, description="trajectories a step: whole groups")
+    group_size: int = Field(20, description="K, trajectories of one prompt in a batch")
+    learning_rate: float = Field(1e-5, gt=0)
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    warmup_steps: Count = 0
+    decay_steps: Count = Field(0, description="of warmup_stable_decay: the last so many steps fall to min_lr_ratio")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    token_budget: Positive = Field(16_384, description="tokens, padding included, in one forward and backward pass")
+
+    @model_validator(mode="after")
+    def whole_groups(self) -> Self:
+        k, size = self.group_size, self.batch_size
+        if k < 2:
+            raise ValueError(f"trainer.group_size = {k}: a group's own baseline needs at least 2 trajectories; set trainer.group_size=2 or more")
+        if size % k:
+            near = max(k, round(size / k) * k)
+            raise ValueError(f"trainer.batch_size = {size} is not made of whole groups of {k}; set trainer.batch_size={near}, or a group_size that divides {size}")
+        return self
+
+    @property
+    def groups(self) -> int:
+        """B, the prompts in a batch."""
+        return self.batch_size // self.group_size
+
+
+class RuntimeTable(Table):
+    use: Literal["local", "ray"] = Field("ray", description="local: in this process, synchronous, bit-reproducible; ray: searchers of their own")
+    searchers: Positive = Field(1, description="searcher processes (ray)")
+    publish_every: Positive = Field(1, description="k: steps between two publications of the weights")
+    fresh: Count | None = Field(None, description="new groups to wait for at each step; default 0 on ray (never wait), a batch's worth on local")
+    prompts_per_task: Positive = Field(8, description="prompts a searcher answers in one go")
+    address: str | None = Field(None, description="of a Ray cluster to join; default: a private one on loopback")
+    task_deadline: Seconds = Field(600.0, description="seconds until a silent searcher is replaced")
+    start_deadline: Seconds = Field(300.0, description="seconds that a searcher may take to start")
+    gather_deadline: Seconds = Field(1800.0, description="seconds the trainer waits for groups before it gives up")
+    max_restarts: Count = Field(10, description="searchers replaced before the run gives up")
+    cores: str = Field("divide", pattern="^(divide|share)$", description="divide: each process has cores of its own; share: no pinning")
+
+
+class RewardTable(Table):
+    deadline: Seconds = Field(60.0, description="seconds for one call of the task's scoring")
+    max_rejected: float = Field(0.5, gt=0, le=1, description="share of rejected samples, over the last 64 or more, that stops the run")
+
+
+class EvalTable(Table):
+    every: Count = Field(50, description="steps; 0: only before and after")
+    prompts: Count = Field(128, description="held-out prompts; 0: no evaluation")
+    samples: Positive = Field(4, description="sampled answers for each, beside the greedy one")
+    temperature: float = Field(1.0, gt=0)
+    k: tuple[Positive, ...] = Field((4,), description="the k of pass@k, each at most eval.samples")
+    seed: Count = 1234
+    deadline: Seconds = 1800.0
+
+    @model_validator(mode="after")
+    def enough_samples(self) -> Self:
+        if max(self.k, default=1) > self.samples:
+            raise ValueError(f"eval.k = {list(self.k)} asks for pass@{max(self.k)} of eval.samples = {self.samples} answers; set eval.samples={max(self.k)} or more")
+        return self
+
+
+class CheckpointTable(Table):
+    every: Count = Field(50, description="steps; 0: only at the end and on a signal")
+    keep: Positive = Field(2, description="generations kept")
+
+
+class LogTable(Table):
+    console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live on a terminal, plain lines elsewhere")
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "tba"
+    sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: none")
+
+
+class Config(Table):
+    """A whole run. Read one with `load`, or build it: `Config(task="gsm8k", objective={"use": "tb", "beta": 0.01})`."""
+
+    run: RunTable = RunTable()
+    policy: PolicyTable = PolicyTable()
+    task: Plug = Use(use="arithmetic")
+    engine: Plug = Use(use="transformers")
+    sampling: SamplingTable = SamplingTable()
+    objective: Plug = Use(use="tb")
+    strategy: Plug = Use(use="mixture")
+    replay: ReplayTable = ReplayTable()
+    trainer: TrainerTable = TrainerTable()
+    runtime: RuntimeTable = RuntimeTable()
+    reward: RewardTable = RewardTable()
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    log: LogTable = LogTable()
+
+    @model_validator(mode="after")
+    def consistent(self) -> Self:
+        if self.sampling.samples < self.trainer.group_size:
+            k = self.trainer.group_size
+            raise ValueError(f"sampling.samples = {self.sampling.samples} is less than trainer.group_size = {k}; set sampling.samples={k} or more")
+        if self.runtime.use == "local" and self.runtime.fresh == 0:
+            raise ValueError("runtime.fresh = 0 with runtime.use = 'local' would never search; set runtime.fresh=1 or more, or runtime.use=ray")
+        if self.replay.capacity < self.trainer.group_size:
+            raise ValueError(f"replay.capacity = {self.replay.capacity} cannot hold one group; set replay.capacity={self.trainer.batch_size} or more")
+        return self
+
+    @property
+    def fresh(self) -> int:
+        """Groups to wait for at each step: none when searchers run on their own, a batch's worth when they cannot."""
+        if self.runtime.fresh is not None:
+            return self.runtime.fresh
+        return 0 if self.runtime.use == "ray" else self.trainer.groups
+
+    @property
+    def first_fill(self) -> int:
+        return self.replay.first_fill or self.trainer.groups
+
+    def nested(self) -> dict[str, Any]:
+        """As plain tables, the way `load` reads them; None is left out, as TOML has no such thing."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies `table.key=value`; ValueError names the key and what to write instead."""
+    tables: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"no such config file: {path}")
+        try:
+            tables = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
+    for override in overrides:
+        _override(tables, override)
+    return parse(tables)
+
+
+def parse(tables: Mapping[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from error
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or (len(path) == 1 and path[0] not in PLUGGED):
+        raise ValueError(f"{override!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
+    if len(path) == 1:
+        path.append("use")
+    table = tables
+    for name in path[:-1]:
+        inner = table.setdefault(name, {})
+        table[name] = table = {"use": inner} if isinstance(inner, str) else inner
+        if not isinstance(table, dict):
+            raise ValueError(f"{override!r}: {name} is a value, not a table")
+    if path[-1] == "use" and path[0] in PLUGGED and table.get("use") not in (None, value.strip()):
+        table.clear()  # another plug-in: the options of the one before are not its own
+    table[path[-1]] = _value(value.strip())
+
+
+PLUGGED = ("task", "engine", "objective", "strategy")
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: dict[str, Any]) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        table = Config
+        for name in error["loc"][:-1]:
+            table = table.model_fields[name].annotation  # type: ignore[assignment,index]
+        return f"unknown key {where!r}{nearest(str(error['loc'][-1]), table.model_fields)}; known: {', '.join(table.model_fields)}"
+    if error["type"] == "value_error":
+        return message
+    return f"{where} = {error['input']!r}: {message}"

@@ -1,0 +1,92 @@
+"""How good an engine is on held-out prompts: reward, pass@1 and pass@k, with standard errors and fixed seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, sqrt
+from statistics import fmean, stdev
+
+
+from tba.config import EvalTable
+from tba.pretrained import Text
+from tba.rewards import Guard, Rejected, Verdict
+from tba.searcher import Engine
+from tba.types import Prompt, Sampling
+
+
+@dataclass(frozen=True)
+class Example:
+    """A held-out prompt with one sampled answer, for a person to read."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What weights of a version achieved. `scores` has the metrics' names without `eval/`."""
+
+    version: int
+    scores: dict[str, float]
+    examples: list[Example]
+    seconds: float = 0.0
+
+
+def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt], settings: EvalTable, max_tokens: int) -> Evaluation:
+    """Greedy and sampled answers to every prompt. A standard error is over prompts, whose samples are not independent.
+
+    Samples that the task cannot score count as wrong and as reward 0, and their share is told as `rejected`.
+    """
+    tokens = [text.encode(p) for p in prompts]
+    scores: dict[str, float] = {}
+    verdicts: list[list[Verdict]] = []
+    for name, sampling in (
+        ("greedy", Sampling(1, 0.0, max_tokens)),
+        ("sampled", Sampling(settings.samples, settings.temperature, max_tokens)),
+    ):
+        completions = engine.generate(tokens, sampling, settings.seed)
+        n = sampling.samples
+        flat = guard([p for p in prompts for _ in range(n)], [text.answer(c) for cs in completions for c in cs])
+        verdicts = [flat[i : i + n] for i in range(0, len(flat), n)]
+        scores |= {f"{name}_{k}": v for k, v in _summary(verdicts, guard.task.pass_reward).items()}
+        scores[f"{name}_length"] = fmean(len(c.tokens) for cs in completions for c in cs)
+        scores[f"{name}_finished"] = fmean(c.finished for cs in completions for c in cs)
+    if guard.task.pass_reward is not None:
+        right = [sum(_reward(v) >= guard.task.pass_reward for v in vs) for vs in verdicts]
+        scores |= {f"pass@{k}": fmean(pass_at_k(settings.samples, c, k) for c in right) for k in settings.k}
+    examples = [
+        Example(_shown(p), text.decode(cs[0].tokens), None if isinstance(vs[0], Rejected) else vs[0])
+        for p, cs, vs in list(zip(prompts, completions, verdicts, strict=True))[:8]
+    ]
+    return Evaluation(engine.version, scores, examples)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that one of k answers is right, unbiased from n answers (arXiv 2107.03374, equation 1)."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def _summary(verdicts: list[list[Verdict]], pass_reward: float | None) -> dict[str, float]:
+    reward = [fmean(_reward(v) for v in vs) for vs in verdicts]
+    found = {"reward": fmean(reward), "reward_stderr": stderr(reward), "rejected": fmean(isinstance(v, Rejected) for vs in verdicts for v in vs)}
+    if pass_reward is not None:
+        right = [fmean(_reward(v) >= pass_reward for v in vs) for vs in verdicts]
+        found |= {"pass@1": fmean(right), "stderr": stderr(right)}
+    return found
+
+
+def stderr(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0 for a single value, which says nothing of its spread."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _reward(verdict: Verdict) -> float:
+    return 0.0 if isinstance(verdict, Rejected) else verdict
+
+
+def _shown(prompt: Prompt) -> str:
+    return prompt.text if isinstance(prompt.text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
+
+

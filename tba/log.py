@@ -1,0 +1,80 @@
+"""What a run writes down: metrics.jsonl always, TensorBoard and Weights & Biases on request, sample completions to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config
+
+METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; none if it is not there. A last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drops what was written after `step`, so that a resumed run does not tell those steps twice."""
+    kept = [row for row in read(path) if row["step"] <= step]
+    if path.is_file():
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        aside.rename(path)
+
+
+@dataclass
+class Journal:
+    """Writes rows as they come. `close` is needed for TensorBoard and W&B only: every JSONL row is on disk when `row` returns."""
+
+    folder: Path
+    config: Config
+    _tensorboard: Any = field(default=None, init=False)
+    _wandb: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+        if self.config.log.wandb:
+            self._wandb = _wandb_run(self.folder, self.config)
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        _append(self.folder / METRICS, {"step": step, **metrics})
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**metrics, "step": step})
+
+    def sample(self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int) -> None:
+        """A completion for a person to read; `kind` is `train` or `eval`."""
+        _append(self.folder / SAMPLES, {"step": step, "kind": kind, "version": version, "reward": reward, "prompt": prompt, "completion": completion})
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    finite = {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}  # NaN is not JSON
+    with path.open("a") as file:
+        file.write(json.dumps(finite) + "\n")
+
+
+def _wandb_run(folder: Path, config: Config) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ValueError("log.wandb = true needs Weights & Biases: pip install 'tba[wandb]', or set log.wandb=false") from error
+    return wandb.init(project=config.log.wandb_project, name=folder.name, dir=str(folder), config=config.nested(), resume="allow")

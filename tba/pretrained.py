@@ -1,0 +1,115 @@
+"""Hugging Face models and tokenizers from a folder, the hub, or this package; and how text becomes prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.config import PolicyTable
+from tba.types import Answer, Completion, Prompt
+
+BUNDLED = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenizer with what a run asks of it: the tokens that end a response, and the one that pads."""
+
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    pad_id: int
+    context: int
+    """The most tokens that prompt and response may have together."""
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Prompt tokens; chat messages go through the tokenizer's chat template. ValueError when there is nothing to condition on."""
+        if isinstance(prompt.text, str):
+            ids = self.tokenizer(prompt.text)["input_ids"]
+        else:
+            ids = self.tokenizer.apply_chat_template(list(prompt.text), add_generation_prompt=True, return_dict=True)["input_ids"]
+        if not ids or not prompt.text:
+            raise ValueError(f"prompt {prompt.id!r} is empty; a prompt needs at least one token: remove the row, or give it text")
+        return np.asarray(ids, np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def answer(self, completion: Completion) -> Answer:
+        return Answer(self.decode(completion.tokens), completion.finished)
+
+    def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, np.ndarray]:
+        """Every prompt's tokens by its id; ValueError for one that leaves no room for `max_tokens` of response."""
+        encoded = {p.id: self.encode(p) for p in prompts}
+        if len(encoded) != len(prompts):
+            raise ValueError("two prompts share an id; ids must be unique")
+        room = self.context - max_tokens
+        if long := {i: len(t) for i, t in encoded.items() if len(t) > room}:
+            worst = max(long, key=long.__getitem__)
+            raise ValueError(
+                f"{len(long)} of {len(prompts)} prompts do not fit the model's context of {self.context} tokens beside {max_tokens} of response"
+                f" (the longest is {worst!r} with {long[worst]}); lower sampling.max_tokens, shorten or remove them"
+            )
+        return encoded
+
+
+def model_path(name: str) -> str:
+    """What `from_pretrained` takes; ValueError when it looks like a folder and is none."""
+    if name.startswith("bundled:"):
+        folder = BUNDLED / name.removeprefix("bundled:")
+        if not folder.is_dir():
+            raise ValueError(f"policy.model = {name!r}: bundled models are {', '.join(f'bundled:{p.name}' for p in sorted(BUNDLED.iterdir()))}")
+        return str(folder)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"policy.model = {name!r}: that folder has no config.json; give a folder that save_pretrained wrote")
+        return str(path)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"policy.model = {name!r}: no such folder; give one that save_pretrained wrote, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct")
+    return name
+
+
+def load_text(policy: PolicyTable) -> Text:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    path = model_path(policy.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    eos = _token(tokenizer, policy.eos_token, "eos") or tokenizer.eos_token_id
+    try:
+        declared = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model without generation_config.json
+        declared = config.eos_token_id
+    eos_ids = {eos} | set(declared if isinstance(declared, list) else [declared])
+    if eos is None:
+        raise ValueError(f"the tokenizer of {policy.model!r} has no EOS token, so that no response could end; set policy.eos_token='</s>', or the token that ends its texts")
+    pad = _token(tokenizer, policy.pad_token, "pad")
+    pad = tokenizer.pad_token_id if pad is None else pad
+    return Text(
+        tokenizer,
+        eos_ids=frozenset(i for i in eos_ids if i is not None),
+        pad_id=eos if pad is None else pad,
+        context=config.get_text_config().max_position_embeddings,
+    )
+
+
+def _token(tokenizer: Any, token: str | None, role: str) -> int | None:
+    if token is None:
+        return None
+    if token not in tokenizer.get_vocab():
+        raise ValueError(f"policy.{role}_token = {token!r} is not in the tokenizer's vocabulary")
+    return int(tokenizer.convert_tokens_to_ids(token))
+
+
+def load_model(policy: PolicyTable, dtype: Any) -> Any:
+    """The causal LM in `dtype`, without dropout: log-probabilities must be those of the policy that samples."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_path(policy.model), dtype=dtype, trust_remote_code=policy.trust_remote_code).eval()

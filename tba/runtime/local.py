@@ -1,0 +1,69 @@
+"""Searching in the trainer's own process, when it is asked to: synchronous and bit-reproducible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tba.build import Parts
+from tba.evaluate import Evaluation, evaluate
+from tba.prompts import PromptStream
+from tba.rewards import Tally
+from tba.runtime import Account, SearchState, task_seed
+from tba.searcher import Searcher
+from tba.types import Group
+from tba.weights import Weights
+
+
+class LocalSearchers:
+    """One searcher. It answers exactly as many prompts as the trainer waits for."""
+
+    def __init__(self, parts: Parts, searcher: Searcher, stopping: Callable[[], bool], resumed: SearchState | None):
+        self.account = Account()
+        self._parts, self._searcher, self._stopping = parts, searcher, stopping
+        self._stream = PromptStream(parts.prompts, parts.config.run.seed)
+        self._tally = Tally(parts.config.reward.max_rejected)
+        self._tasks = 0
+        self._weights: Weights | None = None
+        self._evaluations: list[Evaluation] = []
+        if resumed is not None:
+            self._stream.seek(resumed.cursor)
+            self._tasks = resumed.tasks
+            if resumed.weights is not None:
+                self.publish(resumed.weights)
+
+    def gather(self, at_least: int) -> list[Group]:
+        groups: list[Group] = []
+        deadline = time.monotonic() + self._parts.config.runtime.gather_deadline
+        while len(groups) < at_least and not self._stopping():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow")
+            prompts = self._stream.take(min(self._parts.config.runtime.prompts_per_task, at_least - len(groups)))
+            findings = self._searcher.search(prompts, task_seed(self._parts.config.run.seed, self._tasks))
+            self._tasks += 1
+            self._stream.done(prompts)
+            self.account.add(findings)
+            self._tally.add(findings.samples, findings.rejected, findings.detail)
+            groups += findings.groups
+        return groups
+
+    def publish(self, weights: Weights) -> None:
+        started = time.perf_counter()
+        gap = self._searcher.engine.adopt(weights)
+        self._weights = weights
+        self.account.logp_gap = self.account.logp_gap if gap is None else gap
+        self.account.seconds["adopt"] += time.perf_counter() - started
+
+    def evaluate(self) -> None:
+        p, s = self._parts, self._searcher
+        self._evaluations.append(evaluate(s.engine, p.text, s.guard, p.held_out, p.config.eval, p.config.sampling.max_tokens))
+
+    def evaluations(self, finish: bool = False) -> list[Evaluation]:
+        found, self._evaluations = self._evaluations, []
+        return found
+
+    def state(self) -> SearchState:
+        return SearchState(self._stream.cursor(), self._tasks, self._weights)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,44 @@
+"""Which cores and which device each process gets. Two busy processes on the same cores can be 30 times slower than one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device (`cpu`, `cuda:0`) and the cores a process may use; no cores: wherever the system puts it."""
+
+    device: str
+    cores: tuple[int, ...] = ()
+
+    def take(self) -> None:
+        """Moves this process there: its threads are as many as its cores, and stay on them where the system can do that."""
+        if self.cores:
+            torch.set_num_threads(len(self.cores))
+            if psutil.LINUX or psutil.WINDOWS:
+                psutil.Process().cpu_affinity(list(self.cores))
+
+
+def available_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if psutil.LINUX else list(range(os.cpu_count() or 1))
+
+
+def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list[Place]]:
+    """The trainer's place and each searcher's.
+
+    GPUs: the first for the trainer and the rest for searchers in turn; one GPU, or none, is shared. Cores: half for the
+    trainer and the rest for searchers, none of them shared; where there are too few for that, searchers share theirs.
+    """
+    half = max(1, len(cores) // 2) if searchers < len(cores) - 1 else max(1, len(cores) - searchers)
+    rest = list(cores[half:]) or list(cores)
+    each = max(1, len(rest) // searchers)
+    slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
+    devices = ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
+    places = [Place(devices[i % len(devices)], slots[i % len(slots)]) for i in range(searchers)]
+    return Place("cuda:0" if gpus else "cpu", tuple(cores[:half])), places

@@ -1,0 +1,310 @@
+"""Searchers in processes of their own, on this machine or a cluster. Nobody waits for anybody.
+
+A collector thread keeps two tasks in flight for each searcher and takes in what comes back; the train loop only empties
+its tray. Weights travel through Ray's object store and are adopted between two tasks. Whatever waits has a deadline, and
+a searcher that dies or misses one is replaced: its prompts are handed out again, its late results never accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+from tba import build
+from tba.build import Parts
+from tba.config import Config
+from tba.evaluate import Evaluation, evaluate
+from tba.prompts import PromptStream
+from tba.rewards import Tally
+from tba.runtime import Account, SearchState, task_seed
+from tba.runtime.placement import Place
+from tba.runtime.reaper import Reaper, watch
+from tba.searcher import Findings
+from tba.types import Group, Prompt, Trajectory
+from tba.weights import Weights
+
+IN_FLIGHT = 2
+"""Tasks that each searcher has: one to do and one to go on with."""
+
+log = logging.getLogger(__name__)
+
+
+class SearcherActor:
+    """A searcher in its own process. `publish` runs beside a search; what it leaves is adopted before the next one."""
+
+    def __init__(self, config: Config, held_out: list[Prompt], place: Place, bf16: bool, path: list[str]):
+        sys.path[:] = path + [p for p in sys.path if p not in path]
+        torch.set_grad_enabled(False)
+        place.take()
+        self.parts = build.assemble(config, [], held_out)
+        self.searcher = build.searcher(self.parts, place.device, bf16)
+        self.newest: Weights | None = None
+        self.idle_since = time.perf_counter()
+
+    @ray.method(concurrency_group="control")
+    def pid(self) -> int:
+        """This process; answered once it has started."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def publish(self, weights: Weights) -> None:
+        self.newest = weights
+
+    def search(self, prompts: list[Prompt], seed: int) -> tuple[Findings, float | None]:
+        """What was found, and the log-prob gap if newer weights were adopted first."""
+        started = time.perf_counter()
+        seconds = {"idle": started - self.idle_since}
+        gap = self._adopt(self.newest)
+        seconds["adopt"] = time.perf_counter() - started
+        findings = self.searcher.search(prompts, seed)
+        self.idle_since = time.perf_counter()
+        return replace(findings, seconds=findings.seconds | seconds), gap
+
+    def evaluate(self, weights: Weights | None) -> Evaluation:
+        started = time.perf_counter()
+        self._adopt(weights)
+        p, s = self.parts, self.searcher
+        found = evaluate(s.engine, p.text, s.guard, p.held_out, p.config.eval, p.config.sampling.max_tokens)
+        self.idle_since = time.perf_counter()
+        return replace(found, seconds=self.idle_since - started)
+
+    def _adopt(self, weights: Weights | None) -> float | None:
+        newer = weights is not None and weights.version > self.searcher.engine.version
+        return self.searcher.engine.adopt(weights) if newer and weights is not None else None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something a searcher was asked for: `prompts` for a search, `weights` (a reference) for an evaluation."""
+
+    kind: Literal["start", "search", "evaluate"]
+    ref: Any
+    prompts: tuple[Prompt, ...] = ()
+    weights: Any = None
+
+
+@dataclass
+class Handle:
+    """A searcher process as the collector sees it: what it was asked for, in order, and since when it is at the first."""
+
+    place: Place
+    actor: Any
+    tasks: deque[Task] = field(default_factory=deque)
+    since: float = 0.0
+
+
+class RaySearchers:
+    """As many searchers as `runtime.searchers` says, each in a process and on cores of its own."""
+
+    def __init__(self, parts: Parts, places: list[Place], bf16: bool, stopping: Callable[[], bool], resumed: SearchState | None):
+        self.account = Account()
+        self._parts, self._bf16, self._stopping = parts, bf16, stopping
+        self._stream = PromptStream(parts.prompts, parts.config.run.seed)
+        self._tally = Tally(parts.config.reward.max_rejected)
+        self._number = 0
+        if resumed is not None:
+            self._stream.seek(resumed.cursor)
+            self._number = resumed.tasks
+        self._changed = threading.Condition()  # guards everything below, and the stream
+        self._tray: list[tuple[tuple[Prompt, ...], list[Group]]] = []
+        self._wanted: deque[Any] = deque()  # weights to evaluate
+        self._evaluated: list[Evaluation] = []
+        self._evaluating = 0
+        self._weights: Any = None  # a reference to those last published
+        self._failure: Exception | None = None
+        self._closing = False
+        self._reaper = _start_ray(parts.config)
+        self._handles = [self._start(place) for place in places]
+        self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
+        self._collector.start()
+
+    def gather(self, at_least: int) -> list[Group]:
+        limit = self._parts.config.runtime.gather_deadline
+        self._wait(lambda: sum(len(g) for _, g in self._tray) >= at_least, limit, f"runtime.gather_deadline: {at_least} groups from the searchers")
+        with self._changed:
+            tray, self._tray = self._tray, []
+            for prompts, _ in tray:
+                self._stream.done(prompts)
+        return [g for _, groups in tray for g in groups]
+
+    def publish(self, weights: Weights) -> None:
+        with self._changed:
+            self._weights = ray.put(weights)
+            for handle in self._handles:
+                handle.actor.publish.remote(self._weights)
+
+    def evaluate(self) -> None:
+        with self._changed:
+            self._wanted.append(self._weights)
+            self._evaluating += 1
+
+    def evaluations(self, finish: bool = False) -> list[Evaluation]:
+        if finish:
+            self._wait(lambda: self._evaluating == 0, self._parts.config.eval.deadline, "eval.deadline: an evaluation")
+        with self._changed:
+            found, self._evaluated = self._evaluated, []
+        return found
+
+    def state(self) -> SearchState:
+        with self._changed:
+            return SearchState(self._stream.cursor(), self._number, None)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        self._collector.join(timeout=10)
+        for handle in self._handles:
+            ray.kill(handle.actor)
+        ray.shutdown()
+        if self._reaper is not None:
+            self._reaper.finish()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the searchers (on this machine). For tests and for the curious."""
+        with self._changed:
+            actors = [h.actor for h in self._handles]
+        return list(ray.get([a.pid.remote() for a in actors], timeout=self._parts.config.runtime.start_deadline))
+
+    def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
+        """Until `enough()`, the run is stopping, or the collector failed. TimeoutError names what was waited for."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not enough() and not self._stopping():
+                if self._failure is not None:
+                    raise self._failure
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting, or see what is slow")
+                self._changed.wait(0.2)
+            if self._failure is not None:
+                raise self._failure
+
+    def _start(self, place: Place) -> Handle:
+        remote = ray.remote(num_cpus=0, concurrency_groups={"control": 1}, max_restarts=0, **_resources(self._parts.config, place))(SearcherActor)
+        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path)
+        handle = Handle(place, actor, since=time.monotonic())
+        handle.tasks.append(Task("start", actor.pid.remote()))
+        if self._weights is not None:
+            actor.publish.remote(self._weights)
+        return handle
+
+    def _collect(self) -> None:
+        """The collector thread. An exception here ends the run: whoever waits next raises it."""
+        try:
+            while not self._closing:
+                with self._changed:
+                    self._hand_out()
+                    owners = {h.tasks[0].ref: h for h in self._handles}
+                ready, _ = ray.wait(list(owners), num_returns=1, timeout=0.1)
+                for ref in ready:
+                    self._receive(owners[ref])
+                self._replace_late()
+        except Exception as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _hand_out(self) -> None:
+        for handle in sorted(self._handles, key=lambda h: len(h.tasks)):
+            while self._wanted and len(handle.tasks) < IN_FLIGHT:
+                weights = self._wanted.popleft()
+                self._give(handle, Task("evaluate", handle.actor.evaluate.remote(weights), weights=weights))
+            while len(handle.tasks) < IN_FLIGHT:
+                prompts = self._stream.take(self._parts.config.runtime.prompts_per_task)
+                seed = task_seed(self._parts.config.run.seed, self._number)
+                self._number += 1
+                self._give(handle, Task("search", handle.actor.search.remote(prompts, seed), tuple(prompts)))
+
+    def _give(self, handle: Handle, task: Task) -> None:
+        if not handle.tasks:
+            handle.since = time.monotonic()
+        handle.tasks.append(task)
+
+    def _receive(self, handle: Handle) -> None:
+        task = handle.tasks[0]
+        try:
+            result = ray.get(task.ref)
+        except ActorDiedError as error:
+            if error.actor_init_failed:
+                raise RuntimeError(f"a searcher could not start: {error}") from error
+            return self._replace(handle, "died")
+        except RayActorError:
+            return self._replace(handle, "died")
+        except RayTaskError as error:
+            raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
+        with self._changed:
+            handle.tasks.popleft()
+            handle.since = time.monotonic()
+            if task.kind == "search":
+                self._take_in(task, *result)
+            elif task.kind == "evaluate":
+                self._evaluated.append(result)
+                self._evaluating -= 1
+            self._changed.notify_all()
+
+    def _take_in(self, task: Task, findings: Findings, gap: float | None) -> None:
+        self.account.add(findings)
+        self.account.logp_gap = self.account.logp_gap if gap is None else gap
+        self._tally.add(findings.samples, findings.rejected, findings.detail)
+        self._tray.append((task.prompts, [_owned(g) for g in findings.groups]))
+
+    def _replace_late(self) -> None:
+        settings = self._parts.config
+        limits = {"start": settings.runtime.start_deadline, "search": settings.runtime.task_deadline, "evaluate": settings.eval.deadline}
+        for handle in list(self._handles):
+            if time.monotonic() - handle.since > limits[handle.tasks[0].kind]:
+                self._replace(handle, f"did not finish `{handle.tasks[0].kind}` in {limits[handle.tasks[0].kind]:g} s")
+
+    def _replace(self, handle: Handle, why: str) -> None:
+        """Ends this searcher and starts another; what it was asked for is asked again, and its own answers are lost for good."""
+        ray.kill(handle.actor)
+        with self._changed:
+            self.account.restarts += 1
+            if self.account.restarts > self._parts.config.runtime.max_restarts:
+                raise RuntimeError(f"a searcher {why}, and runtime.max_restarts = {self._parts.config.runtime.max_restarts} have been replaced already")
+            log.warning("a searcher %s: replaced, %d tasks are handed out again", why, sum(t.kind != "start" for t in handle.tasks))
+            for task in handle.tasks:
+                self._stream.put_back(task.prompts)
+                if task.kind == "evaluate":
+                    self._wanted.appendleft(task.weights)
+            self._handles[self._handles.index(handle)] = self._start(handle.place)
+
+
+def _start_ray(config: Config) -> Reaper | None:
+    """Joins the cluster at `runtime.address`, or starts a private Ray on loopback that ends with this process, however it ends."""
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if config.runtime.address is not None:
+        ray.init(address=config.runtime.address, **common)
+        return None
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # searchers choose their device themselves
+    reaper = watch()
+    context = ray.init(address="local", include_dashboard=False, num_cpus=config.runtime.searchers, **common)
+    reaper.session(context.address_info["session_dir"])
+    return reaper
+
+
+def _resources(config: Config, place: Place) -> dict[str, Any]:
+    """On a cluster Ray places searchers, one GPU each where there are any; on one machine `place` says where."""
+    return {"num_gpus": 1} if config.runtime.address is not None and place.device != "cpu" else {}
+
+
+def _owned(group: Group) -> Group:
+    """A copy that does not keep Ray's shared memory alive for as long as the replay buffer holds it."""
+    copies = (Trajectory(np.array(t.tokens), np.array(t.behavior_logp), np.array(t.ref_logp), t.reward, t.version, t.finished) for t in group.trajectories)
+    return Group(group.prompt, np.array(group.prompt_tokens), tuple(copies))
+
+

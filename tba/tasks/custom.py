@@ -1,0 +1,125 @@
+"""Your data set and your reward function, in TRL's conventions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tba.data import rows
+from tba.rewards import WrongLength
+from tba.types import Answer, Prompt
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Custom:
+    """Any data set with a `prompt` column (text, or chat messages), and any function with TRL's signature,
+
+        def f(prompts, completions, **columns) -> list[float | None]
+
+    written `package.module:function` or `file.py:function`. Several are added up with `reward_weights`; None means that a
+    function does not apply to that sample. For chat prompts, completions are message lists, as in TRL. `held_out` is
+    the data to evaluate on: a file, or a split's name; without it, the last `held_out_size` rows are kept from training.
+    """
+
+    data: str
+    reward: str | list[str]
+    reward_weights: list[float] | None = None
+    split: str = "train"
+    subset: str | None = None
+    held_out_data: str | None = None
+    held_out_split: str = "test"
+    held_out_size: int = 64
+    pass_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
+            raise ValueError(f"task.reward_weights has {len(self.reward_weights)} numbers for {len(self._names)} reward functions")
+        self.functions  # noqa: B018  a name that leads nowhere is told before anything starts
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._rows[0]
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._rows[1]
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+        """The weighted sum of the functions that gave a number; None where none did."""
+        chat = not isinstance(prompts[0].text, str)
+        completions = [[{"role": "assistant", "content": a.text}] if chat else a.text for a in answers]
+        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
+        found = [_call(f, [p.text for p in prompts], completions, columns) for f in self.functions]
+        weights = self.reward_weights or [1.0] * len(found)
+        return [_weighted(scores, weights) for scores in zip(*found, strict=True)]
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.reward] if isinstance(self.reward, str) else self.reward
+
+    @cached_property
+    def functions(self) -> list[RewardFunction]:
+        return [_function(name) for name in self._names]
+
+    @cached_property
+    def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
+        found = rows("task.data", self.data, self.split, self.subset, required=("prompt",))
+        if self.held_out_data is not None:
+            kept = rows("task.held_out_data", self.held_out_data, self.held_out_split, self.subset, required=("prompt",))[: self.held_out_size]
+        elif len(found) > self.held_out_size:
+            found, kept = found[: len(found) - self.held_out_size], found[len(found) - self.held_out_size :]
+        else:
+            raise ValueError(f"task.data = {self.data!r} has {len(found)} rows, which task.held_out_size = {self.held_out_size} would use up; lower it, or give task.held_out_data")
+        return _prompts("train", found), _prompts("held-out", kept)
+
+
+def _prompts(name: str, found: list[dict[str, Any]]) -> list[Prompt]:
+    return [Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(found)]
+
+
+def _call(function: RewardFunction, prompts: list[Any], completions: list[Any], columns: dict[str, list[Any]]) -> Sequence[float | None]:
+    """With the columns that it takes: all for `**columns`, else those that it names."""
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        columns = {name: values for name, values in columns.items() if name in parameters}
+    scores = function(prompts=prompts, completions=completions, **columns)
+    if len(scores) != len(completions):
+        raise WrongLength(f"{function.__name__} returned {len(scores)} rewards for {len(completions)} completions")
+    return scores
+
+
+def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    given = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
+    return sum(given) if given else None
+
+
+def _function(name: str) -> RewardFunction:
+    where, _, function = name.rpartition(":")
+    if not where:
+        raise ValueError(f"task.reward = {name!r}: write package.module:function or file.py:function")
+    try:
+        module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ValueError(f"task.reward = {name!r}: {error}; write package.module:function or file.py:function") from error
+    if function not in vars(module):
+        raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
+    found: RewardFunction = vars(module)[function]
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"tba_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,168 @@
+"""THE loop, synchronous and asynchronous, and the assembly of a run around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba import build, checkpoint
+from tba.build import Parts
+from tba.config import Config
+from tba.console import Console, open_console
+from tba.log import Journal
+from tba.replay import ReplayBuffer
+from tba.runfolder import RunFolder
+from tba.runtime import Searchers, SearchState
+from tba.runtime.placement import available_cores, divide
+from tba.stop import Stop
+from tba.summary import Summary, Tracker
+from tba.trainer import Trainer
+from tba.types import collate
+
+
+def train(run: Run) -> None:
+    """Synchronous or asynchronous, one machine or forty: this loop. What differs is `searchers` and how long to wait for them."""
+    c, t = run.config, run.tracker
+    if run.start == 0:
+        run.searchers.evaluate()
+    if not len(run.buffer):
+        run.buffer.add(t.first_fill(lambda: run.searchers.gather(at_least=c.first_fill)), now=run.start)
+    for step in range(run.start, c.run.steps):
+        if run.stop.requested:
+            break
+        groups = run.buffer.sample(c.trainer.groups, c.trainer.group_size, run.parts.strategy, now=step, rng=run.rng)
+        metrics = run.trainer.step(collate(groups), step)
+        done = step + 1
+        if done % c.runtime.publish_every == 0:
+            t.syncing(lambda done=done: run.searchers.publish(run.trainer.weights(version=done)))
+        if due(done, c.eval.every) and done < c.run.steps:
+            run.searchers.evaluate()
+        run.buffer.add(t.waiting(lambda: run.searchers.gather(at_least=c.fresh)), now=done)
+        run.tell(done, metrics | t.step(step, groups, run.buffer, run.searchers.account), groups)
+        if due(done, c.checkpoint.every):
+            run.save(done)
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@dataclass
+class Run:
+    """All that a run has."""
+
+    config: Config
+    parts: Parts
+    folder: RunFolder
+    trainer: Trainer
+    buffer: ReplayBuffer
+    searchers: Searchers
+    rng: np.random.Generator
+    journal: Journal
+    console: Console
+    tracker: Tracker
+    stop: Stop
+    start: int = 0
+    _saved: int = field(default=-1, init=False)
+
+    def tell(self, step: int, metrics: dict[str, float], groups: list[Any]) -> None:
+        """To the journal and the console; with evaluations that have ended, and a sample now and then."""
+        self.journal.row(step, metrics)
+        self.console.step(step, metrics)
+        self.tell_evaluations()
+        if due(step, self.config.log.sample_every) or step == 1:
+            group = groups[0]
+            t = group.trajectories[0]
+            prompt, text = self.parts.text.decode(group.prompt_tokens), self.parts.text.decode(t.tokens)
+            self.journal.sample(step, "train", prompt, text, t.reward, t.version)
+            self.console.sample(prompt, text, t.reward)
+
+    def tell_evaluations(self, finish: bool = False) -> None:
+        for e in self.searchers.evaluations(finish=finish):
+            scores = {f"eval/{name}": value for name, value in e.scores.items()}
+            self.tracker.evaluation(e.version, scores)
+            self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
+            self.console.evaluation(e.version, scores)
+            for example in e.examples:
+                self.journal.sample(e.version, "eval", example.prompt, example.completion, example.reward, e.version)
+
+    def save(self, step: int) -> None:
+        if step == self._saved:
+            return
+        progress = checkpoint.Progress(step, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
+        keep = self.config.checkpoint.keep
+        checkpoint.save(self.folder.checkpoints, keep, self.trainer, self.parts.text, self.buffer, self.searchers.state(), progress)
+        self._saved = step
+
+
+def run(config: Config, resume: Path | None = None) -> Summary:
+    """A whole run, from the check of its config to its summary. ValueError before anything starts if the config cannot work."""
+    parts = build.check(config)
+    folder = RunFolder.reopen(resume) if resume is not None else RunFolder.create(config)
+    generation = checkpoint.newest(folder.checkpoints) if resume is not None else None
+    with Stop() as stop:
+        assembled = assemble(parts, folder, stop, generation)
+        try:
+            return _carry_out(assembled)
+        finally:
+            assembled.searchers.close()
+            assembled.journal.close()
+            assembled.console.close()
+
+
+def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | None) -> Run:
+    config = parts.config
+    console = open_console(config)
+    console.note(f"run folder: {folder.path}")
+    place, places = divide(available_cores() if config.runtime.cores == "divide" else [], build.gpus(), config.runtime.searchers)
+    if config.runtime.use == "ray":
+        place.take()
+    trainer = build.trainer(parts, place.device)
+    buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
+    tracker, rng, resumed, start = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0
+    if generation is not None:
+        progress, resumed = checkpoint.restore(generation, trainer, buffer)
+        start, rng.bit_generator.state = progress.step, progress.rng
+        folder.rewind(start)
+        tracker.resume(progress.counts, folder.evaluations())
+        console.note(f"resumed from {generation.name}")
+    searchers = _searchers(parts, place.device, places, trainer.bf16_weights, stop, resumed)
+    if start and config.runtime.use == "ray":
+        searchers.publish(trainer.weights(version=start))
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config), console, tracker, stop, start)
+
+
+def _searchers(parts: Parts, device: str, places: list[Any], bf16: bool, stop: Stop, resumed: SearchState | None) -> Searchers:
+    stopping: Callable[[], bool] = lambda: stop.requested  # noqa: E731
+    if parts.config.runtime.use == "local":
+        from tba.runtime.local import LocalSearchers
+
+        return LocalSearchers(parts, build.searcher(parts, device, bf16), stopping, resumed)
+    from tba.runtime.bind import bind_ray
+
+    bind_ray(parts.config.runtime.address)
+    from tba.runtime.ray import RaySearchers
+
+    found = RaySearchers(parts, places, bf16, stopping, resumed)
+    stop.install()  # Ray has put its own signal handlers in place of ours
+    return found
+
+
+def _carry_out(run: Run) -> Summary:
+    with run.tracker.clock():
+        train(run)
+    step = run.tracker.steps
+    finished = step == run.config.run.steps
+    if finished:
+        run.searchers.publish(run.trainer.weights(version=step))
+        run.searchers.evaluate()
+        run.tell_evaluations(finish=True)
+    run.save(step)
+    summary = run.tracker.summary(run.searchers.account, finished)
+    run.folder.write_summary(summary)
+    run.console.end(summary, run.folder.path)
+    return summary
