@@ -5,13 +5,18 @@ import os
 # Before torch is imported: on a CPU, threads that spin while they wait slow other processes down 30 to 50 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from tba.config import Config, load  # noqa: E402
+from typing import TYPE_CHECKING
+
+from tba.config import Config, load
+
+if TYPE_CHECKING:
+    from tba.summary import Summary
 
 __version__ = "0.1.0"
 __all__ = ["Config", "load", "train"]
 
 
-def train(config: Config) -> "Summary":  # noqa: F821
+def train(config: Config) -> "Summary":
     """Runs `config` to its end and returns its summary, as `tba train` does."""
     from tba.train import run
 

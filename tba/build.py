@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tba.config import Config
+from tba.config import Config, PolicyTable
 from tba.plugins import Plugin, resolve
 from tba.policy import Policy, gains_from_bf16
-from tba.pretrained import Text, load_model, load_text
+from tba.pretrained import Text, load_model, load_text, model_path
 from tba.replay import Strategy
 from tba.rewards import Guard, Task
 from tba.searcher import Engine, Searcher
@@ -67,8 +67,19 @@ def trainer(parts: Parts, device: str) -> Trainer:
     model = load_model(config.policy, torch.float32).to(device)
     if config.policy.gradient_checkpointing:
         checkpoint_layers(model)
-    bf16 = {"auto": gains_from_bf16(model), "bf16": True, "off": False}[config.policy.autocast]
-    return Trainer(Policy(model, config.sampling.temperature, bf16), parts.objective, config.trainer, config.run.steps, bf16)
+    autocast = bf16(config.policy, device)
+    policy = Policy(model, config.sampling.temperature, autocast, share_prompt=not config.policy.gradient_checkpointing)
+    return Trainer(policy, parts.objective, config.trainer, config.run.steps, autocast)
+
+
+def bf16(policy: PolicyTable, device: str) -> bool:
+    """Whether to compute in bf16 over fp32 weights: as `policy.autocast` says, or where it is faster."""
+    from transformers import AutoConfig
+
+    if policy.autocast != "auto":
+        return policy.autocast == "bf16"
+    width = AutoConfig.from_pretrained(model_path(policy.model), trust_remote_code=policy.trust_remote_code).get_text_config().hidden_size
+    return gains_from_bf16(device, width)
 
 
 def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tba.pretrained import Text
-from tba.prompts import Cursor
 from tba.replay import ReplayBuffer
 from tba.runtime import SearchState
 from tba.trainer import Trainer
@@ -132,7 +131,7 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
     if state["search_version"] is not None:
         arrays = {n: t.numpy().view(np.uint16) if t.dtype == torch.int16 else t.numpy() for n, t in load_file(generation / SEARCH_WEIGHTS).items()}
         search_weights = Weights(state["search_version"], arrays)
-    return Progress(**state["progress"]), SearchState(Cursor(**state["cursor"]), state["tasks"], search_weights)
+    return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], search_weights)
 
 
 def _load_model(folder: Path) -> dict[str, torch.Tensor]:

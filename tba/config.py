@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -37,6 +37,10 @@ class Use(Table):
 
 def _named(value: Any) -> Any:
     return {"use": value} if isinstance(value, str) else value
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value
 
 
 Plug = Annotated[Use, BeforeValidator(_named)]
@@ -80,17 +84,19 @@ class TrainerTable(Table):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="inf: no clipping")
     token_budget: Positive = Field(16_384, description="tokens, padding included, in one forward and backward pass")
 
     @model_validator(mode="after")
-    def whole_groups(self) -> Self:
+    def whole_groups(self) -> TrainerTable:
         k, size = self.group_size, self.batch_size
         if k < 2:
             raise ValueError(f"trainer.group_size = {k}: a group's own baseline needs at least 2 trajectories; set trainer.group_size=2 or more")
         if size % k:
             near = max(k, round(size / k) * k)
-            raise ValueError(f"trainer.batch_size = {size} is not made of whole groups of {k}; set trainer.batch_size={near}, or a group_size that divides {size}")
+            raise ValueError(
+                f"trainer.batch_size = {size} is not made of whole groups of {k}; set trainer.batch_size={near}, or a group_size that divides {size}"
+            )
         return self
 
     @property
@@ -110,7 +116,7 @@ class RuntimeTable(Table):
     start_deadline: Seconds = Field(300.0, description="seconds that a searcher may take to start")
     gather_deadline: Seconds = Field(1800.0, description="seconds the trainer waits for groups before it gives up")
     max_restarts: Count = Field(10, description="searchers replaced before the run gives up")
-    cores: str = Field("divide", pattern="^(divide|share)$", description="divide: each process has cores of its own; share: no pinning")
+    cores: Literal["divide", "share"] = Field("divide", description="divide: each process has cores of its own; share: no pinning")
 
 
 class RewardTable(Table):
@@ -123,14 +129,16 @@ class EvalTable(Table):
     prompts: Count = Field(128, description="held-out prompts; 0: no evaluation")
     samples: Positive = Field(4, description="sampled answers for each, beside the greedy one")
     temperature: float = Field(1.0, gt=0)
-    k: tuple[Positive, ...] = Field((4,), description="the k of pass@k, each at most eval.samples")
+    k: Annotated[tuple[Positive, ...], BeforeValidator(_several)] = Field((4,), description="the k of pass@k, each at most eval.samples")
     seed: Count = 1234
     deadline: Seconds = 1800.0
 
     @model_validator(mode="after")
-    def enough_samples(self) -> Self:
+    def enough_samples(self) -> EvalTable:
         if max(self.k, default=1) > self.samples:
-            raise ValueError(f"eval.k = {list(self.k)} asks for pass@{max(self.k)} of eval.samples = {self.samples} answers; set eval.samples={max(self.k)} or more")
+            raise ValueError(
+                f"eval.k = {list(self.k)} asks for pass@{max(self.k)} of eval.samples = {self.samples} answers; set eval.samples={max(self.k)} or more"
+            )
         return self
 
 
@@ -165,8 +173,17 @@ class Config(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     log: LogTable = LogTable()
 
+    @model_validator(mode="before")
+    @classmethod
+    def with_default_plugins(cls, tables: Any) -> Any:
+        """`[objective] beta = 0.02` alone keeps the default objective."""
+        if not isinstance(tables, Mapping):
+            return tables
+        defaults = {name: cls.model_fields[name].default.use for name in PLUGGED}
+        return {k: {"use": defaults[k], **v} if k in defaults and isinstance(v, Mapping) else v for k, v in tables.items()}
+
     @model_validator(mode="after")
-    def consistent(self) -> Self:
+    def consistent(self) -> Config:
         if self.sampling.samples < self.trainer.group_size:
             k = self.trainer.group_size
             raise ValueError(f"sampling.samples = {self.sampling.samples} is less than trainer.group_size = {k}; set sampling.samples={k} or more")
@@ -202,8 +219,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
             tables = tomllib.loads(path.read_text())
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
-    for override in overrides:
-        _override(tables, override)
+    override_all(tables, overrides)
     return parse(tables)
 
 
@@ -214,25 +230,33 @@ def parse(tables: Mapping[str, Any]) -> Config:
         raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from error
 
 
-def _override(tables: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
+PLUGGED = ("task", "engine", "objective", "strategy")
+NAMES_PLUGIN = {*PLUGGED, *(f"{table}.use" for table in PLUGGED)}
+
+
+def override_all(tables: dict[str, Any], settings: Sequence[str]) -> None:
+    """In any order: those that name a plug-in go first, so that they drop the options of the one before and none that are given beside them."""
+    for setting in sorted(settings, key=lambda s: s.partition("=")[0].strip() not in NAMES_PLUGIN):
+        override(tables, setting)
+
+
+def override(tables: dict[str, Any], setting: str) -> None:
+    """Applies one `table.key=value`; the value is read as TOML, or else as text. `objective=rloo` is short for `objective.use=rloo`."""
+    key, equals, text = setting.partition("=")
     path = key.strip().split(".")
     if not equals or (len(path) == 1 and path[0] not in PLUGGED):
-        raise ValueError(f"{override!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
+        raise ValueError(f"{setting!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
     if len(path) == 1:
         path.append("use")
-    table = tables
+    table, value = tables, _value(text.strip())
     for name in path[:-1]:
         inner = table.setdefault(name, {})
         table[name] = table = {"use": inner} if isinstance(inner, str) else inner
         if not isinstance(table, dict):
-            raise ValueError(f"{override!r}: {name} is a value, not a table")
-    if path[-1] == "use" and path[0] in PLUGGED and table.get("use") not in (None, value.strip()):
+            raise ValueError(f"{setting!r}: {name} is a value, not a table")
+    if ".".join(path) in NAMES_PLUGIN and table.get("use", Config.model_fields[path[0]].default.use) != value:
         table.clear()  # another plug-in: the options of the one before are not its own
-    table[path[-1]] = _value(value.strip())
-
-
-PLUGGED = ("task", "engine", "objective", "strategy")
+    table[path[-1]] = value
 
 
 def _value(text: str) -> Any:
@@ -248,8 +272,11 @@ def _explain(error: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         table = Config
         for name in error["loc"][:-1]:
-            table = table.model_fields[name].annotation  # type: ignore[assignment,index]
+            table = table.model_fields[name].annotation  # type: ignore[assignment]
         return f"unknown key {where!r}{nearest(str(error['loc'][-1]), table.model_fields)}; known: {', '.join(table.model_fields)}"
     if error["type"] == "value_error":
         return message
+    if error["type"] == "model_type":
+        content = "a plug-in's name, or a table, [{}], with `use` and its options" if where in PLUGGED else "a table, [{}], with keys of its own"
+        return f"{where} = {error['input']!r}: write {content.format(where)}"
     return f"{where} = {error['input']!r}: {message}"

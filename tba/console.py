@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
@@ -33,6 +33,7 @@ SHOWN = (
 )
 
 
+@runtime_checkable
 class Console(Protocol):
     def note(self, text: str) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -46,7 +47,8 @@ def open_console(config: Config) -> Console:
     kind = config.log.console
     if kind == "auto":
         kind = "live" if sys.stdout.isatty() else "plain"
-    return {"live": LiveConsole, "plain": PlainConsole, "off": SilentConsole}[kind](config.run.steps)
+    kinds: dict[str, Callable[[int], Console]] = {"live": LiveConsole, "plain": PlainConsole, "off": SilentConsole}
+    return kinds[kind](config.run.steps)
 
 
 class PlainConsole:
@@ -128,8 +130,8 @@ class LiveConsole:
         pairs = [(Text(label, style="dim"), form.format(self._metrics[name])) for name, label, form in SHOWN if name in self._metrics]
         for left, right in zip(pairs[::2], pairs[1::2], strict=True):
             grid.add_row(*left, *right)
-        parts = [self._progress, grid, Text("\n".join(self._evaluations)), Text(self._sample, style="italic", overflow="ellipsis")]
-        return Panel(Stack(*(p for p in parts if not isinstance(p, Text) or p.plain)), title="tba", title_align="left")
+        texts = [Text("\n".join(self._evaluations)), Text(self._sample, style="italic", overflow="ellipsis")]
+        return Panel(Stack(self._progress, grid, *(t for t in texts if t.plain)), title="tba", title_align="left")
 
 
 def told(scores: Mapping[str, float]) -> str:

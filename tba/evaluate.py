@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import fmean, stdev
 
-
 from tba.config import EvalTable
 from tba.pretrained import Text
 from tba.rewards import Guard, Rejected, Verdict
@@ -88,5 +87,3 @@ def _reward(verdict: Verdict) -> float:
 
 def _shown(prompt: Prompt) -> str:
     return prompt.text if isinstance(prompt.text, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
-
-

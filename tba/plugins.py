@@ -49,13 +49,18 @@ def find(kind: str, name: str) -> type:
     """The class called `name`; ValueError with the nearest name where there is none."""
     if "." in name:
         module_name, _, class_name = name.rpartition(".")
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name!r}: write `package.module.Class`")
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ValueError(f"{name!r}: no module {error.name!r} on the path; write `package.module.Class`") from error
         if class_name not in vars(module):
             raise ValueError(f"{name!r}: {module_name} has no {class_name!r}{nearest(class_name, vars(module))}")
-        return vars(module)[class_name]
+        found = vars(module)[class_name]
+        if not (inspect.isclass(found) and dataclasses.is_dataclass(found)):
+            raise ValueError(f"{name!r} is not a dataclass, so that it has no options; write @dataclass above it")
+        return found
     if name not in names(kind):
         raise ValueError(f"no {kind} called {name!r}{nearest(name, names(kind))}; there are {', '.join(names(kind))}, or write `package.module.Class`")
     module = importlib.import_module(f"tba.{kind}.{name}")
@@ -95,11 +100,13 @@ def nearest(name: str, known: Any) -> str:
 
 def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
     if scheduled and kind is float and isinstance(value, Mapping):
-        kind = Schedule
+        kind, known = Schedule, [f.name for f in dataclasses.fields(Schedule)]
+        if unknown := [key for key in value if key not in known]:
+            raise ValueError(f"{name}.{unknown[0]}: a schedule has no such key{nearest(unknown[0], known)}; it has {', '.join(known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     try:
         return TypeAdapter(kind, config=config).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        inner = ".".join(str(p) for p in first["loc"])
-        raise ValueError(f"{name}{'.' + inner if inner else ''} = {first['input']!r}: {first['msg']}") from error
+        where = ".".join([name, *(str(p) for p in first["loc"])])
+        raise ValueError(f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}") from error

@@ -24,7 +24,7 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.autocast = autocast
-        self.share_prompt = share_prompt and not model.is_gradient_checkpointing
+        self.share_prompt = share_prompt
         self.device = next(model.parameters()).device
         self._refuse_processed_logits()
 
@@ -100,14 +100,16 @@ class Policy:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         ours = self.model.get_output_embeddings()(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         if not torch.allclose(ours.float(), self.model(input_ids=ids, use_cache=False).logits.float(), atol=1e-2, rtol=1e-2):
-            raise ValueError(f"{type(self.model).__name__} changes its logits after the head (soft-capping or scaling), which is not supported; use another model")
+            raise ValueError(
+                f"{type(self.model).__name__} changes its logits after the head (soft-capping or scaling), which is not supported; use another model"
+            )
 
 
-def gains_from_bf16(model: Any) -> bool:
-    """Whether bf16 autocast is faster here: on GPUs that have it, and for wide enough models on CPUs that have it."""
-    if next(model.parameters()).device.type == "cuda":
+def gains_from_bf16(device: str, hidden_size: int) -> bool:
+    """Whether bf16 autocast is faster there: on GPUs that have it, and for wide enough models on CPUs that have it."""
+    if device.startswith("cuda"):
         return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported() and model.config.get_text_config().hidden_size >= 256
+    return torch.cpu._is_avx512_bf16_supported() and hidden_size >= 256
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ def model_path(name: str) -> str:
             raise ValueError(f"policy.model = {name!r}: that folder has no config.json; give a folder that save_pretrained wrote")
         return str(path)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"policy.model = {name!r}: no such folder; give one that save_pretrained wrote, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct")
+        raise ValueError(
+            f"policy.model = {name!r}: no such folder; give one that save_pretrained wrote, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
     return name
 
 
@@ -81,15 +83,18 @@ def load_text(policy: PolicyTable) -> Text:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
         config = AutoConfig.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    eos = _token(tokenizer, policy.eos_token, "eos") or tokenizer.eos_token_id
+        raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    eos = _token(tokenizer, policy.eos_token, "eos")
+    eos = tokenizer.eos_token_id if eos is None else eos
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a model without generation_config.json
         declared = config.eos_token_id
     eos_ids = {eos} | set(declared if isinstance(declared, list) else [declared])
     if eos is None:
-        raise ValueError(f"the tokenizer of {policy.model!r} has no EOS token, so that no response could end; set policy.eos_token='</s>', or the token that ends its texts")
+        raise ValueError(
+            f"the tokenizer of {policy.model!r} has no EOS token, so that no response could end; set policy.eos_token='</s>', or the token that ends its texts"
+        )
     pad = _token(tokenizer, policy.pad_token, "pad")
     pad = tokenizer.pad_token_id if pad is None else pad
     return Text(
@@ -111,5 +116,7 @@ def _token(tokenizer: Any, token: str | None, role: str) -> int | None:
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
     """The causal LM in `dtype`, without dropout: log-probabilities must be those of the policy that samples."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
     return AutoModelForCausalLM.from_pretrained(model_path(policy.model), dtype=dtype, trust_remote_code=policy.trust_remote_code).eval()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -18,6 +18,7 @@ from tba.types import Group, Prompt, Shelf, Stored, Trajectory
 STATE, ARRAYS = "replay.json", "replay.safetensors"
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """What to replay."""
 

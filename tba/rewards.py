@@ -8,11 +8,12 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tba.types import Answer, Prompt
 
 
+@runtime_checkable
 class Task(Protocol):
     """Where prompts come from, and what an answer is worth. `pass_reward` is the least reward of a right answer, if there is such a thing."""
 
@@ -55,7 +56,7 @@ class Guard:
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
         """One verdict for each answer. A failing call is repeated one sample at a time, so that the others keep their rewards."""
         verdicts = self._call(prompts, answers)
-        if len(answers) == 1 or not isinstance(verdicts[0], Rejected) or verdicts[0].reason not in ("raised", "timeout"):
+        if len(answers) < 2 or not isinstance(verdicts[0], Rejected) or verdicts[0].reason not in ("raised", "timeout"):
             return verdicts
         alone: list[Verdict] = []
         for p, a in zip(prompts, answers, strict=True):
@@ -70,7 +71,7 @@ class Guard:
             return [Rejected("timeout", str(error))] * len(answers)
         except WrongLength as error:
             return [Rejected("wrong_length", str(error))] * len(answers)
-        except Exception:  # untrusted code
+        except (Exception, SystemExit):  # untrusted code
             return [Rejected("raised", traceback.format_exc())] * len(answers)
         if len(scores) != len(answers):
             return [Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")] * len(answers)
@@ -106,7 +107,7 @@ def _verdict(score: Any) -> Verdict:
         return Rejected("none", "no reward function gave this sample a reward")
     try:
         value = float(score)
-    except (TypeError, ValueError):
+    except Exception:  # untrusted too: a tensor of two numbers raises RuntimeError, 10**400 OverflowError
         return Rejected("not_a_number", f"a reward is {score!r}")
     return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
 

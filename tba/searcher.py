@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tba.types import Completion, Group, Prompt, Sampling, Trajectory, collate
 from tba.weights import Weights
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Answers prompts with some version of the policy's weights."""
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 
 class Stop:
@@ -16,6 +16,9 @@ class Stop:
         self.requested = False
         self._before: dict[int, Any] = {}
 
+    def is_requested(self) -> bool:
+        return self.requested
+
     def install(self) -> None:
         """Signals can be handled from the main thread only; elsewhere the host program decides when to stop."""
         if threading.current_thread() is threading.main_thread():
@@ -23,7 +26,7 @@ class Stop:
                 before = signal.signal(number, self._handle)
                 self._before.setdefault(number, before)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Stop:
         self.install()
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class Tracker:
     """Adds up, over all sessions of a run, what no single step knows."""
 
     def __init__(self) -> None:
-        self._base: Counter[str] = Counter()
-        self._sum: Counter[str] = Counter()
+        self._base: defaultdict[str, float] = defaultdict(float)
+        self._sum: defaultdict[str, float] = defaultdict(float)
         self._lag_max = 0.0
         self._evaluations: list[tuple[int, dict[str, float]]] = []
         self._started: float | None = None
@@ -91,8 +91,9 @@ class Tracker:
         now = time.perf_counter()
         trajectories = [t for g in groups for t in g.trajectories]
         lags = [step - t.version for t in trajectories]
-        self._sum.update({"steps": 1, "samples_trained": len(trajectories), "lag": fmean(lags)})
-        self._lag_max = max(self._lag_max, *lags)
+        for name, value in (("steps", 1), ("samples_trained", len(trajectories)), ("lag", fmean(lags))):
+            self._sum[name] += value
+        self._lag_max = float(max(self._lag_max, *lags))
         searching = {k: v - self._before.get(k, 0.0) for k, v in account.seconds.items()}
         self._before = dict(account.seconds)
         metrics = {
@@ -140,7 +141,7 @@ class Tracker:
     def summary(self, account: Account, finished: bool) -> Summary:
         training = self.seconds - self._sum["first_fill"]
         ordered = sorted(self._evaluations, key=lambda e: e[0])
-        scores = [{k.removeprefix("eval/"): v for k, v in s.items()} | {"step": version} for version, s in ordered]
+        scores = [{k.removeprefix("eval/"): v for k, v in s.items()} | {"step": float(version)} for version, s in ordered]
         for s in scores:
             s["stderr"] = s.get("sampled_stderr", s["sampled_reward_stderr"])
         return Summary(

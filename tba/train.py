@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tba.log import Journal
 from tba.replay import ReplayBuffer
 from tba.runfolder import RunFolder
 from tba.runtime import Searchers, SearchState
-from tba.runtime.placement import available_cores, divide
+from tba.runtime.placement import Place, available_cores, divide
 from tba.stop import Stop
 from tba.summary import Summary, Tracker
 from tba.trainer import Trainer
@@ -28,7 +27,7 @@ def train(run: Run) -> None:
     """Synchronous or asynchronous, one machine or forty: this loop. What differs is `searchers` and how long to wait for them."""
     c, t = run.config, run.tracker
     if run.start == 0:
-        run.searchers.evaluate()
+        run.evaluate()
     if not len(run.buffer):
         run.buffer.add(t.first_fill(lambda: run.searchers.gather(at_least=c.first_fill)), now=run.start)
     for step in range(run.start, c.run.steps):
@@ -38,9 +37,9 @@ def train(run: Run) -> None:
         metrics = run.trainer.step(collate(groups), step)
         done = step + 1
         if done % c.runtime.publish_every == 0:
-            t.syncing(lambda done=done: run.searchers.publish(run.trainer.weights(version=done)))
+            t.syncing(lambda: run.searchers.publish(run.trainer.weights(version=done)))  # noqa: B023  called at once
         if due(done, c.eval.every) and done < c.run.steps:
-            run.searchers.evaluate()
+            run.evaluate()
         run.buffer.add(t.waiting(lambda: run.searchers.gather(at_least=c.fresh)), now=done)
         run.tell(done, metrics | t.step(step, groups, run.buffer, run.searchers.account), groups)
         if due(done, c.checkpoint.every):
@@ -80,6 +79,11 @@ class Run:
             prompt, text = self.parts.text.decode(group.prompt_tokens), self.parts.text.decode(t.tokens)
             self.journal.sample(step, "train", prompt, text, t.reward, t.version)
             self.console.sample(prompt, text, t.reward)
+
+    def evaluate(self) -> None:
+        """Asks for an evaluation, if there is anything to evaluate on."""
+        if self.parts.held_out:
+            self.searchers.evaluate()
 
     def tell_evaluations(self, finish: bool = False) -> None:
         for e in self.searchers.evaluations(finish=finish):
@@ -136,18 +140,17 @@ def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | Non
     return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config), console, tracker, stop, start)
 
 
-def _searchers(parts: Parts, device: str, places: list[Any], bf16: bool, stop: Stop, resumed: SearchState | None) -> Searchers:
-    stopping: Callable[[], bool] = lambda: stop.requested  # noqa: E731
+def _searchers(parts: Parts, device: str, places: list[Place], bf16: bool, stop: Stop, resumed: SearchState | None) -> Searchers:
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 
-        return LocalSearchers(parts, build.searcher(parts, device, bf16), stopping, resumed)
+        return LocalSearchers(parts, build.searcher(parts, device, bf16), stop.is_requested, resumed)
     from tba.runtime.bind import bind_ray
 
     bind_ray(parts.config.runtime.address)
     from tba.runtime.ray import RaySearchers
 
-    found = RaySearchers(parts, places, bf16, stopping, resumed)
+    found = RaySearchers(parts, places, bf16, stop.is_requested, resumed)
     stop.install()  # Ray has put its own signal handlers in place of ours
     return found
 
@@ -159,7 +162,7 @@ def _carry_out(run: Run) -> Summary:
     finished = step == run.config.run.steps
     if finished:
         run.searchers.publish(run.trainer.weights(version=step))
-        run.searchers.evaluate()
+        run.evaluate()
         run.tell_evaluations(finish=True)
     run.save(step)
     summary = run.tracker.summary(run.searchers.account, finished)

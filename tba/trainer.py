@@ -56,8 +56,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         parts = [self._backward(part, objective, len(batch)) for part in batch.chunks(self.settings.token_budget)]
         metrics = _mean(parts)
-        clip = self.settings.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), clip if clip is not None else float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.settings.max_grad_norm)
         if not (torch.isfinite(norm) and all(torch.isfinite(torch.tensor(v)) for v in metrics.values())):
             raise NotFinite(f"step {step}: loss {metrics['loss']}, gradient norm {norm.item()}; lower trainer.learning_rate or raise objective.beta")
         metrics |= {"grad_norm": norm.item(), "learning_rate": self.schedule.get_last_lr()[0]}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,10 +22,8 @@ class Account:
     samples: int = 0
     tasks: int = 0
     restarts: int = 0
-    refused: int = 0
-    """Results that came after their task had been given to another searcher."""
     rejected: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`generate`, `reward`, `reference`, `adopt`, and `idle`: between two tasks."""
     logp_gap: float = float("nan")
     """Mean |log-prob of an engine - of the trainer| on the last publication's probe."""
@@ -34,7 +32,8 @@ class Account:
         self.samples += findings.samples
         self.tasks += 1
         self.rejected += findings.rejected
-        self.seconds.update(findings.seconds)
+        for name, seconds in findings.seconds.items():
+            self.seconds[name] += seconds
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class SearchState:
     weights: Weights | None
 
 
+@runtime_checkable
 class Searchers(Protocol):
     """Everything that searches."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import torch
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba import build
 from tba.build import Parts
@@ -194,7 +194,8 @@ class RaySearchers:
                 raise self._failure
 
     def _start(self, place: Place) -> Handle:
-        remote = ray.remote(num_cpus=0, concurrency_groups={"control": 1}, max_restarts=0, **_resources(self._parts.config, place))(SearcherActor)
+        options = {"num_cpus": 0, "concurrency_groups": {"control": 1}, "max_restarts": 0, **_resources(self._parts.config, place)}
+        remote: Any = ray.remote(**options)(SearcherActor)
         actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path)
         handle = Handle(place, actor, since=time.monotonic())
         handle.tasks.append(Task("start", actor.pid.remote()))
@@ -238,14 +239,13 @@ class RaySearchers:
         task = handle.tasks[0]
         try:
             result = ray.get(task.ref)
-        except ActorDiedError as error:
-            if error.actor_init_failed:
-                raise RuntimeError(f"a searcher could not start: {error}") from error
-            return self._replace(handle, "died")
-        except RayActorError:
-            return self._replace(handle, "died")
-        except RayTaskError as error:
+        except RayTaskError as error:  # a mistake in the code or the settings: another searcher would make it again
             raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
+        except RayError as error:
+            if isinstance(error, ActorDiedError) and error.actor_init_failed:
+                raise RuntimeError(f"a searcher could not start: {error}") from error
+            self._replace(handle, "died")
+            return
         with self._changed:
             handle.tasks.popleft()
             handle.since = time.monotonic()
@@ -291,8 +291,9 @@ def _start_ray(config: Config) -> Reaper | None:
         ray.init(address=config.runtime.address, **common)
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # searchers choose their device themselves
+    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's default of 15, any other program on its core starves a searcher
     reaper = watch()
-    context = ray.init(address="local", include_dashboard=False, num_cpus=config.runtime.searchers, **common)
+    context: Any = ray.init(address="local", include_dashboard=False, num_cpus=config.runtime.searchers, **common)
     reaper.session(context.address_info["session_dir"])
     return reaper
 
@@ -306,5 +307,3 @@ def _owned(group: Group) -> Group:
     """A copy that does not keep Ray's shared memory alive for as long as the replay buffer holds it."""
     copies = (Trajectory(np.array(t.tokens), np.array(t.behavior_logp), np.array(t.ref_logp), t.reward, t.version, t.finished) for t in group.trajectories)
     return Group(group.prompt, np.array(group.prompt_tokens), tuple(copies))
-
-

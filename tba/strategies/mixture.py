@@ -33,6 +33,6 @@ class Mixture:
 
     def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
         shares = (self.recent, (1 - self.recent) * self.reward, (1 - self.recent) * (1 - self.reward))
-        arms = (Recent(self.window), Reward(self.temperature), Uniform())
+        arms: tuple[Recent | Reward | Uniform, ...] = (Recent(self.window), Reward(self.temperature), Uniform())
         counts = rng.multinomial(groups, shares)
         return [g for arm, n in zip(arms, counts, strict=True) if n for g in arm.draw(shelves, int(n), size, now, rng)]

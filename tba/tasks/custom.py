@@ -41,6 +41,8 @@ class Custom:
     pass_reward: float | None = None
 
     def __post_init__(self) -> None:
+        if not self._names:
+            raise ValueError("task.reward is empty; write package.module:function or file.py:function")
         if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
             raise ValueError(f"task.reward_weights has {len(self.reward_weights)} numbers for {len(self._names)} reward functions")
         self.functions  # noqa: B018  a name that leads nowhere is told before anything starts
@@ -73,23 +75,28 @@ class Custom:
         found = rows("task.data", self.data, self.split, self.subset, required=("prompt",))
         if self.held_out_data is not None:
             kept = rows("task.held_out_data", self.held_out_data, self.held_out_split, self.subset, required=("prompt",))[: self.held_out_size]
-        elif len(found) > self.held_out_size:
-            found, kept = found[: len(found) - self.held_out_size], found[len(found) - self.held_out_size :]
         else:
-            raise ValueError(f"task.data = {self.data!r} has {len(found)} rows, which task.held_out_size = {self.held_out_size} would use up; lower it, or give task.held_out_data")
+            cut = len(found) - self.held_out_size
+            if cut < 1:
+                raise ValueError(f"task.data = {self.data!r} has only {len(found)} rows; lower task.held_out_size, or give task.held_out_data")
+            found, kept = found[:cut], found[cut:]
         return _prompts("train", found), _prompts("held-out", kept)
 
 
 def _prompts(name: str, found: list[dict[str, Any]]) -> list[Prompt]:
+    for i, row in enumerate(found):
+        if not isinstance(row["prompt"], str | list):
+            raise ValueError(f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat messages: remove the row, or give it text")
     return [Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(found)]
 
 
 def _call(function: RewardFunction, prompts: list[Any], completions: list[Any], columns: dict[str, list[Any]]) -> Sequence[float | None]:
-    """With the columns that it takes: all for `**columns`, else those that it names."""
+    """With what it takes: everything for `**columns`, else what it names."""
     parameters = inspect.signature(function).parameters
+    given = {**columns, "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        columns = {name: values for name, values in columns.items() if name in parameters}
-    scores = function(prompts=prompts, completions=completions, **columns)
+        given = {name: values for name, values in given.items() if name in parameters}
+    scores = function(**given)
     if len(scores) != len(completions):
         raise WrongLength(f"{function.__name__} returned {len(scores)} rewards for {len(completions)} completions")
     return scores
@@ -111,6 +118,8 @@ def _function(name: str) -> RewardFunction:
     if function not in vars(module):
         raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
     found: RewardFunction = vars(module)[function]
+    if not callable(found):
+        raise ValueError(f"task.reward = {name!r}: {function} is no function but {found!r}")
     return found
 
 

@@ -20,7 +20,7 @@ def last_number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Reward 1 when the last number of the answer equals the one after `####` of the solution, else 0.
+    """Reward 1 when the last number of the answer equals the one after `####` of the solution, else 0; none where that has no number.
 
     Prompt and grader are those of the paper's GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare
     question through the tokenizer's chat template instead, for instruction-tuned models.
@@ -45,7 +45,7 @@ class Gsm8k:
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
         gold = [last_number(p.columns["answer"].rpartition("####")[2]) for p in prompts]
-        return [float(last_number(a.text) == g) for a, g in zip(answers, gold, strict=True)]
+        return [None if g is None else float(last_number(a.text) == g) for a, g in zip(answers, gold, strict=True)]
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
         found = rows("task.data", self.data, split, "main", required=("question", "answer"))[:size]

@@ -1,0 +1,16 @@
+"""A reward function in TRL's convention: how positive a text is, from -1 to 1 (VADER, pip install 'tba[sentiment]')."""
+
+from functools import cache
+from typing import Any
+
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+
+@cache
+def analyzer() -> SentimentIntensityAnalyzer:
+    return SentimentIntensityAnalyzer()
+
+
+def sentiment(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The compound score of each completion alone, so that a happy opening earns nothing."""
+    return [analyzer().polarity_scores(text)["compound"] for text in completions]

@@ -1,0 +1,296 @@
+"""The report of one or several runs: an HTML page that needs nothing beside itself, and its figures as PNG files.
+
+This module imports no torch, so that a report is there in a moment.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read
+
+Row = dict[str, Any]
+Column = Float[np.ndarray, " rows"]
+Form = Literal["number", "positive", "share", "count"]
+MODES = ("sampled", "greedy")
+AXES = {"time": "time (s)", "step": "steps", "samples_generated": "samples generated"}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2578f", "#e69f00", "#4ba6dc", "#6b4fa0")  # after Okabe and Ito: colour-blind readers tell them apart too
+GREY, RULE = "#5b6472", "#e4e8ee"
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What evaluations are compared by: metrics of answers in one of `MODES`."""
+
+    label: str
+    value: str
+    stderr: str
+    form: Form
+
+    def told(self, evaluation: Row, mode: str) -> str:
+        return "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}".join(tell(evaluation.get(name.format(mode)), self.form) for name in (self.value, self.stderr))
+
+
+PASS = Measure("pass@1", "eval/{}_pass@1", "eval/{}_stderr", "share")
+REWARD = Measure("reward", "eval/{}_reward", "eval/{}_reward_stderr", "number")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has written down so far; rows are in the order of their step, which for an evaluation is the version evaluated."""
+
+    name: str
+    colour: str
+    config: Row
+    steps: list[Row]
+    evaluations: list[Row]
+    samples: list[Row]
+    totals: Row
+
+    def facts(self, measure: Measure) -> Mapping[str, str]:
+        ends = self.evaluations[:1] + self.evaluations[1:][-1:]
+        reward, lag_mean, lag_max = (_column(self.steps, name) for name in ("reward", "off_policy/lag_mean", "off_policy/lag_max"))
+        tenth = -(-len(reward) // 10)
+        return {
+            "Objective": self.config["objective"]["use"],
+            "Steps": f"{self.steps[-1]['step']:,} of {self.config['run']['steps']:,} ({self.totals['status']})",
+            "Time": f"{self.totals['seconds']:,.1f} s",
+            **{f"Held-out {measure.label}, {mode}": " → ".join(measure.told(e, mode) for e in ends) or "–" for mode in MODES},
+            "Training reward, first → last tenth": f"{reward[:tenth].mean():.3f} → {reward[-tenth:].mean():.3f}",
+            "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
+            "Trainer waited": f"{self.totals['trainer_wait_fraction']:.2%}",
+            "Searchers waited": f"{_share(self.steps, 'wait/searchers'):.2%}",
+            "Samples generated": f"{self.totals['samples_generated']:,.0f}",
+            "Samples trained on": f"{self.totals['samples_trained']:,.0f}",
+            "Samples rejected": f"{self.steps[-1]['searchers/rejected']:,.0f}",
+        }
+
+    def held_out(self) -> list[list[Row]]:
+        """Of each held-out prompt, the samples of the first and of the last evaluation; of the first alone while there is no other."""
+        answers: dict[int, dict[str, Row]] = {}
+        for s in self.samples:
+            if s["kind"] == "eval":
+                answers.setdefault(s["version"], {})[s["prompt"]] = s
+        ends = [answers[version] for version in sorted({min(answers), max(answers)})] if answers else [{}]
+        return [[end[prompt] for end in ends] for prompt in ends[0] if all(prompt in end for end in ends)]
+
+    def trained_on(self) -> list[Row]:
+        """A few samples, from the first to the last."""
+        found = [s for s in self.samples if s["kind"] == "train"]
+        return [found[i] for i in sorted({int(i) for i in np.linspace(0, len(found) - 1, 4)})] if found else []
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: at most two metrics, the second dashed. `spread` is what to draw on both sides of each.
+
+    Of steps, a mean of neighbours is drawn over what each one had, but counts as they are; evaluations are points.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    form: Form = "number"
+    labels: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
+    x: str = "step"
+    evaluations: bool = False
+
+    def rows(self, record: Record) -> list[Row]:
+        return record.evaluations if self.evaluations else record.steps
+
+    def shows(self, row: Row) -> bool:
+        return any(row.get(name) is not None and (row[name] or self.form != "count") for name in self.metrics)
+
+
+FIGURES = {
+    "trained_on": (
+        Panel("lag (steps)", ("off_policy/lag_mean", "off_policy/lag_max"), "positive", ("mean", "max")),
+        Panel("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
+        Panel("kl to the reference (nats)", ("kl",)),
+        Panel("entropy (nats per token)", ("entropy",), "positive"),
+        Panel("response length (tokens)", ("completions/mean_length",), "positive"),
+        Panel("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),
+    ),
+    "buffer": (
+        Panel("responses held", ("buffer/size",), "count"),
+        Panel("prompts held", ("buffer/prompts",), "count"),
+        Panel("samples", ("buffer/added", "buffer/duplicates"), "count", ("added", "duplicates")),
+        Panel("evicted", ("buffer/evicted_per_prompt", "buffer/evicted_capacity"), "count", ("for a prompt's limit", "for the capacity")),
+        Panel("groups drawn short of samples", ("buffer/short_groups",), "count"),
+    ),
+    "waits": (
+        Panel("trainer waits (share of its time)", ("wait/trainer",), "share"),
+        Panel("searchers wait (share of their time)", ("wait/searchers",), "share"),
+        Panel("optimizer step (s)", ("step_time",), "positive"),
+        Panel("publishing the weights (s)", ("sync/seconds",), "positive"),
+        Panel("logp, engine − trainer, after a sync", ("sync/logp_gap",), "positive"),
+        Panel("searchers replaced, samples rejected", ("searchers/restarts", "searchers/rejected"), "count", ("replaced", "rejected")),
+    ),
+}
+
+
+def report(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Draws the page into `out`, by default `report` in the run or, for several, here; returns its path. ValueError for a folder with nothing to draw."""
+    records = _records(list(dict.fromkeys(p.expanduser().resolve() for p in runs)))
+    folder = out or (runs[0].expanduser() / "report" if len(records) == 1 else Path("report"))
+    folder.mkdir(parents=True, exist_ok=True)
+    evaluations = [e for r in records for e in r.evaluations]
+    measure = PASS if evaluations and all(PASS.value.format("sampled") in e for e in evaluations) else REWARD
+    figures = {name: _png(_figure(panels, records), folder / f"{name}.png") for name, panels in {"reward": _rewards(measure), **FIGURES}.items()}
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).get_template("report.html")
+    html = template.render(runs=records, measure=measure, modes=MODES, figures=figures, differences=_differences(records), tell=tell)
+    (folder / "index.html").write_text(html, encoding="utf-8", errors="xmlcharrefreplace")  # a completion may hold half a surrogate pair
+    return folder / "index.html"
+
+
+def _records(paths: Sequence[Path]) -> list[Record]:
+    if not paths:
+        raise ValueError("name at least one run: tba report RUN")
+    same = Counter(p.name for p in paths)
+    colours = COLOURS if len(paths) <= len(COLOURS) else [to_hex(c) for c in matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(paths)))]
+    return [_record(p, p.name if same[p.name] == 1 else str(p), c) for p, c in zip(paths, colours, strict=False)]
+
+
+def _record(path: Path, name: str, colour: str) -> Record:
+    if not (path / CONFIG).is_file():
+        near = sorted(p.parent for p in [*path.glob(f"*/{CONFIG}"), path.parent / CONFIG] if p.is_file())
+        instead = f"`tba report {' '.join(map(str, near[:3]))}`" if near else "`tba report RUN` with the run folder that `tba train` named at its start"
+        raise ValueError(f"{path} is not a run's folder: it has no {CONFIG}; type {instead}")
+    rows = read(path / METRICS)
+    steps = [r for r in rows if "samples_generated" in r]
+    if not steps:
+        raise ValueError(f"{path} has no metrics yet; type `tba report {path}` again once its first step is done")
+    evaluations = {r["step"]: r for r in rows if "eval/sampled_reward" in r}  # the last word of a version: a resumed run may evaluate one again
+    for version, row in evaluations.items():
+        row["samples_generated"] = np.interp(version, [0, *(s["step"] for s in steps)], [0, *(s["samples_generated"] for s in steps)])
+    in_order = [evaluations[version] for version in sorted(evaluations)]
+    return Record(name, colour, json.loads((path / CONFIG).read_text()), steps, in_order, read(path / SAMPLES), _totals(path, steps))
+
+
+def _totals(path: Path, steps: list[Row]) -> Row:
+    """As `summary.json` has them; from the steps while a run goes on, be it resumed beside the summary of its last session."""
+    summary = json.loads((path / SUMMARY).read_text()) if (path / SUMMARY).is_file() else {"steps": None}
+    if summary["steps"] == steps[-1]["step"]:
+        return {**summary, "status": "finished" if summary["finished"] else "stopped"}
+    return {**steps[-1], "seconds": steps[-1]["time"], "trainer_wait_fraction": _share(steps, "wait/trainer"), "status": "unfinished"}
+
+
+def _column(rows: Sequence[Row], name: str, absent: float = np.nan) -> Column:
+    values = np.array([np.nan if (value := row.get(name, absent)) is None else value for row in rows], float)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _share(steps: list[Row], name: str) -> float:
+    """A share of each step's time as one of the run's. The first step is left out: its time may have begun with the first fill."""
+    seconds, shares = np.diff(_column(steps, "time")), _column(steps, name)
+    return float((shares[1:] * seconds).sum() / seconds.sum()) if seconds.sum() > 0 else float(shares[0])
+
+
+def _smooth(values: Column) -> Column:
+    """Twice the mean over a centred window of a twenty-fifth of the run; gaps are left out."""
+    at, n = np.arange(len(values)), len(values)
+    low, high = np.maximum(at - n // 50, 0), np.minimum(at + n // 50 + 1, n)
+    for _ in range(2):
+        known = np.isfinite(values)
+        total, count = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(known, values, 0.0), known))
+        found = count[high] - count[low]
+        values = np.where(found > 0, (total[high] - total[low]) / np.maximum(found, 1.0), np.nan)
+    return values
+
+
+def _rewards(measure: Measure) -> tuple[Panel, ...]:
+    values, stderrs = (tuple(name.format(mode) for mode in MODES) for name in (measure.value, measure.stderr))
+    training = [Panel("training reward", ("reward",), x=x) for x in AXES]
+    return (*training, *(Panel(f"held-out {measure.label} ± standard error", values, measure.form, MODES, stderrs, x, True) for x in AXES))
+
+
+def _figure(panels: Sequence[Panel], records: Sequence[Record]) -> Figure:
+    """Three panels a row; those of which no run has anything, or has counted anything, are left out."""
+    panels = [p for p in panels if any(p.shows(row) for r in records for row in p.rows(r))]
+    rows = -(-len(panels) // 3)
+    figure = Figure(figsize=(12, 0.4 + 2.8 * rows), layout="constrained")
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, 3, i + 1)
+        _dress(axes, panel)
+        for record in records:
+            _draw(axes, panel, record, [record.colour] * 2 if len(records) > 1 else COLOURS)
+        keys = [Line2D([], [], color=c, linestyle=d) for c, d in zip([GREY] * 2 if len(records) > 1 else COLOURS, DASHES, strict=False)]
+        if panel.labels:
+            axes.legend(keys, panel.labels, handlelength=2.4, frameon=False)
+        if panel.form != "number":
+            axes.set_ylim(0, max(axes.get_ylim()[1], {"positive": 1e-9, "share": 0.1, "count": 1.0}[panel.form]))  # a little waiting is to look like little
+    if len(records) > 1:
+        names = [r.name[-60:].lstrip("_").replace("$", r"\$") for r in records]  # matplotlib hides the one and reads formulas in the other
+        figure.legend([Line2D([], [], color=r.colour, linewidth=3) for r in records], names, loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def _dress(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=10.5)
+    axes.set_xlabel(AXES[panel.x], color=GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8bec8")
+    axes.tick_params(length=0, labelcolor=GREY)
+    axes.grid(color=RULE)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.form == "share" else FuncFormatter(_short))
+
+
+def _draw(axes: Axes, panel: Panel, record: Record, colours: Sequence[str]) -> None:
+    rows = panel.rows(record)
+    x = _column(rows, panel.x)
+    spreads = [_column(rows, name) for name in panel.spread] or [np.zeros(len(x))] * 2
+    thin = slice(None, None, 1 + len(x) // 4000)  # more points than that are not to be seen
+    for metric, spread, colour, dash, face in zip(panel.metrics, spreads, colours, DASHES, (colours[0], "white"), strict=False):
+        y = _column(rows, metric, absent=0.0 if panel.form == "count" else np.nan)
+        if panel.evaluations:
+            axes.errorbar(x, y, spread, color=colour, linestyle=dash, marker="o", markersize=4.5, markerfacecolor=face, capsize=2.5, elinewidth=1)
+            continue
+        smooth = y if panel.form == "count" else _smooth(y)
+        axes.plot(x[thin], y[thin], color=colour, alpha=0.22, linewidth=0.8)
+        axes.plot(x[thin], smooth[thin], color=colour, linestyle=dash, linewidth=1.7)
+        if panel.spread:
+            axes.fill_between(x[thin], (smooth - _smooth(spread))[thin], (smooth + _smooth(spread))[thin], color=colour, alpha=0.12, linewidth=0)
+
+
+def _short(value: float, _: int | None = None) -> str:
+    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k" if abs(value) >= 1e3 else f"{value:g}"
+
+
+def _png(figure: Figure, path: Path) -> str:
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    path.write_bytes(image.getvalue())
+    return base64.b64encode(image.getvalue()).decode()
+
+
+def tell(value: float | None, form: Form) -> str:
+    return "–" if value is None else f"{value:.1%}" if form == "share" else f"{value:.3f}"
+
+
+def _differences(records: Sequence[Record]) -> Mapping[str, list[str]]:
+    """The config keys in which the runs differ, with each one's value."""
+    configs = [{f"{name}.{key}": json.dumps(value) for name, table in r.config.items() for key, value in table.items()} for r in records]
+    keys = dict.fromkeys(key for config in configs for key in config if key != "run.folder")
+    return {key: values for key in keys if len(set(values := [config.get(key, "–") for config in configs])) > 1}

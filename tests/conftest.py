@@ -1,0 +1,75 @@
+"""Tiny real models, and groups in which every axis has its own length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tba.types import Batch, Group, Prompt, Trajectory, collate
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers and datasets are imported: none of the above does that
+torch.set_num_threads(1)  # on tiny models threads only wait for each other
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = [PAD, EOS, *"0123456789+="]
+LENGTHS = ((5, 1, 3, 2), (2, 4, 4, 1), (3, 3, 2, 1))
+"""Of the responses: B = 3, K = 4, T = 5, of which the last group needs only 3."""
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a random character-level Llama and its tokenizer, with or without special tokens."""
+
+    def make(eos: str | None = EOS, pad: str | None = PAD) -> Path:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        ids = {c: i for i, c in enumerate(VOCABULARY)}
+        characters = Tokenizer(models.WordLevel(ids, unk_token=PAD))
+        characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+        characters.decoder = decoders.Fuse()
+        special = {name: token for name, token in (("eos_token", eos), ("pad_token", pad)) if token is not None}
+        config = LlamaConfig(
+            vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
+            tie_word_embeddings=True, bos_token_id=None, eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
+        )  # fmt: skip
+        folder = tmp_path_factory.mktemp("model")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **special).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: Callable[..., Path]) -> Path:
+    return make_model()
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    """Three groups of four; every first response of a group was cut off before EOS, the others end with it."""
+    rng = np.random.default_rng(0)
+
+    def trajectory(k: int, length: int) -> Trajectory:
+        tokens = rng.integers(2, len(VOCABULARY), length).astype(np.int32)
+        tokens[-1] = tokens[-1] if k == 0 else VOCABULARY.index(EOS)
+        behavior, ref = (-rng.exponential(size=length).astype(np.float32) for _ in range(2))
+        return Trajectory(tokens, behavior, ref, reward=float(rng.normal()), version=int(rng.integers(7)), finished=k > 0)
+
+    prompts = [Prompt(f"prompt-{b}", text, {"answer": str(b)}) for b, text in enumerate(("1+", "7", "2="))]
+    tokens = [np.array([VOCABULARY.index(c) for c in p.text], np.int32) for p in prompts]
+    return [Group(p, t, tuple(trajectory(k, n) for k, n in enumerate(lengths))) for p, t, lengths in zip(prompts, tokens, LENGTHS, strict=True)]
+
+
+@pytest.fixture
+def batch(groups: list[Group]) -> Batch:
+    """[B=3, K=4, T=5], responses of 1 to 5 tokens after prompts of 1 or 2."""
+    return collate(groups)

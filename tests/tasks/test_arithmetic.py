@@ -1,0 +1,52 @@
+"""Addition: what is held out is never trained on, whatever the seeds, and only the right digits are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from tba.tasks.arithmetic import Arithmetic, held_out
+from tba.types import Answer, Prompt
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_held_out_is_disjoint_from_train_for_any_seeds(digits: int) -> None:
+    tasks = [Arithmetic(digits, train_size=3 if digits == 1 else 300, held_out_size=2 if digits == 1 else 150, seed=seed) for seed in range(5)]
+    trained = {p.text for task in tasks for p in task.prompts()}
+    kept = {p.text for task in tasks for p in task.held_out()}
+    assert trained and kept and not trained & kept
+
+
+def test_a_tenth_of_all_pairs_is_held_out() -> None:
+    assert sum(held_out(a, b) for a in range(100) for b in range(100)) == 1002
+
+
+def test_a_seed_gives_the_same_prompts_and_another_seed_others() -> None:
+    first, same, other = (Arithmetic(train_size=50, held_out_size=20, seed=seed) for seed in (1, 1, 2))
+    assert first.prompts() == same.prompts() != other.prompts()
+    assert first.held_out() == same.held_out() != other.held_out()
+
+
+def test_prompts_are_sums_of_so_many_digits() -> None:
+    for prompt in Arithmetic(digits=2, train_size=100, held_out_size=20).prompts():
+        a, b = (int(n) for n in prompt.text.removesuffix("=").split("+"))
+        assert a < 100 and b < 100 and prompt.columns["answer"] == str(a + b)
+
+
+def test_only_the_right_digits_are_right() -> None:
+    prompts = [Prompt("0", "5+37=", {"answer": "42"})] * 7
+    answers = [Answer("42", True), Answer("42", False), Answer("42=", True), Answer("042", True), Answer("24", True), Answer("4", True), Answer("", True)]
+    assert Arithmetic().score(prompts, answers) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"digits": 0}, "task.digits = 0: the bundled model adds numbers of 1 to 3 digits"),
+        ({"digits": 4}, "task.digits = 4"),
+        ({"digits": 2}, "too large for 2 digits: lower them, or raise task.digits"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(options: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Arithmetic(**options)
+    assert told in str(error.value)

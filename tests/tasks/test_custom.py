@@ -1,0 +1,166 @@
+"""Anybody's data set and reward functions, called as TRL calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.rewards import Guard, Rejected
+from tba.tasks.custom import Custom
+from tba.types import Answer
+
+REWARDS = '''
+"""Reward functions in TRL's conventions; each leaves what it was given in `seen`."""
+seen = []
+
+def length(prompts, completions, **columns):
+    seen.append((prompts, completions, columns))
+    return [float(len(c)) for c in completions]
+
+def right(completions, answer):
+    seen.append((None, completions, {"answer": answer}))
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def short_only(prompts, completions, **columns):
+    return [None if len(c) > 2 else 1.0 for c in completions]
+
+def never(prompts, completions, **columns):
+    return [None] * len(completions)
+
+def politeness(prompts, completions, **columns):
+    seen.append((prompts, completions, columns))
+    return [float("please" in c[0]["content"]) for c in completions]
+
+def one_short(prompts, completions, **columns):
+    return [0.0] * (len(completions) - 1)
+
+number = 3
+'''
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(7)]
+COMPLETIONS = ("2", "14", "word")
+
+
+@pytest.fixture
+def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Custom]:
+    """A task over the rows above, two of which are held out, with functions of the module above."""
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(*functions: str, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Custom:
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        reward = [f"my_rewards:{name}" for name in functions]
+        return Custom(**{"data": str(tmp_path / "data.jsonl"), "reward": reward, "held_out_size": 2, **options})
+
+    return make
+
+
+@pytest.fixture
+def seen(custom: Callable[..., Custom]) -> list[Any]:
+    """What the reward functions were called with."""
+    import my_rewards
+
+    my_rewards.seen.clear()
+    return my_rewards.seen
+
+
+def scores(task: Custom, first: int = 1) -> list[float | None]:
+    """Of the completions above to three prompts."""
+    answers = [Answer(text, finished=True) for text in COMPLETIONS]
+    return task.score(task.prompts()[first : first + 3], answers)
+
+
+def test_a_function_gets_prompts_completions_and_every_column(custom: Callable[..., Custom], seen: list[Any]) -> None:
+    assert scores(custom("length")) == [1.0, 2.0, 4.0]
+    assert seen == [(["1+1=", "2+2=", "3+3="], list(COMPLETIONS), {"answer": ["2", "4", "6"], "level": [1, 2, 0]})]
+
+
+def test_a_function_gets_only_what_it_names(custom: Callable[..., Custom], seen: list[Any]) -> None:
+    assert scores(custom("right")) == [1.0, 0.0, 0.0]
+    assert seen == [(None, list(COMPLETIONS), {"answer": ["2", "4", "6"]})]
+
+
+def test_functions_are_added_up_by_weight(custom: Callable[..., Custom]) -> None:
+    assert scores(custom("length", "right")) == [2.0, 2.0, 4.0]
+    assert scores(custom("length", "right", reward_weights=[0.5, 3.0])) == [3.5, 1.0, 2.0]
+
+
+def test_none_means_that_a_function_does_not_apply(custom: Callable[..., Custom]) -> None:
+    assert scores(custom("length", "short_only", reward_weights=[1.0, 10.0])) == [11.0, 12.0, 4.0]
+    assert scores(custom("never", "short_only")) == [1.0, 1.0, None]
+    assert scores(custom("never")) == [None, None, None]
+
+
+def test_chat_prompts_have_message_lists_as_completions(custom: Callable[..., Custom], seen: list[Any]) -> None:
+    chat = [{"prompt": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
+    task = custom("politeness", rows=chat)
+    assert task.score(task.prompts(), [Answer("please", finished=False)]) == [1.0]
+    assert seen == [([chat[0]["prompt"]], [[{"role": "assistant", "content": "please"}]], {})]
+
+
+def test_a_function_is_named_by_file_or_by_module(custom: Callable[..., Custom], tmp_path: Path) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text(REWARDS)
+    for name in (f"{tmp_path}/my_rewards.py:length", "my_package.rewards:length", "my_rewards:length"):
+        assert scores(custom(reward=name)) == [1.0, 2.0, 4.0]
+
+
+def test_a_wrong_number_of_rewards_is_rejected_as_that(custom: Callable[..., Custom]) -> None:
+    task = custom("one_short")
+    verdicts = Guard(task, 1.0)(task.prompts()[:3], [Answer(text, finished=True) for text in COMPLETIONS])
+    assert verdicts == [Rejected("wrong_length", "one_short returned 2 rewards for 3 completions")] * 3
+
+
+def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:
+    task = custom("length")
+    assert [p.text for p in task.prompts()] == ["0+0=", "1+1=", "2+2=", "3+3=", "4+4="]
+    assert [p.text for p in task.held_out()] == ["5+5=", "6+6="]
+    assert task.held_out()[0].columns == {"answer": "10", "level": 2}
+
+
+def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "test.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    task = custom("length", held_out_data=str(tmp_path / "other"))
+    assert len(task.prompts()) == 7
+    assert [p.text for p in task.held_out()] == ["a", "b"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no function": ({"reward": "my_rewards:lenght"}, "my_rewards has no function 'lenght'"),
+    "not a function": ({"reward": "my_rewards:number"}, "number is no function but 3"),
+    "no module": ({"reward": "my_rewrds:length"}, "No module named 'my_rewrds'; write package.module:function or file.py:function"),
+    "no file": ({"reward": "nowhere/rewards.py:length"}, "no such file: nowhere/rewards.py; write package.module:function or file.py:function"),
+    "no colon": ({"reward": "my_rewards.length"}, "task.reward = 'my_rewards.length': write package.module:function or file.py:function"),
+    "no reward": ({"reward": []}, "task.reward is empty"),
+    "weights": ({"reward_weights": [1.0, 2.0]}, "task.reward_weights has 2 numbers for 1 reward functions"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_told_before_any_data_is_read(custom: Callable[..., Custom], case: str) -> None:
+    options, told = WRONG[case]
+    with pytest.raises(ValueError) as error:
+        custom("length", **{"data": "not read", **options})
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"question": "1"}] * 3, "has no column 'prompt'; it has question"),
+        ([{"prompt": "1"}] * 2, "has only 2 rows; lower task.held_out_size, or give task.held_out_data"),
+        ([{"prompt": "1"}, {"prompt": None}, {"prompt": "2"}, {"prompt": "3"}], "prompt 'train-1' is None; a prompt is text or a list of chat messages"),
+        ([{"prompt": "1"}, {"prompt": "2"}, {"prompt": 3}], "prompt 'held-out-1' is 3; a prompt is text or a list of chat messages"),
+    ],
+)
+def test_data_that_cannot_be_prompts_are_told(custom: Callable[..., Custom], rows: list[dict[str, Any]], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        custom("length", rows=rows).prompts()
+    assert told in str(error.value)

@@ -1,0 +1,85 @@
+"""The grader of the paper's GSM8K experiment: the last number of the answer against the one after ####."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tba.tasks.gsm8k import NUMBER, Gsm8k, last_number
+from tba.types import Answer, Prompt
+
+GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
+
+
+def question(gold: str) -> Prompt:
+    return Prompt("0", "How many?", {"answer": f"3 + 4 = <<3+4=7>>7 a day.\n#### {gold}"})
+
+
+def graded(gold: str, answer: str) -> float | None:
+    (reward,) = Gsm8k().score([question(gold)], [Answer(answer, finished=True)])
+    return reward
+
+
+@pytest.mark.skipif(not (GSM8K / "test.jsonl").is_file(), reason="needs GSM8K's test.jsonl, which is not in ../shared/data/gsm8k")
+def test_every_gold_answer_is_right() -> None:
+    task = Gsm8k(str(GSM8K))
+    prompts = task.held_out()
+    solutions = [p.columns["answer"] for p in prompts]
+    assert len(prompts) == 1319
+    for answers in (solutions, [s.rpartition("####")[2] for s in solutions]):
+        assert task.score(prompts, [Answer(a, finished=True) for a in answers]) == [1.0] * 1319
+    assert task.score(prompts, [Answer(f"{s} and 0.5", finished=True) for s in solutions]) == [0.0] * 1319
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234,567 people", 1234567),
+        ("It costs $3.50.", 3.5),
+        ("so 18.", 18),
+        (".5", 0.5),
+        ("-7", -7),
+        ("x=+3", 3),
+        ("1e3", 1000),
+        ("2e-2", 0.02),
+        ("first 4, then 12 (twelve)", 12),
+        ("10 - 4", 4),
+        ("7/8", 8),
+        ("2.5e3", 3),  # the pattern is the paper's: of a decimal with an exponent it sees two numbers
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_the_pattern_is_that_of_the_paper() -> None:
+    assert NUMBER.pattern == r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+"
+    assert NUMBER.findall("1. .5 -2.25 3e4 +6 seven") == ["1.", ".5", "-2.25", "3e4", "+6"]
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    assert graded("1,000", "1000.00") == 1.0
+    assert graded("18", "The answer is 18 because 9 * 2 = 18.0") == 1.0
+    assert graded("18", "18, not 17") == 0.0
+    assert graded("18", "eighteen") == 0.0
+    assert graded("18", "9" * 400) == 0.0
+
+
+def test_a_question_without_a_number_to_find_has_no_reward() -> None:
+    assert graded("none", "nothing") is None
+
+
+def test_prompts(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {i}, and {{x}}?", "answer": f"#### {i}"} for i in range(5)]
+    for split, found in (("train", rows[:3]), ("test", rows[3:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    text, chat = Gsm8k(str(tmp_path), train_size=2), Gsm8k(str(tmp_path), chat=True)
+    assert [p.text for p in text.prompts()] == [f"[MATH_TASK] Problem:\nWhat is {i}, and {{x}}?\n\nSolution:" for i in range(2)]
+    assert [p.id for p in (*text.prompts(), *text.held_out())] == ["train-0", "train-1", "test-0", "test-1"]
+    assert chat.held_out()[1].text == [{"role": "user", "content": "What is 4, and {x}?"}]
+    with pytest.raises(ValueError, match=r"task\.prompt must contain \{question\}"):
+        Gsm8k(prompt="Solve this:")

@@ -1,0 +1,238 @@
+"""What every plug-in of the package keeps to, whoever wrote it. A new file in a folder is tested here on arrival."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tba.config import PolicyTable
+from tba.plugins import names, resolve
+from tba.pretrained import Text, load_text
+from tba.replay import ReplayBuffer, Strategy
+from tba.rewards import Task
+from tba.searcher import Engine
+from tba.types import Answer, Batch, Completion, Group, Prompt, Sampling, Trajectory
+
+GROUPS, SIZE = 5, 3
+
+
+def identity(drawn: list[Group]) -> list[tuple[str, list[bytes]]]:
+    return [(g.prompt.id, [t.tokens.tobytes() for t in g.trajectories]) for g in drawn]
+
+
+# Tasks: options that make each small, from files where it needs data.
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    questions = [{"question": f"{i} + {i}?", "answer": f"Add.\n#### {2 * i}", "prompt": f"{i}+{i}="} for i in range(7)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (tmp_path / "length.py").write_text("def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    return {
+        "arithmetic": {"train_size": 7, "held_out_size": 2},
+        "gsm8k": {"data": str(tmp_path)},
+        "custom": {"data": str(tmp_path), "reward": f"{tmp_path}/length.py:length", "held_out_size": 2},
+    }
+
+
+@pytest.fixture(params=names("tasks"))
+def task(request: pytest.FixtureRequest, options: dict[str, dict[str, Any]]) -> Task:
+    return resolve("tasks", "task", request.param, options.get(request.param, {})).build()
+
+
+def test_task_prompts_have_unique_ids_that_stay(task: Task) -> None:
+    prompts, held_out = task.prompts(), task.held_out()
+    ids = [p.id for p in (*prompts, *held_out)]
+    assert prompts and held_out
+    assert len(set(ids)) == len(ids)  # unique, and held out is disjoint from training
+    assert [p.id for p in (*task.prompts(), *task.held_out())] == ids
+    assert all(p.text for p in (*prompts, *held_out))
+
+
+def test_task_prompts_are_plain_json(task: Task) -> None:
+    """They are stored with the replay buffer."""
+    for prompt in (*task.prompts(), *task.held_out()):
+        assert Prompt(**json.loads(json.dumps({"id": prompt.id, "text": prompt.text, "columns": dict(prompt.columns)}))) == prompt
+
+
+def test_task_gives_every_answer_a_score(task: Task) -> None:
+    prompt = task.prompts()[3]
+    texts = ("", "7", "14", "no idea", "é\n#### 6")
+    answers = [Answer(text, finished=i % 2 == 0) for i, text in enumerate(texts)]
+    together = task.score([prompt] * 5, answers)
+    assert len(together) == 5
+    assert all(s is None or np.isfinite(s) for s in together)
+    assert together == [task.score([prompt], [a])[0] for a in answers]  # so that a failing one can be found by scoring it alone
+    assert task.pass_reward is None or isinstance(task.pass_reward, float)
+
+
+# Strategies
+
+
+@pytest.fixture(params=names("strategies"))
+def strategy(request: pytest.FixtureRequest) -> Strategy:
+    return resolve("strategies", "strategy", request.param, {}).build()
+
+
+def buffer_of(prompts: int, responses: int, reward: Callable[[int], float] = float) -> ReplayBuffer:
+    """Prompt b arrived at step b // 2, with responses k = 0, 1, ... of different lengths and reward(k)."""
+    buffer = ReplayBuffer()
+    for b in range(prompts):
+        logps = [-np.ones(k + 1, np.float32) for k in range(responses)]
+        found = tuple(Trajectory(np.full(k + 1, b, np.int32), logp, logp, reward(k), version=b // 2, finished=True) for k, logp in enumerate(logps))
+        buffer.add([Group(Prompt(f"prompt-{b}", "?"), np.array([b], np.int32), found)], now=b // 2)
+    return buffer
+
+
+def draw(strategy: Strategy, buffer: ReplayBuffer, seed: int = 0, groups: int = GROUPS) -> list[Group]:
+    return buffer.sample(groups, SIZE, strategy, now=4, rng=np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("prompts", [1, 4, 5, 7])
+@pytest.mark.parametrize("responses", [1, 2, 3, 4, 11])
+def test_strategy_gives_exactly_so_many_groups_of_such_size(strategy: Strategy, prompts: int, responses: int) -> None:
+    """Also with a single prompt, and where a prompt has fewer responses than a group needs."""
+    buffer = buffer_of(prompts, responses)
+    held = {s.prompt.id: {t.trajectory.tokens.tobytes() for t in s.stored.values()} for s in buffer.shelves}
+    for seed in range(10):
+        drawn = draw(strategy, buffer, seed)
+        assert [len(g.trajectories) for g in drawn] == [SIZE] * GROUPS
+        for prompt, tokens in identity(drawn):
+            assert set(tokens) <= held[prompt]  # of that prompt
+            assert len(set(tokens)) == min(SIZE, responses)  # none twice, unless all are there
+
+
+def test_strategy_gives_every_prompt_its_turn(strategy: Strategy) -> None:
+    buffer = buffer_of(2, 4)  # all of the latest step
+    seen = {prompt for seed in range(20) for prompt, _ in identity(draw(strategy, buffer, seed))}
+    assert seen == {"prompt-0", "prompt-1"}
+
+
+@pytest.mark.parametrize("spread", [1e3, 1e6, 1e30])
+def test_strategy_survives_rewards_whose_softmax_underflows(strategy: Strategy, spread: float) -> None:
+    buffer = buffer_of(7, 4, reward=lambda k: (-1) ** k * k * spread)
+    for seed in range(10):
+        for group in draw(strategy, buffer, seed):
+            assert len({t.tokens.tobytes() for t in group.trajectories}) == SIZE
+
+
+def test_strategy_never_gives_what_is_not_finite(strategy: Strategy) -> None:
+    buffer = buffer_of(7, 4, reward=lambda k: [float("nan"), 1.0, float("inf"), 2.0][k])
+    assert buffer.counts["not_finite"] == 14
+    for seed in range(10):
+        assert all(np.isfinite(t.reward) and np.isfinite(t.ref_logp).all() for g in draw(strategy, buffer, seed) for t in g.trajectories)
+
+
+def test_strategy_is_decided_by_the_random_generator(strategy: Strategy) -> None:
+    buffer = buffer_of(7, 11)
+    drawn = [identity(draw(strategy, buffer, seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+# Objectives
+
+
+@pytest.fixture(params=names("objectives"))
+def objective(request: pytest.FixtureRequest) -> Any:
+    return resolve("objectives", "objective", request.param, {}, scheduled=True).at(0)
+
+
+@pytest.fixture
+def logp(batch: Batch) -> torch.Tensor:
+    """[B K T] of a policy that is neither the reference nor the one that sampled; 0 at padding, as the policy gives it."""
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    return ((batch.ref_logp + 0.3 * noise).clamp(max=-0.01) * batch.mask).requires_grad_()
+
+
+def test_objective_gives_a_finite_loss_for_each_group(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
+    loss, metrics = objective(logp, batch)
+    assert loss.shape == (3,) and loss.isfinite().all()
+    (grad,) = torch.autograd.grad(loss.sum(), logp)
+    assert grad.isfinite().all() and grad.abs().sum() > 0
+    for values in metrics.values():
+        assert values.shape == (3,) and values.isfinite().all()
+
+
+def test_objective_gives_padding_no_gradient_and_no_say(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
+    loss, _ = objective(logp, batch)
+    (grad,) = torch.autograd.grad(loss.sum(), logp)
+    assert not grad[~batch.mask].any()
+    rubbish = torch.where(batch.mask, 0.0, -7.0)
+    other, _ = objective(logp + rubbish, replace(batch, ref_logp=batch.ref_logp - 2 * rubbish, behavior_logp=batch.behavior_logp + 3 * rubbish))
+    torch.testing.assert_close(other, loss)
+
+
+def test_objective_does_not_look_at_other_groups(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
+    loss, metrics = objective(logp, batch)
+    for b in range(3):
+        alone = batch.groups([b])  # its padding trimmed to what it needs
+        own, own_metrics = objective(logp[[b], :, : alone.tokens.shape[2]], alone)
+        torch.testing.assert_close(own, loss[[b]])
+        torch.testing.assert_close(own_metrics, {name: values[[b]] for name, values in metrics.items()})
+        (grad,) = torch.autograd.grad(loss[b], logp, retain_graph=True)
+        assert not grad[[i for i in range(3) if i != b]].any()
+
+
+def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
+    """Where a baseline leaves nothing, and a division by the rewards' spread would be one by 0."""
+    loss, _ = objective(logp, replace(batch, reward=torch.ones_like(batch.reward)))
+    (grad,) = torch.autograd.grad(loss.sum(), logp)
+    assert loss.isfinite().all() and grad.isfinite().all()
+
+
+# Engines
+
+
+@pytest.fixture(scope="module")
+def text(tiny_model: Path) -> Text:
+    return load_text(PolicyTable(model=str(tiny_model)))
+
+
+@pytest.fixture(params=names("engines"))
+def engine(request: pytest.FixtureRequest, tiny_model: Path, text: Text) -> Engine:
+    return resolve("engines", "engine", request.param, {}).build(PolicyTable(model=str(tiny_model)), text, "cpu", False)
+
+
+def ask(engine: Engine, text: Text, seed: int, max_tokens: int = 6, temperature: float = 1.0) -> list[list[Completion]]:
+    """Seven answers to each of three prompts of different lengths."""
+    return engine.generate([text.encode(Prompt(t, t)) for t in ("1+", "22+33=", "7")], Sampling(7, temperature, max_tokens), seed)
+
+
+def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[c.tokens.tolist() for c in cs] for cs in answers]
+
+
+def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: Text) -> None:
+    first = ask(engine, text, seed=1)
+    torch.rand(3)  # what else is random in the process does not matter
+    state = torch.get_rng_state()
+    same, other = ask(engine, text, seed=1), ask(engine, text, seed=2)
+    assert torch.equal(torch.get_rng_state(), state)  # and is not disturbed
+    assert tokens(first) == tokens(same) != tokens(other)
+    assert [[c.logp.tolist() for c in cs] for cs in first] == [[c.logp.tolist() for c in cs] for cs in same]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 6])
+def test_engine_ends_answers_with_eos_or_at_the_limit(engine: Engine, text: Text, max_tokens: int) -> None:
+    answers = [ask(engine, text, seed, max_tokens) for seed in range(5)]
+    assert [[len(cs) for cs in found] for found in answers] == [[7, 7, 7]] * 5
+    for c in (c for found in answers for cs in found for c in cs):
+        assert 1 <= len(c.tokens) <= max_tokens
+        assert c.finished == (c.tokens[-1] in text.eos_ids)  # EOS is part of the tokens
+        assert c.finished or len(c.tokens) == max_tokens
+        assert not set(c.tokens[:-1].tolist()) & text.eos_ids
+        assert len(c.logp) == len(c.tokens) and np.isfinite(c.logp).all() and (c.logp <= 0).all()
+
+
+def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:
+    for first, *others in tokens(ask(engine, text, seed=1, temperature=0.0)):
+        assert all(other == first for other in others)
+    assert tokens(ask(engine, text, seed=1, temperature=0.0)) == tokens(ask(engine, text, seed=2, temperature=0.0))

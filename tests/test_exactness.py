@@ -1,0 +1,113 @@
+"""Trajectory balance ends at its analytic optimum, whoever made the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toy import MAX_TOKENS, every_answer, group_of_all, save_model, total_variation
+
+import tba.train
+from tba import build
+from tba.config import Config, load
+from tba.log import METRICS, read
+from tba.policy import Policy
+from tba.pretrained import load_model
+from tba.replay import ReplayBuffer
+from tba.strategies.uniform import Uniform
+from tba.train import Run
+from tba.types import Group, Sampling, collate
+
+BETA = 0.5
+LIMIT = 0.02
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("toy"))
+
+
+def toy_config(model: Path, folder: Path, *settings: str) -> Config:
+    return load(
+        None,
+        [
+            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
+            "sampling.samples=32", "trainer.batch_size=96", "trainer.group_size=32", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
+            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off", "log.tensorboard=false",
+            *settings,
+        ],
+    )  # fmt: skip
+
+
+def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Total variation from the optimum of the policy that the run ended with."""
+    ended: list[Run] = []
+    carry_out = tba.train._carry_out
+    monkeypatch.setattr(tba.train, "_carry_out", lambda run: (ended.append(run), carry_out(run))[1])
+    tba.train.run(config)
+    (run,) = ended
+    reference = Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
+    return total_variation(run.trainer.policy, reference, run.parts.text, BETA)
+
+
+def test_local_on_policy(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distance_after_run(toy_config(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch) < LIMIT
+
+
+def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = toy_config(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
+    assert distance_after_run(config, monkeypatch) < LIMIT
+    rows = read(tmp_path / "run" / METRICS)
+    assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
+
+
+def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = toy_config(toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent", "strategy.window=4", "runtime.publish_every=4")
+    assert distance_after_run(config, monkeypatch) < LIMIT
+
+
+def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> None:
+    """No sample is ever drawn from the policy or its ancestors: each answer has the same chance, whatever its probability."""
+    parts = build.check(toy_config(toy_model, tmp_path / "run"))
+    trainer = build.trainer(parts, "cpu")
+    reference = Policy(load_model(parts.config.policy, torch.float32), 1.0)
+    buffer = ReplayBuffer(per_prompt=10_000)
+    buffer.add([group_of_all(parts.text, prompt, reference) for prompt in parts.prompts[:3]], now=0)
+    rng = np.random.default_rng(0)
+    for step in range(parts.config.run.steps):
+        trainer.step(collate(buffer.sample(3, 32, Uniform(), step, rng)), step)
+    assert total_variation(trainer.policy, reference, parts.text, BETA) < LIMIT
+
+
+def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_path: Path) -> None:
+    """At a temperature other than 1: frequencies match, and the engine's log-probs are the policy's."""
+    parts = build.check(toy_config(toy_model, tmp_path / "run"))
+    searcher = build.searcher(parts, "cpu", False)
+    prompt = parts.prompts[1]
+    (completions,) = searcher.engine.generate([parts.text.encode(prompt)], Sampling(4096, 0.7, MAX_TOKENS), seed=3)
+    policy = Policy(searcher.reference.model, 0.7)
+    group = group_of_all(parts.text, prompt, policy)
+    expected = {t.tokens.tobytes(): t.ref_logp for t in group.trajectories}
+    assert len(expected) == len(every_answer(parts.text))
+    counts = dict.fromkeys(expected, 0)
+    for c in completions:
+        counts[c.tokens.tobytes()] += 1
+        np.testing.assert_allclose(c.logp, expected[c.tokens.tobytes()], atol=1e-5)
+    p = np.array([np.exp(lp.sum()) for lp in expected.values()])
+    observed = np.array(list(counts.values()))
+    chi_square = ((observed - 4096 * p) ** 2 / (4096 * p)).sum()
+    assert chi_square < len(p) + 5 * np.sqrt(2 * len(p))  # five standard deviations
+
+
+def test_group_is_untouched_by_its_neighbours(toy_model: Path, tmp_path: Path) -> None:
+    """Log-probs of a response do not depend on what else is in the batch."""
+    parts = build.check(toy_config(toy_model, tmp_path / "run"))
+    policy = Policy(load_model(parts.config.policy, torch.float32), 1.0)
+    groups = [group_of_all(parts.text, p, policy) for p in parts.prompts[:3]]
+    some = [Group(g.prompt, g.prompt_tokens, g.trajectories[i : i + 5]) for i, g in enumerate(groups)]
+    together = policy.logp(collate(some))
+    for i, group in enumerate(some):
+        alone = policy.logp(collate([group]))[0]
+        torch.testing.assert_close(together[i, :, : alone.shape[1]], alone, atol=1e-5, rtol=0)

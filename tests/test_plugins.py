@@ -1,0 +1,91 @@
+"""A name in the config leads to a class, its options are checked, and a mistake is told with what to write instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.objectives.tb import TrajectoryBalance
+from tba.plugins import KINDS, find, is_plugin, names, options_of, resolve
+from tba.schedule import Schedule
+
+SHIPPED = [(kind, name) for kind in KINDS for name in names(kind)]
+
+PLUGIN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Mine:
+    "A plug-in of someone else's."
+    sizes: tuple[int, ...]
+    beta: float = 0.5
+
+class NotOne: ...
+"""
+
+WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "unknown name": ("objectives", "rlo", {}, "no objectives called 'rlo'; did you mean 'rloo'?"),
+    "no module": ("objectives", "tba_mine.Mine", {}, "'tba_mine.Mine': no module 'tba_mine' on the path"),
+    "no class": ("objectives", "tba_other.Mien", {}, "tba_other has no 'Mien'; did you mean 'Mine'?"),
+    "not a plug-in": ("objectives", "tba_other.NotOne", {}, "'tba_other.NotOne' is not a dataclass, so that it has no options; write @dataclass above it"),
+    "not a class": ("objectives", "tba_other.dataclass", {}, "'tba_other.dataclass' is not a dataclass"),
+    "no package": ("objectives", ".Mine", {}, "'.Mine': write `package.module.Class`"),
+    "unknown option": ("objectives", "tb", {"bta": 0.1}, "objective.bta: 'tb' has no such option; did you mean 'beta'?; it has beta"),
+    "missing option": ("objectives", "tba_other.Mine", {}, "objective.sizes is missing: 'tba_other.Mine' needs it"),
+    "wrong type": ("objectives", "tb", {"beta": "high"}, "objective.beta = 'high': Input should be a valid number"),
+    "wrong type within": ("objectives", "tba_other.Mine", {"sizes": [1, "two"]}, "objective.sizes.1 = 'two': Input should be a valid integer"),
+    "schedule short of a key": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps"),
+    "schedule with an unknown key": (
+        "objectives",
+        "tb",
+        {"beta": {"cut_stp": 3}},
+        "objective.beta.cut_stp: a schedule has no such key; did you mean 'cut_step'",
+    ),
+    "schedule of no steps": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0, "steps": 0}}, "a schedule needs steps >= 1, not 0; for a constant write"),
+    "schedule elsewhere": ("strategies", "mixture", {"recent": {"start": 1.0, "end": 0.0, "steps": 9}}, "objective.recent = "),
+}
+
+
+@pytest.fixture(autouse=True)
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's on the path."""
+    (tmp_path / "tba_other.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_told_with_what_to_write(case: str) -> None:
+    kind, use, options, told = WRONG[case]
+    with pytest.raises(ValueError) as error:
+        resolve(kind, "objective", use, options, scheduled=kind == "objectives")
+    assert told in str(error.value)
+    assert "Value error" not in str(error.value)
+
+
+def test_a_dotted_path_leads_to_any_class() -> None:
+    assert find("objectives", "tba.objectives.tb.TrajectoryBalance") is TrajectoryBalance is find("objectives", "tb")
+    mine = resolve("tasks", "task", "tba_other.Mine", {"sizes": [3, 4]}).build()
+    assert (mine.sizes, mine.beta) == ((3, 4), 0.5)
+
+
+def test_an_objective_follows_its_schedule() -> None:
+    beta = {"start": 1.0, "end": 0.0, "steps": 256, "cut_step": 32, "cut_to": 0.05}
+    plugin = resolve("objectives", "objective", "tb", {"beta": beta}, scheduled=True)
+    assert [plugin.at(step).beta for step in (0, 16, 31, 32, 256)] == pytest.approx([1.0, 0.9375, 1 - 31 / 256, 0.05, 0.05])
+
+
+def test_a_cut_has_a_step_and_a_value() -> None:
+    with pytest.raises(ValueError, match="both cut_step and cut_to"):
+        Schedule(1.0, 0.0, 9, cut_step=3)
+
+
+@pytest.mark.parametrize(("kind", "name"), SHIPPED)
+def test_what_ships_is_documented(kind: str, name: str) -> None:
+    cls = find(kind, name)
+    assert is_plugin(cls)
+    assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}(")  # a dataclass without a docstring gets its signature
+    json.dumps([default for _, default in options_of(cls).values() if default is not MISSING])

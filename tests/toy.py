@@ -1,0 +1,111 @@
+"""A toy whose every answer can be enumerated, so that what TB ends at can be compared with the analytic optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tba.policy import Policy
+from tba.pretrained import Text
+from tba.strategies._draw import by_count
+from tba.types import Answer, Group, Prompt, Shelf, Trajectory, collate
+
+MAX_TOKENS = 2
+TEXTS = ("1+", "2=3", "71=")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Three prompts under many names; the reward is a smooth function of the answer's text. No right answers."""
+
+    pass_reward: float | None = None
+
+    def prompts(self) -> Sequence[Prompt]:
+        return [Prompt(f"{text} {i}", text) for i in range(200) for text in TEXTS]
+
+    def held_out(self) -> Sequence[Prompt]:
+        return [Prompt("held-out", "4+")]
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+        return [0.3 * a.text.count("1") - 0.2 * len(a.text) + 0.5 * a.finished for a in answers]
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Groups that arrived at least `age` steps ago, the newest of them; before there are any, the oldest."""
+
+    age: int = 8
+
+    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+        old = [s for s in shelves if s.arrived <= now - self.age][-groups:]
+        chosen = old if len(old) == groups else shelves[:groups]
+        return [s.group(by_count(s.latest(), size, rng)) for s in chosen]
+
+
+def every_answer(text: Text) -> list[np.ndarray]:
+    """All token sequences an engine can return: ended by EOS, or cut at MAX_TOKENS."""
+    vocabulary = range(len(text.tokenizer))
+    (eos,) = text.eos_ids
+    others = [v for v in vocabulary if v != eos]
+    finished = [[*head, eos] for n in range(MAX_TOKENS) for head in product(others, repeat=n)]
+    cut = [list(head) for head in product(others, repeat=MAX_TOKENS)]
+    return [np.array(a, np.int32) for a in [*finished, *cut]]
+
+
+def group_of_all(text: Text, prompt: Prompt, reference: Policy) -> Group:
+    """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
+    answers = every_answer(text)
+    finished = [a[-1] in text.eos_ids for a in answers]
+    rewards = Toy().score([prompt] * len(answers), [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)])
+    zeros = [np.zeros(len(a), np.float32) for a in answers]
+    blank = [Trajectory(a, z, z, float(r or 0), 0, f) for a, z, r, f in zip(answers, zeros, rewards, finished, strict=True)]
+    group = Group(prompt, text.encode(prompt), tuple(blank))
+    logp = log_probs(reference, group)
+    return Group(
+        prompt,
+        group.prompt_tokens,
+        tuple(Trajectory(t.tokens, t.behavior_logp, row[: len(t.tokens)].numpy(), t.reward, 0, t.finished) for t, row in zip(blank, logp, strict=True)),
+    )
+
+
+@torch.no_grad()
+def log_probs(policy: Policy, group: Group) -> Tensor:
+    return policy.logp(collate([group]))[0]
+
+
+def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) -> float:
+    """Largest over the prompts: distance of the policy from ref(y) exp(r(y) / beta) / Z."""
+    distances = []
+    for prompt in Toy().prompts()[: len(TEXTS)]:
+        group = group_of_all(text, prompt, reference)
+        batch = collate([group])
+        target = torch.softmax(batch.ref_logp[0].sum(-1) + batch.reward[0] / beta, 0)
+        policy_p = log_probs(policy, group).sum(-1).exp()
+        torch.testing.assert_close(policy_p.sum(), torch.tensor(1.0), atol=1e-4, rtol=0)  # the enumeration is complete
+        distances.append(0.5 * (policy_p - target).abs().sum().item())
+    return max(distances)
+
+
+def save_model(folder: Path) -> Path:
+    """A random model over eight characters, wide enough to represent any distribution over the answers."""
+    vocabulary = ["<pad>", "<eos>", *"1237+="]
+    characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.12,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
