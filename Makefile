@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed  ## train the bundled model on three-digit addition, asynchronously, on the CPU
 	@rm -rf runs/demo
-	@$(BIN)/tba train experiments/demo.toml run.folder=runs/demo $(DEMO)
+	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
 
 test: $(VENV)/installed  ## the tests, under 10 minutes on two cores

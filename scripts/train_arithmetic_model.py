@@ -1,9 +1,10 @@
 """Makes the bundled character-level model of the arithmetic task: a small Llama that adds, and often errs in one digit.
 
-It learns from demonstrations most of which have one wrong digit, so that it knows the right digit is the likeliest
-(greedy answers are mostly right) and yet samples wrong ones: there is something for reinforcement learning to find.
+It first learns from right demonstrations, then from some of which most have one wrong digit. So it knows the right digit
+to be the likeliest (greedy answers are mostly right) and yet samples wrong ones: there is something for reinforcement
+learning to find.
 
-    python scripts/train_arithmetic_model.py tba/models/arithmetic        # about 5 minutes on two idle cores
+    python scripts/train_arithmetic_model.py tba/models/arithmetic        # about 3 minutes on two idle cores
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def demonstration(rng: np.random.Generator, corrupted: float) -> tuple[str, str]:
     """`a+b=` and an answer that, with probability `corrupted`, has one digit replaced by another."""
     while True:
-        a, b = (int(n) for n in rng.integers(0, 1000, 2))
+        a, b = (int(n) for n in rng.integers(100, 1000, 2))
         if not held_out(a, b):
             break
     digits = list(str(a + b))
@@ -55,9 +56,10 @@ def batch(rng: np.random.Generator, size: int, corrupted: float) -> tuple[torch.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--clean", type=int, default=1200, help="of these steps, the first so many on right demonstrations only")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--corrupted", type=float, default=0.78)
+    parser.add_argument("--corrupted", type=float, default=0.83)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -71,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.05)
     for step in range(options.steps):
-        tokens, labels = batch(rng, options.batch, options.corrupted)
+        tokens, labels = batch(rng, options.batch, options.corrupted if step >= options.clean else 0.0)
         loss = model(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()

@@ -18,6 +18,6 @@ __all__ = ["Config", "load", "train"]
 
 def train(config: Config) -> "Summary":
     """Runs `config` to its end and returns its summary, as `tba train` does."""
-    from tba.train import run
+    from tba.loop import run
 
     return run(config)

@@ -14,6 +14,8 @@ from tba.config import Config, load, parse
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
+DEFAULT = Path(__file__).parent / "default.toml"
+
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.toml] [table.key=value …]", help="a config file, and settings on top of it")]
 
 
@@ -32,7 +34,7 @@ def train(
         print(json.dumps(config.nested(), indent=1))
         print(f"sound: {len(parts.prompts)} training prompts, {len(parts.held_out)} held out; nothing was started", file=sys.stderr)
         return
-    from tba.train import run
+    from tba.loop import run
 
     run(config, resume)
 
@@ -101,7 +103,7 @@ def main() -> None:
 def _config(settings: list[str], resume: Path | None) -> Config:
     path = Path(settings.pop(0)) if settings and settings[0].endswith(".toml") and "=" not in settings[0] else None
     if resume is None:
-        return load(path, settings)
+        return load(path or DEFAULT, settings)
     if path is not None:
         raise ValueError(f"--resume goes on with the config in {resume}; leave out {path}, and give only table.key=value to change")
     from tba.config import override_all
@@ -123,3 +125,7 @@ def _described(cls: type, options: dict[str, tuple[Any, Any]]) -> dict[str, Any]
         for name, (kind, default) in options.items()
     }
     return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": table}
+
+
+if __name__ == "__main__":
+    main()

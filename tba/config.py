@@ -49,14 +49,14 @@ Plug = Annotated[Use, BeforeValidator(_named)]
 class RunTable(Table):
     folder: str = Field("", description="where the run is written; empty: runs/<task>-<objective>-<time>")
     steps: Positive = Field(200, description="optimizer steps")
-    seed: Count = 0
+    seed: Count = Field(0, description="of the prompts' order, of sampling, and of what is drawn from the buffer")
 
 
 class PolicyTable(Table):
     model: str = Field("bundled:arithmetic", description="a folder, a hub name, or bundled:arithmetic")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run the code that comes with a model on the hub")
     autocast: Literal["auto", "bf16", "off"] = Field("auto", description="bf16 compute over fp32 weights; auto: where it is faster")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(False, description="less memory, more time; prompts are then run once for each response")
     eos_token: str | None = Field(None, description="for a tokenizer that has none")
     pad_token: str | None = Field(None, description="for a tokenizer that has none; any will do, masks come from lengths")
 
@@ -64,7 +64,7 @@ class PolicyTable(Table):
 class SamplingTable(Table):
     samples: Positive = Field(20, description="S, responses generated for each prompt (>= trainer.group_size)")
     temperature: float = Field(1.0, gt=0, description="all log-probabilities are of the distribution at this temperature")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="below 1 some answers are never found; log-probabilities are those before the cut")
     max_tokens: Positive = Field(128, description="response tokens at most, EOS included")
 
 
@@ -77,14 +77,14 @@ class ReplayTable(Table):
 class TrainerTable(Table):
     batch_size: Positive = Field(160, description="trajectories a step: whole groups")
     group_size: int = Field(20, description="K, trajectories of one prompt in a batch")
-    learning_rate: float = Field(1e-5, gt=0)
-    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    warmup_steps: Count = 0
-    decay_steps: Count = Field(0, description="of warmup_stable_decay: the last so many steps fall to min_lr_ratio")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0, description="inf: no clipping")
+    learning_rate: float = Field(1e-5, gt=0, description="of AdamW, after the warm-up")
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field("constant", description="of the learning rate, over run.steps")
+    warmup_steps: Count = Field(0, description="the first so many steps rise from 0, with every schedule")
+    decay_steps: Count = Field(0, description="of warmup_stable_decay: the last so many steps fall to min_lr_ratio; 0: a tenth of run.steps")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="of cosine and warmup_stable_decay: their end, as a share of learning_rate; linear ends at 0")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm; inf: no clipping")
     token_budget: Positive = Field(16_384, description="tokens, padding included, in one forward and backward pass")
 
     @model_validator(mode="after")
@@ -128,10 +128,10 @@ class EvalTable(Table):
     every: Count = Field(50, description="steps; 0: only before and after")
     prompts: Count = Field(128, description="held-out prompts; 0: no evaluation")
     samples: Positive = Field(4, description="sampled answers for each, beside the greedy one")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of the sampled answers")
     k: Annotated[tuple[Positive, ...], BeforeValidator(_several)] = Field((4,), description="the k of pass@k, each at most eval.samples")
-    seed: Count = 1234
-    deadline: Seconds = 1800.0
+    seed: Count = Field(1234, description="of the sampled answers: the same for every evaluation")
+    deadline: Seconds = Field(1800.0, description="seconds for one evaluation (ray)")
 
     @model_validator(mode="after")
     def enough_samples(self) -> EvalTable:
@@ -149,10 +149,10 @@ class CheckpointTable(Table):
 
 class LogTable(Table):
     console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live on a terminal, plain lines elsewhere")
-    tensorboard: bool = True
-    wandb: bool = False
-    wandb_project: str = "tba"
-    sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: none")
+    tensorboard: bool = Field(True, description="write event files into the run's folder, beside metrics.jsonl")
+    wandb: bool = Field(False, description="log to Weights & Biases as well (pip install 'tba[wandb]')")
+    wandb_project: str = Field("tba", description="where log.wandb logs to")
+    sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: only the first step's")
 
 
 class Config(Table):

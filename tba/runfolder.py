@@ -58,4 +58,6 @@ class RunFolder:
     def write_summary(self, summary: Summary) -> None:
         plain = asdict(summary)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
-        (self.path / SUMMARY).write_text(json.dumps(plain, indent=1) + "\n")
+        aside = self.path / f".{SUMMARY}"
+        aside.write_text(json.dumps(plain, indent=1) + "\n")
+        aside.rename(self.path / SUMMARY)  # whoever reads it finds the old one or the new one

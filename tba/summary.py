@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
 
 from tba.replay import ReplayBuffer
 from tba.runtime import Account
 from tba.types import Group
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,28 @@ class Tracker:
         finally:
             self._stopped = time.perf_counter()
 
-    def first_fill(self, gather: Callable[[], T]) -> T:
-        found, seconds = _timed(gather)
-        self._sum["first_fill"] += seconds
+    @contextmanager
+    def first_fill(self) -> Iterator[None]:
+        """Around the wait before the first step, which counts for nothing but itself."""
+        with _timed() as seconds:
+            yield
+        self._sum["first_fill"] += seconds()
         self._last = time.perf_counter()
-        return found
 
-    def waiting(self, gather: Callable[[], T]) -> T:
-        found, self._waited = _timed(gather)
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the trainer's wait for groups."""
+        with _timed() as seconds:
+            yield
+        self._waited = seconds()
         self._sum["waited"] += self._waited
-        return found
 
-    def syncing(self, publish: Callable[[], None]) -> None:
-        _, self._synced = _timed(publish)
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Around a publication of the weights."""
+        with _timed() as seconds:
+            yield
+        self._synced = seconds()
 
     def step(self, step: int, groups: Sequence[Group], buffer: ReplayBuffer, account: Account) -> dict[str, float]:
         """What is told of a step beside the trainer's metrics; to be called at its end."""
@@ -94,8 +100,9 @@ class Tracker:
         for name, value in (("steps", 1), ("samples_trained", len(trajectories)), ("lag", fmean(lags))):
             self._sum[name] += value
         self._lag_max = float(max(self._lag_max, *lags))
-        searching = {k: v - self._before.get(k, 0.0) for k, v in account.seconds.items()}
-        self._before = dict(account.seconds)
+        seconds = dict(account.seconds)  # a copy: the collector thread goes on adding
+        searching = {k: v - self._before.get(k, 0.0) for k, v in seconds.items()}
+        self._before = seconds
         metrics = {
             "time": self.seconds,
             "samples_generated": self._base["samples_generated"] + account.samples,
@@ -111,7 +118,7 @@ class Tracker:
             "sync/seconds": self._synced,
             "sync/logp_gap": account.logp_gap,
             "searchers/restarts": self._base["restarts"] + account.restarts,
-            "searchers/rejected": account.rejected.total() + sum(v for k, v in self._base.items() if k.startswith("rejected/")),
+            "searchers/rejected": self._rejected(account).total(),
         }
         self._last, self._synced = now, 0.0
         return metrics
@@ -161,9 +168,10 @@ class Tracker:
 
     def _rejected(self, account: Account) -> Counter[str]:
         base = {k.removeprefix("rejected/"): int(v) for k, v in self._base.items() if k.startswith("rejected/")}
-        return Counter(base) + account.rejected
+        return Counter(base) + account.rejected.copy()
 
 
-def _timed(call: Callable[[], T]) -> tuple[T, float]:
+@contextmanager
+def _timed() -> Iterator[Callable[[], float]]:
     started = time.perf_counter()
-    return call(), time.perf_counter() - started
+    yield lambda: time.perf_counter() - started

@@ -9,15 +9,15 @@ import pytest
 import torch
 from toy import MAX_TOKENS, every_answer, group_of_all, save_model, total_variation
 
-import tba.train
+import tba.loop
 from tba import build
 from tba.config import Config, load
 from tba.log import METRICS, read
+from tba.loop import Run
 from tba.policy import Policy
 from tba.pretrained import load_model
 from tba.replay import ReplayBuffer
 from tba.strategies.uniform import Uniform
-from tba.train import Run
 from tba.types import Group, Sampling, collate
 
 BETA = 0.5
@@ -35,8 +35,8 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
         [
             f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
             "sampling.samples=32", "trainer.batch_size=96", "trainer.group_size=32", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
-            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off", "log.tensorboard=false",
-            *settings,
+            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
+            "log.tensorboard=false", *settings,
         ],
     )  # fmt: skip
 
@@ -44,9 +44,9 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
 def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:
     """Total variation from the optimum of the policy that the run ended with."""
     ended: list[Run] = []
-    carry_out = tba.train._carry_out
-    monkeypatch.setattr(tba.train, "_carry_out", lambda run: (ended.append(run), carry_out(run))[1])
-    tba.train.run(config)
+    carry_out = tba.loop._carry_out
+    monkeypatch.setattr(tba.loop, "_carry_out", lambda run: (ended.append(run), carry_out(run))[1])
+    tba.loop.run(config)
     (run,) = ended
     reference = Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
     return total_variation(run.trainer.policy, reference, run.parts.text, BETA)

@@ -15,7 +15,7 @@ LEVELS = [
     {"pretrained", "weights", "log", "data", "policy", "objectives", "strategies", "engines", "tasks", "rewards"},
     {"replay", "prompts", "searcher", "trainer", "evaluate", "build"},
     {"runtime", "summary", "runfolder", "console", "stop", "report"},
-    {"checkpoint", "train", "offline"},
+    {"checkpoint", "loop", "offline"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -39,6 +39,23 @@ class Toy:
 
 
 @dataclass(frozen=True)
+class Ones:
+    """Sums to learn nothing of: an answer is right if it has a 1 in it, which a random model's often have."""
+
+    size: int = 300
+    pass_reward: float = 1.0
+
+    def prompts(self) -> Sequence[Prompt]:
+        return [Prompt(f"{i}+1", f"{i}+1=", {"index": i}) for i in range(self.size)]
+
+    def held_out(self) -> Sequence[Prompt]:
+        return [Prompt(f"{i}+2", f"{i}+2=", {"index": i}) for i in range(20)]
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+        return [float("1" in a.text) for a in answers]
+
+
+@dataclass(frozen=True)
 class Delayed:
     """Groups that arrived at least `age` steps ago, the newest of them; before there are any, the oldest."""
 

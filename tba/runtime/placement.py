@@ -35,10 +35,16 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     GPUs: the first for the trainer and the rest for searchers in turn; one GPU, or none, is shared. Cores: half for the
     trainer and the rest for searchers, none of them shared; where there are too few for that, searchers share theirs.
     """
+    if not cores:
+        return Place("cuda:0" if gpus else "cpu"), [Place(d) for d in _devices(gpus, searchers)]
     half = max(1, len(cores) // 2) if searchers < len(cores) - 1 else max(1, len(cores) - searchers)
     rest = list(cores[half:]) or list(cores)
     each = max(1, len(rest) // searchers)
     slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
-    devices = ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
-    places = [Place(devices[i % len(devices)], slots[i % len(slots)]) for i in range(searchers)]
+    places = [Place(device, slots[i % len(slots)]) for i, device in enumerate(_devices(gpus, searchers))]
     return Place("cuda:0" if gpus else "cpu", tuple(cores[:half])), places
+
+
+def _devices(gpus: int, searchers: int) -> list[str]:
+    names = ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
+    return [names[i % len(names)] for i in range(searchers)]

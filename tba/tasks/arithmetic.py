@@ -17,7 +17,7 @@ def held_out(a: int, b: int) -> bool:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """`a+b=` -> the sum. Reward 1 for exactly the right digits, else 0."""
+    """`a+b=` -> the sum, of two numbers with exactly `digits` digits. Reward 1 for exactly the right answer, else 0."""
 
     digits: int = 3
     train_size: int = 20_000
@@ -26,10 +26,12 @@ class Arithmetic:
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= 3:
-            raise ValueError(f"task.digits = {self.digits}: the bundled model adds numbers of 1 to 3 digits")
-        if self.train_size + self.held_out_size > 100**self.digits // 20:
-            raise ValueError(f"task.train_size + task.held_out_size is too large for {self.digits} digits: lower them, or raise task.digits")
+        if not 1 <= self.digits <= 9:
+            raise ValueError(f"task.digits = {self.digits}: give 1 to 9 (the bundled model has learned 3)")
+        pairs = (9 * 10 ** (self.digits - 1)) ** 2
+        for name, size, share in (("train_size", self.train_size, 0.8), ("held_out_size", self.held_out_size, 0.05)):
+            if size > pairs * share:
+                raise ValueError(f"task.{name} = {size}: there are not so many sums of {self.digits} digits; give {int(pairs * share)} or fewer")
 
     def prompts(self) -> Sequence[Prompt]:
         return self._draw(self.train_size, of_held_out=False)
@@ -44,7 +46,7 @@ class Arithmetic:
         rng = np.random.default_rng([self.seed, of_held_out])
         found: dict[tuple[int, int], None] = {}
         while len(found) < count:
-            a, b = (int(n) for n in rng.integers(0, 10**self.digits, 2))
+            a, b = (int(n) for n in rng.integers(10 ** (self.digits - 1), 10**self.digits, 2))
             if held_out(a, b) == of_held_out:
                 found[a, b] = None
         return [Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}) for a, b in found]

@@ -10,7 +10,8 @@ from tba.types import Answer, Prompt
 
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_held_out_is_disjoint_from_train_for_any_seeds(digits: int) -> None:
-    tasks = [Arithmetic(digits, train_size=3 if digits == 1 else 300, held_out_size=2 if digits == 1 else 150, seed=seed) for seed in range(5)]
+    train, kept_back = {1: (3, 2), 2: (300, 150), 3: (300, 150)}[digits]
+    tasks = [Arithmetic(digits, train_size=train, held_out_size=kept_back, seed=seed) for seed in range(5)]
     trained = {p.text for task in tasks for p in task.prompts()}
     kept = {p.text for task in tasks for p in task.held_out()}
     assert trained and kept and not trained & kept
@@ -29,7 +30,7 @@ def test_a_seed_gives_the_same_prompts_and_another_seed_others() -> None:
 def test_prompts_are_sums_of_so_many_digits() -> None:
     for prompt in Arithmetic(digits=2, train_size=100, held_out_size=20).prompts():
         a, b = (int(n) for n in prompt.text.removesuffix("=").split("+"))
-        assert a < 100 and b < 100 and prompt.columns["answer"] == str(a + b)
+        assert 10 <= a < 100 and 10 <= b < 100 and prompt.columns["answer"] == str(a + b)
 
 
 def test_only_the_right_digits_are_right() -> None:
@@ -41,9 +42,10 @@ def test_only_the_right_digits_are_right() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"digits": 0}, "task.digits = 0: the bundled model adds numbers of 1 to 3 digits"),
-        ({"digits": 4}, "task.digits = 4"),
-        ({"digits": 2}, "too large for 2 digits: lower them, or raise task.digits"),
+        ({"digits": 0}, "task.digits = 0: give 1 to 9 (the bundled model has learned 3)"),
+        ({"digits": 10}, "task.digits = 10"),
+        ({"digits": 2}, "task.train_size = 20000: there are not so many sums of 2 digits; give 6480 or fewer"),
+        ({"digits": 2, "train_size": 100}, "task.held_out_size = 512: there are not so many sums of 2 digits; give 405 or fewer"),
     ],
 )
 def test_what_cannot_be_drawn_is_told(options: dict[str, int], told: str) -> None:

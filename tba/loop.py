@@ -25,23 +25,27 @@ from tba.types import collate
 
 def train(run: Run) -> None:
     """Synchronous or asynchronous, one machine or forty: this loop. What differs is `searchers` and how long to wait for them."""
-    c, t = run.config, run.tracker
+    c, clock = run.config, run.tracker
     if run.start == 0:
         run.evaluate()
     if not len(run.buffer):
-        run.buffer.add(t.first_fill(lambda: run.searchers.gather(at_least=c.first_fill)), now=run.start)
+        with clock.first_fill():
+            run.buffer.add(run.searchers.gather(at_least=c.first_fill), now=run.start)
     for step in range(run.start, c.run.steps):
         if run.stop.requested:
             break
         groups = run.buffer.sample(c.trainer.groups, c.trainer.group_size, run.parts.strategy, now=step, rng=run.rng)
         metrics = run.trainer.step(collate(groups), step)
         done = step + 1
-        if done % c.runtime.publish_every == 0:
-            t.syncing(lambda: run.searchers.publish(run.trainer.weights(version=done)))  # noqa: B023  called at once
+        if due(done, c.runtime.publish_every):
+            with clock.syncing():
+                run.searchers.publish(run.trainer.weights(version=done))
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
-        run.buffer.add(t.waiting(lambda: run.searchers.gather(at_least=c.fresh)), now=done)
-        run.tell(done, metrics | t.step(step, groups, run.buffer, run.searchers.account), groups)
+        with clock.waiting():
+            found = run.searchers.gather(at_least=c.fresh)  # 0 when asynchronous: nobody waits
+        run.buffer.add(found, now=done)
+        run.tell(done, metrics | clock.step(step, groups, run.buffer, run.searchers.account), groups)
         if due(done, c.checkpoint.every):
             run.save(done)
 
@@ -122,7 +126,7 @@ def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | Non
     config = parts.config
     console = open_console(config)
     console.note(f"run folder: {folder.path}")
-    place, places = divide(available_cores() if config.runtime.cores == "divide" else [], build.gpus(), config.runtime.searchers)
+    place, places = places_for(config)
     if config.runtime.use == "ray":
         place.take()
     trainer = build.trainer(parts, place.device)
@@ -138,6 +142,14 @@ def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | Non
     if start and config.runtime.use == "ray":
         searchers.publish(trainer.weights(version=start))
     return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config), console, tracker, stop, start)
+
+
+def places_for(config: Config) -> tuple[Place, list[Place]]:
+    """Where trainer and searchers run; on a cluster Ray gives each searcher its own GPU, which is then its first."""
+    if config.runtime.address is not None:
+        device = "cuda:0" if build.gpus() else "cpu"
+        return Place(device), [Place(device)] * config.runtime.searchers
+    return divide(available_cores() if config.runtime.cores == "divide" else [], build.gpus(), config.runtime.searchers)
 
 
 def _searchers(parts: Parts, device: str, places: list[Place], bf16: bool, stop: Stop, resumed: SearchState | None) -> Searchers:

@@ -1,0 +1,32 @@
+# examples/mylab/huber_tb.py
+"""Trajectory balance with a Huber loss: a few trajectories far from the target cannot dominate a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import huber_loss
+
+from tba.trainer import Loss
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class HuberTB:
+    """TB whose loss grows linearly where a residual, in reward units, is beyond `delta`; with a large `delta` it is TB."""
+
+    beta: float = 0.05
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.beta > 0 and self.delta > 0):
+            raise ValueError(f"objective.beta = {self.beta} and objective.delta = {self.delta} must be above 0; try 0.05 and 1.0")
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        residual = self.beta * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward  # [B K]
+        residual = residual - residual.mean(1, keepdim=True).detach()  # beta log Z: the group's own mean, no gradient
+        loss = huber_loss(residual, torch.zeros_like(residual), reduction="none", delta=self.delta)
+        return loss.mean(1) / self.beta, {"huber/linear": (residual.abs() > self.delta).float().mean(1)}

@@ -1,0 +1,116 @@
+"""What docs/extending.md shows is what lies in examples/, and it runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import test_contracts as contracts
+import torch
+
+import tba
+from tba.config import load
+from tba.objectives.tb import TrajectoryBalance
+from tba.plugins import resolve
+from tba.rewards import Task
+from tba.summary import Summary
+from tba.types import Answer, Batch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SHOWN = dict(re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE | re.DOTALL))
+"""Fenced blocks of the page that begin by naming a file, by that name."""
+
+RUNS: dict[str, list[str]] = {
+    "objective": ["objective=mylab.huber_tb.HuberTB", "objective.beta={start=0.2, end=0.1, steps=2}", "task.train_size=20"],
+    "strategy": ["strategy=mylab.shortest_first.ShortestFirst", "task.train_size=20"],
+    "task": ["task=mylab.countdown_task.Countdown", "task.prompt={numbers}={target}", "task.train_size=20", "task.held_out_size=3"],
+    "reward function": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONPATH=examples, in the repository's root."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def small(tiny_model: Path, tmp_path: Path) -> list[str]:
+    return [
+        f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", "run.steps=2", "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
+        "trainer.batch_size=12", "trainer.group_size=4", "trainer.warmup_steps=0", "eval.prompts=3", "eval.samples=1", "eval.k=[]", "log.console=off",
+        "log.tensorboard=false",
+    ]  # fmt: skip
+
+
+def two_steps(summary: Summary) -> None:
+    assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 24)
+    assert not summary.rejected
+    assert summary.first.keys() == summary.last.keys() >= {"sampled_reward", "greedy_reward"}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_page_shows_the_file(name: str) -> None:
+    assert SHOWN[name] == (ROOT / name).read_text().removeprefix(f"# {name}\n")
+
+
+def test_the_page_shows_every_file() -> None:
+    assert {str(p.relative_to(ROOT)) for p in [*EXAMPLES.glob("mylab/*.py"), EXAMPLES / "length_reward.py", EXAMPLES / "length.toml"]} <= SHOWN.keys()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_example_runs(name: str, small: list[str]) -> None:
+    path = EXAMPLES / "length.toml" if name == "reward function" else None
+    two_steps(tba.train(load(path, [*small, *RUNS[name]])))
+
+
+def test_the_python_door_is_open(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    two_steps(importlib.import_module("python_api").main([*small, "task.train_size=20"]))
+    assert "held-out reward" in capsys.readouterr().out
+
+
+# The examples keep to the same contracts as what ships.
+
+
+def test_the_objective_is_tb_within_delta(batch: Batch) -> None:
+    loss, metrics = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e6}).build()(batch.behavior_logp, batch)
+    torch.testing.assert_close(loss, TrajectoryBalance(0.2)(batch.behavior_logp, batch)[0])
+    assert not metrics["huber/linear"].any()
+
+
+def test_the_objective_grows_linearly_beyond_delta(batch: Batch) -> None:
+    huber = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e-3}).build()
+    once, twice = (huber(batch.ref_logp, replace(batch, reward=batch.reward * factor))[0] for factor in (1, 2))
+    torch.testing.assert_close(twice, once * 2, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("prompts", [1, 7])
+@pytest.mark.parametrize("responses", [2, 11])
+def test_the_strategy_keeps_the_contract(prompts: int, responses: int) -> None:
+    strategy = resolve("strategies", "strategy", "mylab.shortest_first.ShortestFirst", {}).build()
+    contracts.test_strategy_gives_exactly_so_many_groups_of_such_size(strategy, prompts, responses)
+    contracts.test_strategy_is_decided_by_the_random_generator(strategy)
+
+
+def test_the_task_keeps_the_contract() -> None:
+    task: Task = resolve("tasks", "task", "mylab.countdown_task.Countdown", {"train_size": 20, "held_out_size": 5}).build()
+    contracts.test_task_prompts_have_unique_ids_that_stay(task)
+    contracts.test_task_prompts_are_plain_json(task)
+    contracts.test_task_gives_every_answer_a_score(task)
+
+
+def test_the_tasks_rewards() -> None:
+    from mylab.countdown_task import worth
+
+    assert [worth(text, [5, 2, 3], 6) for text in ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_reward_function() -> None:
+    task: Task = resolve("tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options).build()
+    prompts = task.prompts()[:3]  # colour 6, fruit 8, river 6
+    assert task.score(prompts, [Answer(text, True) for text in ("orange", "figs", "")]) == [1.0, 0.5, 0.0]

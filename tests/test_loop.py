@@ -1,0 +1,184 @@
+"""Whole runs: resume equals never having stopped, damage is noticed, signals save, the summary adds up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tba
+from tba import checkpoint
+from tba.cli import _config
+from tba.config import Config, load, parse
+from tba.log import METRICS, read
+from tba.loop import run
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+"""For processes of their own: with the tests' tasks on the path."""
+
+
+def config(model: Path, folder: Path, *settings: str) -> Config:
+    return load(
+        None,
+        [
+            f"policy.model={model}", f"run.folder={folder}", "run.steps=8", "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
+            "trainer.batch_size=12", "trainer.group_size=4", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5", "eval.every=3",
+            "eval.samples=2", "eval.k=[2]", "log.console=off", "log.tensorboard=false", "log.sample_every=2", *settings,
+        ],
+    )  # fmt: skip
+
+
+def newest_files(folder: Path) -> dict[str, bytes]:
+    generation = checkpoint.newest(folder / "checkpoints")
+    return {str(p.relative_to(generation)): p.read_bytes() for p in sorted(generation.rglob("*")) if p.is_file()}
+
+
+def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    clock = ("time", "step_time", "wait/", "sync/seconds")
+    return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
+
+
+@pytest.mark.parametrize("publish_every", [1, 3])
+@pytest.mark.parametrize("objective", ["tb", "rloo"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: Path, objective: str, publish_every: int) -> None:
+    """Bit for bit: model, optimizer, buffer, random states and cursor; killed between two publications, too."""
+    settings = (f"objective={objective}", "strategy=mixture", f"runtime.publish_every={publish_every}")
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    run(config(tiny_model, tmp_path / "part", *settings, "checkpoint.every=5"))
+    for generation in checkpoint.generations(tmp_path / "part" / "checkpoints")[1:]:
+        for path in sorted(generation.rglob("*"), reverse=True):  # as if it had been killed after step 5
+            path.unlink() if path.is_file() else path.rmdir()
+        generation.rmdir()
+    run(_config([], tmp_path / "part"), tmp_path / "part")
+    whole, part = newest_files(tmp_path / "whole"), newest_files(tmp_path / "part")
+    for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors", "replay.json"):
+        assert whole[name] == part[name], name
+    assert without_clock(read(tmp_path / "whole" / METRICS)) == without_clock(read(tmp_path / "part" / METRICS))
+    a, b = (json.loads(files["state.json"]) for files in (whole, part))
+    assert (a["cursor"], a["tasks"], a["progress"]["rng"], a["schedule"]) == (b["cursor"], b["tasks"], b["progress"]["rng"], b["schedule"])
+
+
+def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(config(tiny_model, tmp_path / name, f"run.seed={seed}"))
+    a, b, c = (newest_files(tmp_path / name)["model/model.safetensors"] for name in "abc")
+    assert a == b != c
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In every file of the newest generation; the one before is used, loudly."""
+    run(config(tiny_model, tmp_path / "run", "checkpoint.every=4", "checkpoint.keep=2"))
+    older, newest = checkpoint.generations(tmp_path / "run" / "checkpoints")
+    rng = np.random.default_rng(0)
+    files = [p for p in sorted(newest.rglob("*")) if p.is_file()]
+    assert {p.name for p in files} >= {"manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "replay.safetensors", "tokenizer.json"}
+    for path in files:
+        sound = path.read_bytes()
+        damaged = bytearray(sound)
+        damaged[rng.integers(len(damaged))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        caplog.clear()
+        assert checkpoint.newest(tmp_path / "run" / "checkpoints") == older, path.name
+        assert "DAMAGED CHECKPOINT" in caplog.text
+        path.write_bytes(sound)
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints") == newest
+
+
+def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(tiny_model: Path, tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "checkpoint.keep=1"))
+    (generation,) = checkpoint.generations(tmp_path / "run" / "checkpoints")
+    weights = generation / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="nothing is restarted at 0 unasked"):
+        run(_config([], tmp_path / "run"), tmp_path / "run")
+    with pytest.raises(ValueError, match="nothing to resume"):
+        checkpoint.newest(tmp_path / "elsewhere")
+
+
+def test_a_run_does_not_overwrite_another(tiny_model: Path, tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=1"))
+    with pytest.raises(ValueError, match="--resume"):
+        run(config(tiny_model, tmp_path / "run", "run.steps=1"))
+
+
+def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
+    summary = tba.train(config(tiny_model, tmp_path / "run", "checkpoint.keep=3", "checkpoint.every=2"))
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"eval/first", "eval/last", "seconds", "steps", "samples_generated", "samples_trained", "trainer_wait_fraction"} <= told.keys()
+    assert {"lag_mean", "lag_max", "searcher_restarts", "rejected"} <= told.keys()
+    assert {"greedy_pass@1", "sampled_pass@1", "stderr"} <= told["eval/first"].keys() & told["eval/last"].keys()
+    assert (summary.steps, summary.samples_trained) == (8, 96)
+    assert summary.samples_generated == 9 * 12  # first fill and after each step
+    assert (told["eval/first"]["step"], told["eval/last"]["step"]) == (0, 8)
+    rows = read(tmp_path / "run" / METRICS)
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9))
+    assert [r["step"] for r in rows if "eval/greedy_pass@1" in r] == [0, 3, 6, 8]
+    last = steps[-1]
+    assert last["buffer/added"] == 108
+    assert last["buffer/added"] == last["buffer/size"] + last["buffer/duplicates"]
+    assert len(checkpoint.generations(tmp_path / "run" / "checkpoints")) == 3
+
+
+def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path) -> None:
+    """Through transformers alone, as a user of the exported folder would."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tba.offline import evaluate_run, export_run
+
+    run(config(tiny_model, tmp_path / "run"))
+    out = export_run(tmp_path / "run", tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    trained = load_file(checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors")
+    assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters() if n in trained)
+    ids = tokenizer("12+30=", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model.generate(input_ids=ids, do_sample=False, max_new_tokens=5)[0]).startswith("12+30=")
+    scores = evaluate_run(tmp_path / "run", [], reference=False)
+    last = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/last"]
+    assert {k: scores[k] for k in ("greedy_pass@1", "sampled_reward")} == {k: last[k] for k in ("greedy_pass@1", "sampled_reward")}
+    with pytest.raises(ValueError, match="not empty"):
+        export_run(tmp_path / "run", out)
+
+
+def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def f(prompts, completions, **columns):\n    raise KeyError('of my own')\n")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
+    task = {"use": "custom", "data": f"{tmp_path}/data.jsonl", "reward": f"{tmp_path}/bad.py:f", "held_out_size": 2}
+    tables = config(tiny_model, tmp_path / "run", "eval.prompts=0", "trainer.batch_size=64").nested()
+    with pytest.raises(RuntimeError, match="of my own"):
+        run(parse(tables | {"task": task}))
+
+
+def as_settings(config: Config) -> list[str]:
+    """The whole config as `table.key=value`."""
+    return [f"{table}.{name}={json.dumps(value)}" for table, values in config.nested().items() for name, value in values.items()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_saves_and_leaves(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    settings = as_settings(config(tiny_model, folder, "run.steps=100000", "log.console=plain"))
+    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + 60
+        while len(read(folder / METRICS)) < 5 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "stopped after" in out
+    assert f"tba train --resume {folder}" in out
+    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())["progress"]["step"]
+    assert step == max(r["step"] for r in read(folder / METRICS))

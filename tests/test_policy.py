@@ -1,0 +1,116 @@
+"""Log-probabilities: shared prompts equal the plain pass, chunks equal the whole, padding is nothing, temperature is honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import tba.policy
+from tba.build import checkpoint_layers
+from tba.config import PolicyTable
+from tba.policy import Policy
+from tba.pretrained import load_model
+from tba.types import Batch
+
+SMALL = {"vocab_size": 14, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+WIDE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=14, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
+}
+
+
+def make(family: str) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return FAMILIES[family]().eval()
+
+
+def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
+    policy.model.zero_grad()
+    (policy.logp(batch) * torch.arange(1.0, batch.mask.numel() + 1).view(batch.mask.shape)).sum().backward()
+    return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
+    model = make(family)
+    shared, plain = Policy(model, 0.7), Policy(model, 0.7, share_prompt=False)
+    torch.testing.assert_close(shared.logp(batch), plain.logp(batch), atol=1e-5, rtol=1e-5)
+    for (name, a), b in zip(gradients(shared, batch).items(), gradients(plain, batch).values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
+    """One response at a time, no padding, straight from the model."""
+    model = make(family)
+    logp, entropy = Policy(model, 0.7)(batch)
+    for b in range(len(batch)):
+        for k in range(batch.samples):
+            prompt, answer = batch.prompt_tokens[b][batch.prompt_mask[b]], batch.tokens[b, k][batch.mask[b, k]]
+            every = torch.log_softmax(model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+            n = len(answer)
+            torch.testing.assert_close(logp[b, k, :n], every.gather(1, answer[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(entropy[b, k, :n], -(every.exp() * every).sum(-1), atol=1e-5, rtol=1e-5)
+            assert not logp[b, k, n:].any()
+
+
+def test_chunked_head_changes_nothing(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    whole, gradient = Policy(model, 1.0).logp(batch), gradients(Policy(model, 1.0), batch)
+    monkeypatch.setattr(tba.policy, "LOGITS_AT_ONCE", 14 * 3)  # three tokens at a time
+    torch.testing.assert_close(Policy(model, 1.0).logp(batch), whole)
+    for a, b in zip(gradients(Policy(model, 1.0), batch).values(), gradient.values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing_and_drops_nothing(batch: Batch) -> None:
+    """GPT-2 has dropout; checkpointing needs training mode, and must not bring it in."""
+    plain = gradients(Policy(make("gpt2"), 1.0), batch)
+    model = make("gpt2")
+    checkpoint_layers(model)
+    policy = Policy(model, 1.0, share_prompt=False)
+    torch.testing.assert_close(policy.logp(batch), policy.logp(batch), atol=0, rtol=0)
+    for a, b in zip(gradients(policy, batch).values(), plain.values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_padding_tokens_have_no_influence(batch: Batch) -> None:
+    policy = Policy(make("llama"), 1.0)
+    before = policy.logp(batch)
+    batch.tokens[~batch.mask] = 9
+    batch.prompt_tokens[~batch.prompt_mask] = 9
+    torch.testing.assert_close(policy.logp(batch), before, atol=1e-6, rtol=0)
+
+
+def test_one_token_responses(batch: Batch) -> None:
+    one = batch.groups([0]).slice(slice(1, 2)).groups([0])
+    assert one.tokens.shape == (1, 1, 1)
+    torch.testing.assert_close(Policy(make("llama"), 1.0).logp(one), Policy(make("llama"), 1.0).logp(batch)[:1, 1:2, :1], atol=1e-6, rtol=0)
+
+
+def test_a_model_that_caps_its_logits_is_refused(tiny_model: Path) -> None:
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    forward = model.forward
+
+    def capped(**inputs: Any) -> Any:
+        out = forward(**inputs)
+        out.logits = 0.1 * torch.tanh(out.logits / 0.1)
+        return out
+
+    model.forward = capped
+    with pytest.raises(ValueError, match="after the head"):
+        Policy(model, 1.0)
+
+
+def test_bf16_autocast_is_close(batch: Batch) -> None:
+    model = make("llama")
+    torch.testing.assert_close(Policy(model, 1.0, autocast=True).logp(batch), Policy(model, 1.0).logp(batch), atol=0.05, rtol=0.05)

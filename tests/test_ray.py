@@ -1,0 +1,217 @@
+"""Searchers in processes of their own: killed, hung, and gone without a trace afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from test_loop import ENVIRONMENT, as_settings
+
+import tba.loop
+from tba import checkpoint
+from tba.cli import _config
+from tba.config import Config, load
+from tba.log import METRICS, SUMMARY, read
+from tba.loop import Run
+from tba.replay import ReplayBuffer
+from tba.runtime.placement import Place, divide
+from tba.runtime.reaper import MARK
+
+
+def config(model: Path, folder: Path, *settings: str) -> Config:
+    return load(
+        None,
+        [
+            f"policy.model={model}", f"run.folder={folder}", "run.steps=40", "runtime.use=ray", "sampling.max_tokens=5", "sampling.samples=4",
+            "trainer.batch_size=12", "trainer.group_size=4", "task=toy.Ones", "eval.prompts=4", "eval.every=15", "eval.samples=1", "eval.k=[]",
+            "runtime.prompts_per_task=3", "runtime.publish_every=2", "log.console=off", "log.tensorboard=false", *settings,
+        ],
+    )  # fmt: skip
+
+
+def run_and_keep(config: Config, monkeypatch: pytest.MonkeyPatch, resume: Path | None = None, meanwhile: Callable[[Run], None] | None = None) -> Run:
+    """The run that was carried out; `meanwhile` runs in a thread beside it."""
+    kept: list[Run] = []
+    carry_out = tba.loop._carry_out
+
+    def keeping(run: Run) -> Any:
+        kept.append(run)
+        thread = threading.Thread(target=meanwhile, args=(run,), daemon=True) if meanwhile else None
+        if thread is not None:
+            thread.start()
+        summary = carry_out(run)
+        if thread is not None:
+            thread.join(timeout=60)
+        return summary
+
+    monkeypatch.setattr(tba.loop, "_carry_out", keeping)
+    tba.loop.run(config, resume)
+    monkeypatch.setattr(tba.loop, "_carry_out", carry_out)
+    return kept[0]
+
+
+def conserved(buffer: ReplayBuffer) -> bool:
+    c = buffer.counts
+    return c["added"] == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
+
+
+def descendants_with_mark(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()}
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return true()
+
+
+def test_neither_side_waits(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search takes far longer than a step, and the trainer goes on learning; evaluations stop nobody."""
+    slow = ("engine=scripted", "engine.latency=0.3", "engine.answers=['1','2','33']", "run.steps=60")
+    run = run_and_keep(config(tiny_model, tmp_path / "run", *slow), monkeypatch)
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert summary["trainer_wait_fraction"] < 0.01
+    assert summary["samples_trained"] == 60 * 12
+    assert conserved(run.buffer)
+    idle = np.mean([r["wait/searchers"] for r in read(tmp_path / "run" / METRICS) if "loss" in r][5:])
+    assert idle < 0.25
+
+
+def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions travel on the data, lag is what was consumed, and after a sync both sides compute the same log-probs."""
+    run_and_keep(config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"), monkeypatch)
+    rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
+    assert rows[-1]["off_policy/lag_mean"] < 60
+    gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
+    assert gaps
+    assert max(gaps) < 1e-4
+    versions = [r["step"] for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
+    assert versions[0] == 0
+    assert versions[-1] == 120
+
+
+def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 while it generates: replaced, its prompts issued again, nothing twice, and the run completes."""
+    settings = ("engine=scripted", "engine.latency=0.2", "engine.answers=['1','2','3','4','5','6']", "run.steps=400", "task.size=3000", "eval.every=0")
+
+    def kill(run: Run) -> None:
+        time.sleep(2.0)
+        os.kill(run.searchers.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
+
+    run = run_and_keep(config(tiny_model, tmp_path / "run", *settings), monkeypatch, meanwhile=kill)
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert (summary["finished"], summary["searcher_restarts"]) == (True, 1)
+    assert conserved(run.buffer)
+    # every prompt that was gathered is there once with all four samples; those in flight were at most two tasks of three
+    assert all(sum(s.count for s in shelf.stored.values()) == 4 for shelf in run.buffer.shelves)
+    assert run.buffer.counts["added"] == 4 * run.buffer.prompts
+    cursor = run.searchers.state().cursor
+    assert cursor["position"] == run.buffer.prompts + len(cursor["outstanding"])
+    assert len({*cursor["outstanding"]} & {s.prompt.id for s in run.buffer.shelves}) == 0
+
+
+def test_a_hung_searcher_is_replaced(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not report a hang; its deadline does. Its late result is never accepted."""
+    settings = ("engine=scripted", "engine.latency=0.1", "run.steps=300", "runtime.task_deadline=2.0", "eval.every=0", "task.size=3000")
+
+    def stop(run: Run) -> None:
+        time.sleep(2.0)
+        os.kill(run.searchers.pids[0], signal.SIGSTOP)  # type: ignore[attr-defined]
+
+    started = time.monotonic()
+    config_ = config(tiny_model, tmp_path / "run", *settings, "runtime.fresh=1")
+    run = run_and_keep(config_, monkeypatch, meanwhile=stop)
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert summary["searcher_restarts"] == 1
+    assert conserved(run.buffer)
+    assert run.buffer.counts["added"] == 4 * run.buffer.prompts
+    assert time.monotonic() - started < 120
+
+
+def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(tiny_model: Path, tmp_path: Path) -> None:
+    broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
+    with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
+        tba.loop.run(broken)
+
+
+@pytest.mark.parametrize("how", ["finished", "interrupted", "killed"])
+def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, how: str) -> None:
+    """No process, port or shared memory of ours ten seconds after any exit; and all ports are on loopback."""
+    folder = tmp_path / "run"
+    steps = 5 if how == "finished" else 1_000_000
+    settings = as_settings(config(tiny_model, folder, f"run.steps={steps}", "checkpoint.every=5"))
+    before = shared_memory()
+    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], start_new_session=True, env=ENVIRONMENT)
+    assert wait_until(lambda: len(read(folder / METRICS)) >= 3, 90)
+    children = psutil.Process(process.pid).children(recursive=True)
+    mark = next(iter({c.environ().get(MARK, "") for c in children if "raylet" in c.name()}), "")
+    if how != "finished":
+        listening = [c for p in [psutil.Process(process.pid), *children] for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening
+        assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        if how == "killed":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of the group
+    process.wait(timeout=60)
+    assert wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10), [c for c in children if c.is_running()]
+    assert wait_until(lambda: not mark or not descendants_with_mark(mark), 10)
+    assert shared_memory() <= before
+
+
+def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 of everything; --resume continues with step, buffer and cursor, and no prompt is lost."""
+    folder = tmp_path / "run"
+    settings = as_settings(config(tiny_model, folder, "run.steps=1000000", "checkpoint.every=10", "task.size=5000"))
+    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], env=ENVIRONMENT)
+    assert wait_until(lambda: len(checkpoint.generations(folder / "checkpoints")) >= 2, 90)
+    process.kill()
+    process.wait(timeout=10)
+    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())["progress"]["step"]
+    run = run_and_keep(_config([f"run.steps={step + 10}"], folder), monkeypatch, resume=folder)
+    assert run.start == step
+    assert conserved(run.buffer)
+    cursor = run.searchers.state().cursor
+    held = {s.prompt.id for s in run.buffer.shelves}
+    assert len(held) + len(cursor["outstanding"]) == cursor["position"]
+    rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]
+    assert rows == list(range(1, step + 11))
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "searchers", "trainer", "places"),
+    [
+        (2, 0, 1, Place("cpu", (0,)), [Place("cpu", (1,))]),
+        (0, 0, 2, Place("cpu"), [Place("cpu")] * 2),
+        (2, 0, 3, Place("cpu", (0,)), [Place("cpu", (1,))] * 3),
+        (8, 0, 2, Place("cpu", (0, 1, 2, 3)), [Place("cpu", (4, 5)), Place("cpu", (6, 7))]),
+        (1, 0, 1, Place("cpu", (0,)), [Place("cpu", (0,))]),
+        (4, 1, 1, Place("cuda:0", (0, 1)), [Place("cuda:0", (2, 3))]),
+        (8, 4, 3, Place("cuda:0", (0, 1, 2, 3)), [Place("cuda:1", (4,)), Place("cuda:2", (5,)), Place("cuda:3", (6,))]),
+    ],
+)
+def test_cores_and_devices_are_divided(cores: int, gpus: int, searchers: int, trainer: Place, places: list[Place]) -> None:
+    assert divide(list(range(cores)), gpus, searchers) == (trainer, places)

@@ -1,0 +1,81 @@
+"""The shipped experiments on real pretrained models and real data, where those are at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba.log import SAMPLES, read
+
+ROOT = Path(__file__).parent.parent
+MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def needs(*paths: Path) -> pytest.MarkDecorator:
+    missing = [str(p) for p in paths if not p.exists()]
+    return pytest.mark.skipif(bool(missing), reason=f"not at hand: {', '.join(missing)}")
+
+
+def tba(*arguments: str) -> str:
+    return subprocess.run([sys.executable, "-m", "tba.cli", *arguments], check=True, text=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
+
+
+@needs(MODELS / "smollm2", GSM8K)
+def test_gsm8k_end_to_end(tmp_path: Path) -> None:
+    """Three asynchronous steps, evaluated on 16 test questions; the exported folder generates the same greedy text."""
+    run = tmp_path / "run"
+    tba("train", "experiments/gsm8k_smollm2.toml", f"policy.model={MODELS / 'smollm2'}", f"task.data={GSM8K}", f"run.folder={run}")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 24)
+    exported = Path(tba("export", str(run), str(tmp_path / "out")).strip())
+    told = json.loads(tba("eval", str(run)))
+    assert told["prompts"] == 16
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    question = json.loads((GSM8K / "test.jsonl").read_text().splitlines()[0])["question"]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ours, theirs = greedy_by_engine(exported, ids["input_ids"][0]), model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :]
+    assert ours == theirs.tolist()[: len(ours)]
+    assert len(ours) >= 16
+
+
+def greedy_by_engine(folder: Path, prompt: object) -> list[int]:
+    """48 greedy tokens by this package's engine, in fp32."""
+    import numpy as np
+    import torch
+
+    from tba.config import PolicyTable
+    from tba.engines.transformers import Transformers
+    from tba.pretrained import load_text
+    from tba.types import Sampling
+
+    policy = PolicyTable(model=str(folder))
+    engine = Transformers(policy, load_text(policy), "cpu", False, dtype="fp32")
+    tokens = np.asarray(torch.as_tensor(prompt), np.int32)
+    ((completion,),) = engine.generate([tokens], Sampling(1, 0.0, 48), seed=0)
+    return completion.tokens.tolist()
+
+
+@needs(MODELS / "stories15m")
+def test_stories_become_happier(tmp_path: Path) -> None:
+    """Mean held-out sentiment rises by many standard errors, at a bounded KL."""
+    pytest.importorskip("vaderSentiment", reason="pip install 'tba[sentiment]'")
+    run = tmp_path / "run"
+    tba("train", "experiments/stories_sentiment.toml", f"policy.model={MODELS / 'stories15m'}", f"run.folder={run}")
+    summary = json.loads((run / "summary.json").read_text())
+    first, last = summary["eval/first"], summary["eval/last"]
+    assert last["sampled_reward"] - first["sampled_reward"] > 5 * (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
+    rows = [r for r in read(run / "metrics.jsonl") if "kl" in r]
+    assert max(r["kl"] for r in rows[-20:]) < 40
+    told = [r for r in read(run / SAMPLES) if r["kind"] == "eval"]
+    assert {r["version"] for r in told} >= {0, summary["steps"]}

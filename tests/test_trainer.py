@@ -1,0 +1,129 @@
+"""One optimizer step: the same whatever the micro-batches; nothing moves on a loss that is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tba import build
+from tba.config import load
+from tba.trainer import NotFinite, Trainer
+from tba.types import Batch, Group, collate
+from tba.weights import adopt, pack
+
+
+def trainer(model: Path, *settings: str) -> Trainer:
+    parts = build.check(
+        load(None, [f"policy.model={model}", "sampling.max_tokens=6", "trainer.learning_rate=1e-2", "trainer.batch_size=12", "trainer.group_size=4", *settings])
+    )
+    return build.trainer(parts, "cpu")
+
+
+def parameters(t: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in t.policy.model.parameters()]
+
+
+@pytest.mark.parametrize("objective", ["tb", "rloo"])
+@pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
+def test_any_micro_batching_gives_the_same_parameters(tiny_model: Path, batch: Batch, objective: str, budget: int) -> None:
+    """From one pass down to single trajectories, with groups cut in pieces (two passes)."""
+    whole, parts = trainer(tiny_model, f"objective={objective}"), trainer(tiny_model, f"objective={objective}", f"trainer.token_budget={budget}")
+    for step in range(3):
+        a, b = whole.step(batch, step), parts.step(batch, step)
+        for name in ("loss", "kl", "entropy", "reward", "grad_norm", "completions/mean_length"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5)
+    for p, q in zip(parameters(whole), parameters(parts), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-4)
+
+
+def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> None:
+    for budget in (1, 20, 35, 1000):
+        chunks = list(batch.chunks(budget))
+        assert sum(len(c) for c in chunks) == len(batch)
+        assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
+        assert all(len(c) == 1 or c.cost(range(len(c))) <= budget for c in chunks)
+        assert all(sum(p.samples for p in c.pieces(budget)) == batch.samples for c in chunks)
+
+
+@pytest.mark.parametrize("field", ["reward", "ref_logp"])
+def test_nothing_moves_when_the_batch_is_not_finite(tiny_model: Path, batch: Batch, field: str) -> None:
+    t = trainer(tiny_model)
+    before = parameters(t)
+    value = getattr(batch, field).clone()
+    value.view(-1)[0] = float("nan")
+    with pytest.raises(NotFinite):
+        t.step(replace(batch, **{field: value}), 0)
+    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
+    assert not t.optimizer.state
+
+
+def test_nothing_moves_when_the_loss_is_not_finite(tiny_model: Path, batch: Batch) -> None:
+    t = trainer(tiny_model)
+    before = parameters(t)
+    with pytest.raises(NotFinite, match="loss"):
+        t.step(replace(batch, reward=batch.reward * 1e30), 0)
+    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
+
+
+def test_a_batch_needs_groups_of_one_size(groups: list[Group]) -> None:
+    short = replace(groups[0], trajectories=groups[0].trajectories[:2])
+    with pytest.raises(ValueError, match="unequal size"):
+        collate([short, *groups[1:]])
+
+
+def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) -> None:
+    def rates(*settings: str) -> list[float]:
+        t = trainer(tiny_model, "run.steps=10", *settings)
+        return [t.step(batch, step)["learning_rate"] * 100 for step in range(10)]
+
+    assert rates() == pytest.approx([1.0] * 10)
+    assert rates("trainer.schedule=linear", "trainer.warmup_steps=2") == pytest.approx([0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    stable = rates("trainer.schedule=warmup_stable_decay", "trainer.warmup_steps=2", "trainer.decay_steps=4", "trainer.min_lr_ratio=0.5")
+    assert stable[2:6] == pytest.approx([1.0] * 4)
+    assert 0.5 <= stable[-1] < stable[-2] < 1
+    cosine = rates("trainer.schedule=cosine")
+    assert cosine[0] == pytest.approx(1.0)
+    assert cosine == sorted(cosine, reverse=True)
+
+
+def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> None:
+    """With beta falling, the same policy's loss changes as the formula says."""
+    t = trainer(tiny_model, "objective.beta={start=1.0, end=0.2, steps=4, cut_step=3, cut_to=0.05}", "trainer.learning_rate=1e-30")
+    losses = [t.step(batch, step)["loss"] for step in range(4)]
+    fixed = [trainer(tiny_model, f"objective.beta={b}", "trainer.learning_rate=1e-30").step(batch, 0)["loss"] for b in (1.0, 0.8, 0.6, 0.05)]
+    assert losses == pytest.approx(fixed, rel=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
+    """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
+    t = trainer(tiny_model)
+    parts = build.check(load(None, [f"policy.model={tiny_model}", "sampling.max_tokens=6"]))
+    engine = parts.engine.build(parts.config.policy, parts.text, "cpu", False)
+    for step in range(5):
+        t.step(batch, step)
+    weights = t.weights(version=5)
+    assert weights.probe is not None
+    stale = replace(weights, arrays=pack(engine.model, 0, False).arrays)
+    assert engine.adopt(stale) > 1e-2
+    t.bf16_weights = bf16
+    gap = engine.adopt(t.weights(version=5))
+    assert gap < (0.05 if bf16 else 1e-5)
+    assert engine.version == 5
+
+
+def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
+    t = trainer(tiny_model)
+    weights = t.weights(version=1)
+    before = parameters(t)
+    first = next(iter(weights.arrays))
+    broken = {n: (a + 1 if n == first else a[..., :-1]) for n, a in weights.arrays.items()}
+    with pytest.raises(ValueError, match="another model"):
+        adopt(t.policy.model, replace(weights, arrays=broken))
+    with pytest.raises(ValueError, match="another model"):
+        adopt(t.policy.model, replace(weights, arrays={n: np.array(a) for n, a in weights.arrays.items() if n != first}))
+    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
