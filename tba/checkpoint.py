@@ -71,12 +71,20 @@ def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBu
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*files, aside / MANIFEST, aside / "model", aside]:
         _sync(path)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():
+        target.rename(folder / f".replaced-{target.name}")
     aside.rename(target)
     _sync(folder)
-    for old in generations(folder)[:-keep]:
-        shutil.rmtree(old)
+    _prune(folder, target, keep)
     return target
+
+
+def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """Leaves `newest` and the keep - 1 before it. What lies after it was abandoned, when a run resumed from further back."""
+    before = [g for g in generations(folder) if g.name < newest.name]
+    after = [g for g in generations(folder) if g.name > newest.name]
+    for old in [*before[: len(before) - keep + 1], *after, *folder.glob(".replaced-*")]:
+        shutil.rmtree(old)
 
 
 def generations(folder: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def main() -> None:
 def _config(settings: list[str], resume: Path | None) -> Config:
     path = Path(settings.pop(0)) if settings and settings[0].endswith(".toml") and "=" not in settings[0] else None
     if resume is None:
-        return load(path or DEFAULT, settings)
+        return load(path or _default(settings), settings)
     if path is not None:
         raise ValueError(f"--resume goes on with the config in {resume}; leave out {path}, and give only table.key=value to change")
     from tba.config import override_all
@@ -112,6 +112,11 @@ def _config(settings: list[str], resume: Path | None) -> Config:
     tables = RunFolder.reopen(resume).config()
     override_all(tables, settings)
     return parse(tables)
+
+
+def _default(settings: list[str]) -> Path | None:
+    """The embedded default's settings suit its own model and task; with another one, those of docs/configuration.md hold."""
+    return None if any(s.startswith(("task", "policy.model")) and not s.startswith("task.") for s in settings) else DEFAULT
 
 
 def _described(cls: type, options: dict[str, tuple[Any, Any]]) -> dict[str, Any]:

@@ -189,6 +189,8 @@ class Config(Table):
             raise ValueError(f"sampling.samples = {self.sampling.samples} is less than trainer.group_size = {k}; set sampling.samples={k} or more")
         if self.runtime.use == "local" and self.runtime.fresh == 0:
             raise ValueError("runtime.fresh = 0 with runtime.use = 'local' would never search; set runtime.fresh=1 or more, or runtime.use=ray")
+        if self.runtime.use == "local" and self.runtime.searchers > 1:
+            raise ValueError(f"runtime.searchers = {self.runtime.searchers}, but runtime.use = 'local' has one; set runtime.use=ray")
         if self.replay.capacity < self.trainer.group_size:
             raise ValueError(f"replay.capacity = {self.replay.capacity} cannot hold one group; set replay.capacity={self.trainer.batch_size} or more")
         return self

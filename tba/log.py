@@ -36,6 +36,8 @@ class Journal:
 
     folder: Path
     config: Config
+    start: int = 0
+    """The step that a resumed run goes on from: TensorBoard forgets what was told after it."""
     _tensorboard: Any = field(default=None, init=False)
     _wandb: Any = field(default=None, init=False)
 
@@ -43,7 +45,7 @@ class Journal:
         if self.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start or None)
         if self.config.log.wandb:
             self._wandb = _wandb_run(self.folder, self.config)
 
@@ -77,4 +79,4 @@ def _wandb_run(folder: Path, config: Config) -> Any:
         import wandb
     except ModuleNotFoundError as error:
         raise ValueError("log.wandb = true needs Weights & Biases: pip install 'tba[wandb]', or set log.wandb=false") from error
-    return wandb.init(project=config.log.wandb_project, name=folder.name, dir=str(folder), config=config.nested(), resume="allow")
+    return wandb.init(project=config.log.wandb_project, name=folder.name, id=folder.name, dir=str(folder), config=config.nested(), resume="allow")

@@ -77,7 +77,7 @@ class Run:
         self.journal.row(step, metrics)
         self.console.step(step, metrics)
         self.tell_evaluations()
-        if due(step, self.config.log.sample_every) or step == 1:
+        if due(step, self.config.log.sample_every):
             group = groups[0]
             t = group.trajectories[0]
             prompt, text = self.parts.text.decode(group.prompt_tokens), self.parts.text.decode(t.tokens)
@@ -111,7 +111,10 @@ def run(config: Config, resume: Path | None = None) -> Summary:
     """A whole run, from the check of its config to its summary. ValueError before anything starts if the config cannot work."""
     parts = build.check(config)
     folder = RunFolder.reopen(resume) if resume is not None else RunFolder.create(config)
-    generation = checkpoint.newest(folder.checkpoints) if resume is not None else None
+    generation = None
+    if resume is not None:
+        generation = checkpoint.newest(folder.checkpoints)
+        folder.write_config(config)  # with what was changed on resuming
     with Stop() as stop:
         assembled = assemble(parts, folder, stop, generation)
         try:
@@ -138,10 +141,8 @@ def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | Non
         folder.rewind(start)
         tracker.resume(progress.counts, folder.evaluations())
         console.note(f"resumed from {generation.name}")
-    searchers = _searchers(parts, place.device, places, trainer.bf16_weights, stop, resumed)
-    if start and config.runtime.use == "ray":
-        searchers.publish(trainer.weights(version=start))
-    return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config), console, tracker, stop, start)
+    searchers = _searchers(parts, place.device, places, trainer, stop, resumed, start)
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config, start), console, tracker, stop, start)
 
 
 def places_for(config: Config) -> tuple[Place, list[Place]]:
@@ -152,17 +153,18 @@ def places_for(config: Config) -> tuple[Place, list[Place]]:
     return divide(available_cores() if config.runtime.cores == "divide" else [], build.gpus(), config.runtime.searchers)
 
 
-def _searchers(parts: Parts, device: str, places: list[Place], bf16: bool, stop: Stop, resumed: SearchState | None) -> Searchers:
+def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer, stop: Stop, resumed: SearchState | None, start: int) -> Searchers:
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 
-        return LocalSearchers(parts, build.searcher(parts, device, bf16), stop.is_requested, resumed)
+        return LocalSearchers(parts, build.searcher(parts, device, trainer.bf16_weights), stop.is_requested, resumed)
     from tba.runtime.bind import bind_ray
 
     bind_ray(parts.config.runtime.address)
     from tba.runtime.ray import RaySearchers
 
-    found = RaySearchers(parts, places, bf16, stop.is_requested, resumed)
+    newest = trainer.weights(version=start) if start else None
+    found = RaySearchers(parts, places, trainer.bf16_weights, stop.is_requested, resumed, newest)
     stop.install()  # Ray has put its own signal handlers in place of ours
     return found
 

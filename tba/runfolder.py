@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, parse
+from tba.config import Config
 from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read, rewind
 from tba.summary import Summary
 
@@ -22,17 +22,23 @@ class RunFolder:
         """A new one; ValueError if a run is there already."""
         name = f"{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
         path = Path(config.run.folder or f"runs/{name}").expanduser()
-        if (path / CONFIG).exists():
+        if (path / "checkpoints").exists():
             raise ValueError(f"run.folder = {str(path)!r} holds a run already; go on with it by --resume {path}, or name another folder")
+        if (path / METRICS).exists():
+            raise ValueError(f"run.folder = {str(path)!r} holds a run that saved no checkpoint; remove that folder, or name another")
         path.mkdir(parents=True, exist_ok=True)
-        (path / CONFIG).write_text(json.dumps(config.nested(), indent=1) + "\n")
-        return cls(path)
+        folder = cls(path)
+        folder.write_config(config)
+        return folder
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path} is not a run's folder: it has no {CONFIG}")
         return cls(path)
+
+    def write_config(self, config: Config) -> None:
+        (self.path / CONFIG).write_text(json.dumps(config.nested(), indent=1) + "\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -41,9 +47,6 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         tables: dict[str, Any] = json.loads((self.path / CONFIG).read_text())
         return tables
-
-    def parsed(self) -> Config:
-        return parse(self.config())
 
     def evaluations(self) -> list[tuple[int, dict[str, float]]]:
         """(version, scores) of every evaluation so far, in the order they ended."""

@@ -165,7 +165,6 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(commands: dict[str
     assert (config.trainer.batch_size, config.run.steps) == (12, Config().run.steps)
 
 
-@pytest.mark.xfail(strict=True, reason="the defaults ask for 128 tokens of response from a bundled model whose context is 32")
 def test_the_embedded_default_is_sound() -> None:
     build.check(load())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def test_tb_gradient_by_hand() -> None:
 def test_rloo_by_hand() -> None:
     """R = r - .5 KL: (.5, 0, -1), (.5, 0, 2); advantages are K / (K - 1) (R - mean); loss = -mean A log pi."""
     logp, batch = ragged()
-    loss, _ = Rloo(beta=0.5)(logp, batch)
+    loss, _ = Rloo(beta=0.5)(logp, replace(batch, behavior_logp=logp))
     a = torch.tensor([[2 / 3, 1 / 6, -5 / 6], [-1 / 3, -5 / 6, 7 / 6]]) * 1.5
     torch.testing.assert_close(loss, -(a * torch.tensor([[-2.0, -4.0, -1.0], [-3.0, -1.0, -2.0]])).mean(1))
 
@@ -54,9 +56,20 @@ def test_on_policy_tb_is_rloo_up_to_its_constant(beta: float) -> None:
     for objective in (TrajectoryBalance(beta), Rloo(beta)):
         logp, batch = ragged(torch.float64)
         logp.requires_grad_()
-        objective(logp, batch)[0].sum().backward()
+        objective(logp, replace(batch, behavior_logp=logp.detach()))[0].sum().backward()
         gradients.append(logp.grad)
     torch.testing.assert_close(gradients[1], gradients[0] * 3 / 2)
+
+
+def test_off_policy_rloo_is_not_tb() -> None:
+    """RLOO's advantage knows the policy that sampled, TB's residual the live one: that is what staleness changes."""
+    gradients = []
+    for objective in (TrajectoryBalance(0.5), Rloo(0.5)):
+        logp, batch = ragged(torch.float64)
+        logp.requires_grad_()
+        objective(logp, replace(batch, behavior_logp=batch.ref_logp))[0].sum().backward()
+        gradients.append(logp.grad)
+    assert (gradients[1] - gradients[0] * 3 / 2).abs().max() > 0.1
 
 
 def test_group_residual_has_mean_zero() -> None:

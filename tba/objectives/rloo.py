@@ -14,9 +14,10 @@ Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
 
 @dataclass(frozen=True)
 class Rloo:
-    """loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log pi - log ref), detached.
+    """loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log mu - log ref).
 
-    Unbiased only on policy: there is no correction for data that other weights made.
+    mu is the policy that sampled y_j: the reward of a response is settled when it is sampled. Unbiased only on policy:
+    there is no correction for data that other weights made.
     Back to Basics (arXiv 2402.14740), equation 7. A_j is K / (K - 1) times the mean-baseline advantage, so that on
     policy its gradient is K / (K - 1) times that of trajectory balance.
     """
@@ -25,7 +26,7 @@ class Rloo:
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         total = (logp * batch.mask).sum(-1)
-        kl = total.detach() - (batch.ref_logp * batch.mask).sum(-1)
+        kl = ((batch.behavior_logp - batch.ref_logp) * batch.mask).sum(-1)
         value = batch.reward - self.beta * kl
         k = batch.samples
         advantage = (value - value.mean(1, keepdim=True)) * k / (k - 1)

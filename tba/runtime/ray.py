@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 class SearcherActor:
     """A searcher in its own process. `publish` runs beside a search; what it leaves is adopted before the next one."""
 
-    def __init__(self, config: Config, held_out: list[Prompt], place: Place, bf16: bool, path: list[str]):
+    def __init__(self, config: Config, held_out: list[Prompt], place: Place, bf16: bool, path: list[str], newest: Weights | None):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         torch.set_grad_enabled(False)
         place.take()
         self.parts = build.assemble(config, [], held_out)
         self.searcher = build.searcher(self.parts, place.device, bf16)
-        self.newest: Weights | None = None
+        self.newest = newest
         self.idle_since = time.perf_counter()
 
     @ray.method(concurrency_group="control")
@@ -108,7 +108,7 @@ class Handle:
 class RaySearchers:
     """As many searchers as `runtime.searchers` says, each in a process and on cores of its own."""
 
-    def __init__(self, parts: Parts, places: list[Place], bf16: bool, stopping: Callable[[], bool], resumed: SearchState | None):
+    def __init__(self, parts: Parts, places: list[Place], bf16: bool, stopping: Callable[[], bool], resumed: SearchState | None, newest: Weights | None):
         self.account = Account()
         self._parts, self._bf16, self._stopping = parts, bf16, stopping
         self._stream = PromptStream(parts.prompts, parts.config.run.seed)
@@ -122,10 +122,10 @@ class RaySearchers:
         self._wanted: deque[Any] = deque()  # weights to evaluate
         self._evaluated: list[Evaluation] = []
         self._evaluating = 0
-        self._weights: Any = None  # a reference to those last published
         self._failure: Exception | None = None
         self._closing = False
         self._reaper = _start_ray(parts.config)
+        self._weights: Any = None if newest is None else ray.put(newest)  # a reference to those last published
         self._handles = [self._start(place) for place in places]
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
@@ -196,11 +196,9 @@ class RaySearchers:
     def _start(self, place: Place) -> Handle:
         options = {"num_cpus": 0, "concurrency_groups": {"control": 1}, "max_restarts": 0, **_resources(self._parts.config, place)}
         remote: Any = ray.remote(**options)(SearcherActor)
-        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path)
+        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights)
         handle = Handle(place, actor, since=time.monotonic())
         handle.tasks.append(Task("start", actor.pid.remote()))
-        if self._weights is not None:
-            actor.publish.remote(self._weights)
         return handle
 
     def _collect(self) -> None:

@@ -40,7 +40,7 @@ class Reaper:
 def watch() -> Reaper:
     """Marks this process, so that all its descendants carry the mark, and starts the watcher outside its process group."""
     os.environ[MARK] = uuid.uuid4().hex
-    command = [sys.executable, "-m", "tba.runtime.reaper", os.environ[MARK], str(os.getpid())]
+    command = [sys.executable, __file__, os.environ[MARK], str(os.getpid())]  # by its path: it imports nothing else of ours
     return Reaper(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL))
 
 

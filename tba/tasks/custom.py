@@ -26,8 +26,8 @@ class Custom:
         def f(prompts, completions, **columns) -> list[float | None]
 
     written `package.module:function` or `file.py:function`. Several are added up with `reward_weights`; None means that a
-    function does not apply to that sample. For chat prompts, completions are message lists, as in TRL. `held_out` is
-    the data to evaluate on: a file, or a split's name; without it, the last `held_out_size` rows are kept from training.
+    function does not apply to that sample. For chat prompts, completions are message lists, as in TRL.
+    `held_out_data` is evaluated on; without it, the last `held_out_size` rows are kept from training.
     """
 
     data: str

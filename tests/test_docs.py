@@ -1,0 +1,41 @@
+"""The documentation says what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tba import loop
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("write_configuration", ROOT / "scripts" / "write_configuration.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/write_configuration.py"
+
+
+def test_the_architecture_page_quotes_the_loop() -> None:
+    assert f"```python\n{inspect.getsource(loop.train)}```" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}, anchor
+
+
+def test_experiments_in_the_readme_exist() -> None:
+    for name in re.findall(r"(?:experiments|examples)/\w+\.\w+", (ROOT / "README.md").read_text()):
+        assert (ROOT / name).is_file(), name
