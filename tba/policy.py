@@ -97,7 +97,7 @@ class Policy:
     @torch.no_grad()
     def _refuse_processed_logits(self) -> None:
         """Some models cap or scale their logits after the head; ours would silently differ from what they sample."""
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        ids = torch.arange(1, 5, device=self.device)[None]  # not 0, which may be a pad token with an embedding of zeros
         ours = self.model.get_output_embeddings()(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         if not torch.allclose(ours.float(), self.model(input_ids=ids, use_cache=False).logits.float(), atol=1e-4, rtol=1e-3):
             raise ValueError(

@@ -290,10 +290,8 @@ def _start_ray(config: Config) -> Reaper | None:
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # searchers choose their device themselves
     os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's default of 15, any other program on its core starves a searcher
-    reaper = watch()
     context: Any = ray.init(address="local", include_dashboard=False, num_cpus=config.runtime.searchers, **common)
-    reaper.session(context.address_info["session_dir"])
-    return reaper
+    return watch(context.address_info["session_dir"])
 
 
 def _resources(config: Config, place: Place) -> dict[str, Any]:

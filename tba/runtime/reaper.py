@@ -1,22 +1,23 @@
 """Ends what a killed run leaves behind. Ray's own agents outlive a driver that died by SIGKILL, some of them for minutes.
 
-A small process holds one end of a pipe. When the other end closes, because the run ended or was killed, it kills every
-process that carries the run's mark in its environment and removes Ray's session folder.
+A small process holds one end of a pipe and remembers the processes of the run's Ray. When the other end closes, because
+the run ended or was killed, it kills those that are left and removes Ray's session folder.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-MARK = "TBA_RUN_MARK"
+EVERY = 2.0
+"""Seconds between two looks at which processes there are."""
 
 
 @dataclass
@@ -25,11 +26,6 @@ class Reaper:
 
     process: subprocess.Popen[str]
 
-    def session(self, folder: str) -> None:
-        """Names Ray's session folder, to be removed at the end."""
-        assert self.process.stdin is not None
-        print(folder, file=self.process.stdin, flush=True)
-
     def finish(self) -> None:
         """Has it clean up now; returns when that is done."""
         assert self.process.stdin is not None
@@ -37,29 +33,37 @@ class Reaper:
         self.process.wait(timeout=30)
 
 
-def watch() -> Reaper:
-    """Marks this process, so that all its descendants carry the mark, and starts the watcher outside its process group."""
-    os.environ[MARK] = uuid.uuid4().hex
-    command = [sys.executable, __file__, os.environ[MARK], str(os.getpid())]  # by its path: it imports nothing else of ours
+def watch(session: str) -> Reaper:
+    """Starts the watcher over the Ray with this session folder, outside this process group. By its path: it imports nothing else of ours."""
+    command = [sys.executable, __file__, str(os.getpid()), session]
     return Reaper(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL))
 
 
-def reap(mark: str, spare: set[int]) -> None:
-    """Kills every process of this user with that mark, except those in `spare`."""
-    for process in psutil.process_iter():
-        try:
-            if process.pid not in spare and process.environ().get(MARK) == mark:
-                process.kill()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+def family(driver: int, session: str) -> set[psutil.Process]:
+    """The driver's children that name the session in their command line, and all their descendants."""
+    found: set[psutil.Process] = set()
+    try:
+        for child in psutil.Process(driver).children():
+            if any(session in word for word in child.cmdline()):
+                found |= {child, *child.children(recursive=True)}
+    except psutil.Error:
+        pass  # one of them ended while it was looked at
+    return found
 
 
 def main() -> None:
-    sessions = [line.strip() for line in sys.stdin]  # until the run has ended, however it did
-    reap(mark=sys.argv[1], spare={os.getpid(), int(sys.argv[2])})
-    for session in sessions:
-        if Path(session).name.startswith("session_"):
-            shutil.rmtree(session, ignore_errors=True)
+    driver, session = int(sys.argv[1]), sys.argv[2]
+    known = family(driver, session)
+    while not select.select([sys.stdin], [], [], EVERY)[0]:  # readable only once the pipe has closed
+        known |= family(driver, session)
+    for process in known:
+        try:
+            for left in [process, *process.children(recursive=True)]:
+                left.kill()
+        except psutil.Error:
+            continue
+    if Path(session).name.startswith("session_"):
+        shutil.rmtree(session, ignore_errors=True)
 
 
 if __name__ == "__main__":
