@@ -40,11 +40,11 @@ def watch(session: str) -> Reaper:
 
 
 def family(driver: int, session: str) -> set[psutil.Process]:
-    """The driver's children that name the session in their command line, and all their descendants."""
+    """The driver's children, but for this process, that name the session in their command line, and all their descendants."""
     found: set[psutil.Process] = set()
     try:
         for child in psutil.Process(driver).children():
-            if any(session in word for word in child.cmdline()):
+            if child.pid != os.getpid() and any(session in word for word in child.cmdline()):
                 found |= {child, *child.children(recursive=True)}
     except psutil.Error:
         pass  # one of them ended while it was looked at
