@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from tba.config import Config, load
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tba.summary import Summary
 
 __version__ = "0.1.0"
 __all__ = ["Config", "load", "train"]
 
 
-def train(config: Config) -> "Summary":
-    """Runs `config` to its end and returns its summary, as `tba train` does."""
+def train(config: Config, resume: "Path | None" = None) -> "Summary":
+    """Runs `config` to its end and returns its summary, as `tba train` does; `resume` is the folder of a run to go on with."""
     from tba.loop import run
 
-    return run(config)
+    return run(config, resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def assemble(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Promp
 
 def check(config: Config) -> Parts:
     """Reads all that the config names: plug-ins, tokenizer, data. ValueError for what could not work; no process starts."""
+    if config.log.wandb and find_spec("wandb") is None:
+        raise ValueError("log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false")
     parts = assemble(config, [], [])
     for step in (0, config.run.steps):
         parts.objective.at(step)

@@ -72,6 +72,7 @@ def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBu
     for path in [*files, aside / MANIFEST, aside / "model", aside]:
         _sync(path)
     if target.exists():
+        shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
         target.rename(folder / f".replaced-{target.name}")
     aside.rename(target)
     _sync(folder)
@@ -83,7 +84,7 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
     """Leaves `newest` and the keep - 1 before it. What lies after it was abandoned, when a run resumed from further back."""
     before = [g for g in generations(folder) if g.name < newest.name]
     after = [g for g in generations(folder) if g.name > newest.name]
-    for old in [*before[: len(before) - keep + 1], *after, *folder.glob(".replaced-*")]:
+    for old in [*before[: max(0, len(before) - keep + 1)], *after, *folder.glob(".replaced-*")]:
         shutil.rmtree(old)
 
 

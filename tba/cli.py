@@ -116,7 +116,8 @@ def _config(settings: list[str], resume: Path | None) -> Config:
 
 def _default(settings: list[str]) -> Path | None:
     """The embedded default's settings suit its own model and task; with another one, those of docs/configuration.md hold."""
-    return None if any(s.startswith(("task", "policy.model")) and not s.startswith("task.") for s in settings) else DEFAULT
+    other = {"task", "task.use", "policy.model"} & {s.partition("=")[0].strip() for s in settings}
+    return None if other else DEFAULT
 
 
 def _described(cls: type, options: dict[str, tuple[Any, Any]]) -> dict[str, Any]:

@@ -191,6 +191,14 @@ class Config(Table):
             raise ValueError("runtime.fresh = 0 with runtime.use = 'local' would never search; set runtime.fresh=1 or more, or runtime.use=ray")
         if self.runtime.use == "local" and self.runtime.searchers > 1:
             raise ValueError(f"runtime.searchers = {self.runtime.searchers}, but runtime.use = 'local' has one; set runtime.use=ray")
+        if self.replay.per_prompt < self.trainer.group_size:
+            k = self.trainer.group_size
+            raise ValueError(f"replay.per_prompt = {self.replay.per_prompt} is less than trainer.group_size = {k}; set replay.per_prompt={k} or more")
+        t = self.trainer
+        if t.schedule == "warmup_stable_decay" and t.warmup_steps + t.decay_steps > self.run.steps:
+            raise ValueError(
+                f"trainer.warmup_steps + trainer.decay_steps = {t.warmup_steps + t.decay_steps} is more than run.steps = {self.run.steps}; shorten them"
+            )
         if self.replay.capacity < self.trainer.group_size:
             raise ValueError(f"replay.capacity = {self.replay.capacity} cannot hold one group; set replay.capacity={self.trainer.batch_size} or more")
         return self

@@ -11,7 +11,10 @@ from tba.config import EvalTable
 from tba.pretrained import Text
 from tba.rewards import Guard, Rejected, Verdict
 from tba.searcher import Engine
-from tba.types import Prompt, Sampling
+from tba.types import Answer, Prompt, Sampling
+
+AT_ONCE = 64
+"""Answers that a task scores in one call."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,27 @@ def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt]
     ):
         completions = engine.generate(tokens, sampling, settings.seed)
         n = sampling.samples
-        flat = guard([p for p in prompts for _ in range(n)], [text.answer(c) for cs in completions for c in cs])
+        flat = _scored(guard, [(p, text.answer(c)) for p, cs in zip(prompts, completions, strict=True) for c in cs])
         verdicts = [flat[i : i + n] for i in range(0, len(flat), n)]
         scores |= {f"{name}_{k}": v for k, v in _summary(verdicts, guard.task.pass_reward).items()}
         scores[f"{name}_length"] = fmean(len(c.tokens) for cs in completions for c in cs)
         scores[f"{name}_finished"] = fmean(c.finished for cs in completions for c in cs)
     if guard.task.pass_reward is not None:
         right = [sum(_reward(v) >= guard.task.pass_reward for v in vs) for vs in verdicts]
-        scores |= {f"pass@{k}": fmean(pass_at_k(settings.samples, c, k) for c in right) for k in settings.k}
+        for k in settings.k:
+            passed = [pass_at_k(settings.samples, c, k) for c in right]
+            scores |= {f"pass@{k}": fmean(passed), f"pass@{k}_stderr": stderr(passed)}
     examples = [
         Example(_shown(p), text.decode(cs[0].tokens), None if isinstance(vs[0], Rejected) else vs[0])
         for p, cs, vs in list(zip(prompts, completions, verdicts, strict=True))[:8]
     ]
     return Evaluation(engine.version, scores, examples)
+
+
+def _scored(guard: Guard, flat: list[tuple[Prompt, Answer]]) -> list[Verdict]:
+    """In calls about as large as those of a search, each within the reward's deadline."""
+    parts = (flat[i : i + AT_ONCE] for i in range(0, len(flat), AT_ONCE))
+    return [v for part in parts for v in guard([p for p, _ in part], [a for _, a in part])]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

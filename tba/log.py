@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,14 +70,12 @@ class Journal:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    finite = {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}  # NaN is not JSON
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}  # JSON has no NaN
     with path.open("a") as file:
         file.write(json.dumps(finite) + "\n")
 
 
 def _wandb_run(folder: Path, config: Config) -> Any:
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise ValueError("log.wandb = true needs Weights & Biases: pip install 'tba[wandb]', or set log.wandb=false") from error
+    import wandb
+
     return wandb.init(project=config.log.wandb_project, name=folder.name, id=folder.name, dir=str(folder), config=config.nested(), resume="allow")

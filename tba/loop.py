@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ def train(run: Run) -> None:
     c, clock = run.config, run.tracker
     if run.start == 0:
         run.evaluate()
-    if not len(run.buffer):
         with clock.first_fill():
-            run.buffer.add(run.searchers.gather(at_least=c.first_fill), now=run.start)
+            run.buffer.add(run.searchers.gather(at_least=max(0, c.first_fill - run.buffer.prompts)), now=0)
     for step in range(run.start, c.run.steps):
         if run.stop.requested:
             break
@@ -70,14 +70,15 @@ class Run:
     tracker: Tracker
     stop: Stop
     start: int = 0
-    _saved: int = field(default=-1, init=False)
+    _saved: int | None = field(default=None, init=False)
 
     def tell(self, step: int, metrics: dict[str, float], groups: list[Any]) -> None:
         """To the journal and the console; with evaluations that have ended, and a sample now and then."""
         self.journal.row(step, metrics)
         self.console.step(step, metrics)
         self.tell_evaluations()
-        if due(step, self.config.log.sample_every):
+        every = self.config.log.sample_every
+        if due(step, every) or (every and step == 1):
             group = groups[0]
             t = group.trajectories[0]
             prompt, text = self.parts.text.decode(group.prompt_tokens), self.parts.text.decode(t.tokens)
@@ -93,7 +94,7 @@ class Run:
         for e in self.searchers.evaluations(finish=finish):
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.tracker.evaluation(e.version, scores)
-            self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
+            self.journal.row(e.version, {"time": self.tracker.seconds, "eval/seconds": e.seconds, **scores})
             self.console.evaluation(e.version, scores)
             for example in e.examples:
                 self.journal.sample(e.version, "eval", example.prompt, example.completion, example.reward, e.version)
@@ -111,27 +112,25 @@ def run(config: Config, resume: Path | None = None) -> Summary:
     """A whole run, from the check of its config to its summary. ValueError before anything starts if the config cannot work."""
     parts = build.check(config)
     folder = RunFolder.reopen(resume) if resume is not None else RunFolder.create(config)
-    generation = None
-    if resume is not None:
-        generation = checkpoint.newest(folder.checkpoints)
-        folder.write_config(config)  # with what was changed on resuming
-    with Stop() as stop:
-        assembled = assemble(parts, folder, stop, generation)
+    generation = checkpoint.newest(folder.checkpoints) if resume is not None else None
+    with ExitStack() as opened:
+        assembled = assemble(parts, folder, generation, opened)
         try:
             return _carry_out(assembled)
-        finally:
-            assembled.searchers.close()
-            assembled.journal.close()
-            assembled.console.close()
+        except ValueError as error:  # the config was sound: this is no mistake to be told in a line, but one to be traced
+            raise RuntimeError(f"the run failed: {error}") from error
 
 
-def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | None) -> Run:
+def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: ExitStack) -> Run:
+    """All parts of a run, new or as `generation` left them. What has to be closed, whatever happens, is put into `opened`."""
     config = parts.config
+    stop = opened.enter_context(Stop())
     console = open_console(config)
+    opened.callback(console.close)
     console.note(f"run folder: {folder.path}")
     place, places = places_for(config)
     if config.runtime.use == "ray":
-        place.take()
+        opened.enter_context(place.taken())
     trainer = build.trainer(parts, place.device)
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
     tracker, rng, resumed, start = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0
@@ -139,10 +138,14 @@ def assemble(parts: Parts, folder: RunFolder, stop: Stop, generation: Path | Non
         progress, resumed = checkpoint.restore(generation, trainer, buffer)
         start, rng.bit_generator.state = progress.step, progress.rng
         folder.rewind(start)
+        folder.write_config(config)  # with what was changed on resuming
         tracker.resume(progress.counts, folder.evaluations())
         console.note(f"resumed from {generation.name}")
+    journal = Journal(folder.path, config, start)
+    opened.callback(journal.close)
     searchers = _searchers(parts, place.device, places, trainer, stop, resumed, start)
-    return Run(config, parts, folder, trainer, buffer, searchers, rng, Journal(folder.path, config, start), console, tracker, stop, start)
+    opened.callback(searchers.close)
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start)
 
 
 def places_for(config: Config) -> tuple[Place, list[Place]]:
@@ -157,7 +160,7 @@ def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer,
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 
-        return LocalSearchers(parts, build.searcher(parts, device, trainer.bf16_weights), stop.is_requested, resumed)
+        return LocalSearchers(parts, build.searcher(parts, device, trainer.bf16_weights), resumed)
     from tba.runtime.bind import bind_ray
 
     bind_ray(parts.config.runtime.address)
@@ -173,12 +176,12 @@ def _carry_out(run: Run) -> Summary:
     with run.tracker.clock():
         train(run)
     step = run.tracker.steps
+    run.save(step)
     finished = step == run.config.run.steps
     if finished:
         run.searchers.publish(run.trainer.weights(version=step))
         run.evaluate()
-        run.tell_evaluations(finish=True)
-    run.save(step)
+    run.tell_evaluations(finish=finished)
     summary = run.tracker.summary(run.searchers.account, finished)
     run.folder.write_summary(summary)
     run.console.end(summary, run.folder.path)

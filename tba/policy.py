@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.types import Batch
 
-LOGITS_AT_ONCE = 2**25
-"""Logits (numbers, not bytes) that exist at one time: the head runs over the response in chunks of so many."""
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
+"""Logits (numbers, not bytes) that exist at one time: the head runs over the response in chunks of so many. On a CPU few,
+or the system spends as long on handing out and clearing that memory as on computing."""
 
 
 class Policy:
@@ -78,7 +79,7 @@ class Policy:
 
     def _chunked(self, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"]) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Through the head a chunk at a time; with several, the backward pass makes each chunk's logits again."""
-        size = max(1, LOGITS_AT_ONCE // self.model.get_output_embeddings().weight.shape[0])
+        size = max(1, LOGITS_AT_ONCE[self.device.type] // self.model.get_output_embeddings().weight.shape[0])
         if len(hidden) <= size:
             return self._head(hidden, tokens)
         parts = [checkpoint(self._head, h, y, use_reentrant=False) for h, y in zip(hidden.split(size), tokens.split(size), strict=True)]

@@ -119,4 +119,9 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
-    return AutoModelForCausalLM.from_pretrained(model_path(policy.model), dtype=dtype, trust_remote_code=policy.trust_remote_code).eval()
+    path = model_path(policy.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=policy.trust_remote_code, use_safetensors=True)
+    except OSError as error:
+        raise ValueError(f"policy.model = {policy.model!r} has no weights in safetensors, and no others are loaded: {error}") from error
+    return model.eval()

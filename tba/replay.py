@@ -54,11 +54,10 @@ class ReplayBuffer:
         """Stores what arrived at step `now`; a response already held is replaced by its newest copy."""
         for group in groups:
             for response in _distinct(group.trajectories):
-                self.counts["added"] += response.count
                 if not math.isfinite(response.trajectory.reward) or not np.isfinite(response.trajectory.ref_logp).all():
                     self.counts["not_finite"] += response.count
-                    self.counts["added"] -= response.count
                     continue
+                self.counts["added"] += response.count
                 self.counts["duplicates"] += response.count - 1
                 self._store(group, Stored(response.trajectory, response.count, now))
         while len(self) > self.capacity:

@@ -38,7 +38,7 @@ class RunFolder:
         return cls(path)
 
     def write_config(self, config: Config) -> None:
-        (self.path / CONFIG).write_text(json.dumps(config.nested(), indent=1) + "\n")
+        _write(self.path / CONFIG, config.nested())
 
     @property
     def checkpoints(self) -> Path:
@@ -61,6 +61,11 @@ class RunFolder:
     def write_summary(self, summary: Summary) -> None:
         plain = asdict(summary)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
-        aside = self.path / f".{SUMMARY}"
-        aside.write_text(json.dumps(plain, indent=1) + "\n")
-        aside.rename(self.path / SUMMARY)  # whoever reads it finds the old one or the new one
+        _write(self.path / SUMMARY, plain)
+
+
+def _write(path: Path, tables: dict[str, Any]) -> None:
+    """Whole: whoever reads it finds the old one or the new one."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(tables, indent=1) + "\n")
+    aside.rename(path)

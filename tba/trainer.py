@@ -14,10 +14,9 @@ from torch import Tensor
 from tba.config import TrainerTable
 from tba.plugins import Plugin
 from tba.policy import Policy
-from tba.types import Batch
+from tba.types import Batch, Loss
 from tba.weights import Probe, Weights, pack
 
-Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
 Objective = Callable[[Float[Tensor, "B K T"], Batch], Loss]
 """One loss per group, which looks at that group only, and metrics per group."""
 

@@ -179,6 +179,10 @@ class Batch:
         return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
 
 
+Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
+"""What an objective returns: one loss for each group, and metrics by name, one number for each group."""
+
+
 def collate(groups: Sequence[Group]) -> Batch:
     """Groups of equal size K -> one batch. Padding tokens are 0; masks say which tokens are real."""
     if len({len(g.trajectories) for g in groups}) != 1:

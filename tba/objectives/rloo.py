@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.types import Batch
-
-Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
+from tba.types import Batch, Loss
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ class Account:
     """What searchers did since the run began. Seconds are summed over searchers."""
 
     samples: int = 0
-    tasks: int = 0
     restarts: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -30,7 +29,6 @@ class Account:
 
     def add(self, findings: Findings) -> None:
         self.samples += findings.samples
-        self.tasks += 1
         self.rejected += findings.rejected
         for name, seconds in findings.seconds.items():
             self.seconds[name] += seconds

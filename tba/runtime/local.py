@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from tba.build import Parts
 from tba.evaluate import Evaluation, evaluate
@@ -18,9 +17,9 @@ from tba.weights import Weights
 class LocalSearchers:
     """One searcher. It answers exactly as many prompts as the trainer waits for."""
 
-    def __init__(self, parts: Parts, searcher: Searcher, stopping: Callable[[], bool], resumed: SearchState | None):
+    def __init__(self, parts: Parts, searcher: Searcher, resumed: SearchState | None):
         self.account = Account()
-        self._parts, self._searcher, self._stopping = parts, searcher, stopping
+        self._parts, self._searcher = parts, searcher
         self._stream = PromptStream(parts.prompts, parts.config.run.seed)
         self._tally = Tally(parts.config.reward.max_rejected)
         self._tasks = 0
@@ -35,7 +34,7 @@ class LocalSearchers:
     def gather(self, at_least: int) -> list[Group]:
         groups: list[Group] = []
         deadline = time.monotonic() + self._parts.config.runtime.gather_deadline
-        while len(groups) < at_least and not self._stopping():
+        while len(groups) < at_least:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow")
             prompts = self._stream.take(min(self._parts.config.runtime.prompts_per_task, at_least - len(groups)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -23,6 +24,18 @@ class Place:
             torch.set_num_threads(len(self.cores))
             if psutil.LINUX or psutil.WINDOWS:
                 psutil.Process().cpu_affinity(list(self.cores))
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """There for a while, and back: a program that runs twice finds all its cores the second time."""
+        threads, cores = torch.get_num_threads(), available_cores()
+        self.take()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            if psutil.LINUX:
+                psutil.Process().cpu_affinity(cores)
 
 
 def available_cores() -> list[int]:

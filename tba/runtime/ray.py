@@ -152,7 +152,9 @@ class RaySearchers:
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         if finish:
-            self._wait(lambda: self._evaluating == 0, self._parts.config.eval.deadline, "eval.deadline: an evaluation")
+            c = self._parts.config
+            limit = c.eval.deadline * max(1, self._evaluating) + c.runtime.task_deadline * IN_FLIGHT  # it waits behind searches
+            self._wait(lambda: self._evaluating == 0, limit, "eval.deadline: an evaluation")
         with self._changed:
             found, self._evaluated = self._evaluated, []
         return found
@@ -167,11 +169,13 @@ class RaySearchers:
                 return
             self._closing = True
         self._collector.join(timeout=10)
-        for handle in self._handles:
-            ray.kill(handle.actor)
-        ray.shutdown()
-        if self._reaper is not None:
-            self._reaper.finish()
+        try:
+            for handle in self._handles:
+                ray.kill(handle.actor)
+            ray.shutdown()
+        finally:
+            if self._reaper is not None:
+                self._reaper.finish()
 
     @property
     def pids(self) -> list[int]:

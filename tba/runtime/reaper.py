@@ -43,11 +43,15 @@ def family(driver: int, session: str) -> set[psutil.Process]:
     """The driver's children, but for this process, that name the session in their command line, and all their descendants."""
     found: set[psutil.Process] = set()
     try:
-        for child in psutil.Process(driver).children():
+        children = psutil.Process(driver).children()
+    except psutil.NoSuchProcess:
+        return found
+    for child in children:
+        try:
             if child.pid != os.getpid() and any(session in word for word in child.cmdline()):
                 found |= {child, *child.children(recursive=True)}
-    except psutil.Error:
-        pass  # one of them ended while it was looked at
+        except psutil.Error:  # it ended, or is a zombie
+            continue
     return found
 
 
