@@ -1,4 +1,4 @@
-"""A reward function in TRL's convention: how positive a text is, from -1 to 1 (VADER, pip install 'tba[sentiment]')."""
+"""A reward function in TRL's convention: how positive a text is, from -1 to 1 (VADER, pip install -e '.[sentiment]')."""
 
 from functools import cache
 from typing import Any

@@ -127,7 +127,10 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
     """Puts model, optimizer, schedule, random states and buffer back as they were when this (verified) generation was written."""
     state = json.loads((generation / STATE).read_text())
     weights = _load_model(generation / "model")
-    missing, unexpected = trainer.policy.model.load_state_dict(weights, strict=False)
+    try:
+        missing, unexpected = trainer.policy.model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # torch's word for differing shapes
+        raise ValueError(f"{generation} holds another model than policy.model: {str(error).splitlines()[-1].strip()}") from error
     tied = set(trainer.policy.model.state_dict()) - {n for n, _ in trainer.policy.model.named_parameters(remove_duplicate=True)}
     if unexpected or set(missing) - tied:
         raise ValueError(f"{generation} holds another model than policy.model: {[*unexpected, *missing][:3]}")

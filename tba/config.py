@@ -150,7 +150,7 @@ class CheckpointTable(Table):
 class LogTable(Table):
     console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live on a terminal, plain lines elsewhere")
     tensorboard: bool = Field(True, description="write event files into the run's folder, beside metrics.jsonl")
-    wandb: bool = Field(False, description="log to Weights & Biases as well (pip install 'tba[wandb]')")
+    wandb: bool = Field(False, description="log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = Field("tba", description="where log.wandb logs to")
     sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: only the first step's")
 

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,43 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: 
     assert without_clock(read(tmp_path / "whole" / METRICS)) == without_clock(read(tmp_path / "part" / METRICS))
     a, b = (json.loads(files["state.json"]) for files in (whole, part))
     assert (a["cursor"], a["tasks"], a["progress"]["rng"], a["schedule"]) == (b["cursor"], b["tasks"], b["progress"]["rng"], b["schedule"])
+
+
+def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None:
+    """SIGTERM in the middle, as a cluster sends it; then --resume: bit for bit as if it had not come."""
+    run(config(tiny_model, tmp_path / "whole", "run.steps=40", "strategy=mixture"))
+    metrics = tmp_path / "part" / METRICS
+
+    def stop() -> None:
+        while len(read(metrics)) < 6:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    stopped = run(config(tiny_model, tmp_path / "part", "run.steps=40", "strategy=mixture"))
+    thread.join(timeout=10)
+    assert not stopped.finished
+    assert 5 <= stopped.steps < 40
+    run(_config([], tmp_path / "part"), tmp_path / "part")
+    whole, part = newest_files(tmp_path / "whole"), newest_files(tmp_path / "part")
+    for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors"):
+        assert whole[name] == part[name], name
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: int) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=6", "checkpoint.every=1", f"checkpoint.keep={keep}", "eval.prompts=0"))
+    kept = [g.name for g in checkpoint.generations(tmp_path / "run" / "checkpoints")]
+    assert kept == [f"step-{n:08d}" for n in range(7 - keep, 7)]
+
+
+def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=2"))
+    with pytest.raises(RuntimeError, match="another model"):
+        run(_config(["policy.model=bundled:arithmetic", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
+    assert run(_config(["run.steps=3"], tmp_path / "run"), tmp_path / "run").steps == 3
+    assert _config([], tmp_path / "run").run.steps == 3
 
 
 def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
