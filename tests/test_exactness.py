@@ -34,7 +34,7 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
         None,
         [
             f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
-            "sampling.samples=32", "trainer.batch_size=96", "trainer.group_size=32", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
+            "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
             "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
             "log.tensorboard=false", *settings,
         ],
@@ -64,7 +64,7 @@ def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: 
 
 
 def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = toy_config(toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent", "strategy.window=4", "runtime.publish_every=4")
+    config = toy_config(toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent", "strategy.window=4", "runtime.publish_every=4", "run.steps=600")
     assert distance_after_run(config, monkeypatch) < LIMIT
 
 

@@ -101,7 +101,7 @@ def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: i
 
 def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
-    with pytest.raises(RuntimeError, match="another model"):
+    with pytest.raises(ValueError, match="another model"):
         run(_config(["policy.model=bundled:arithmetic", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
     assert run(_config(["run.steps=3"], tmp_path / "run"), tmp_path / "run").steps == 3
     assert _config([], tmp_path / "run").run.steps == 3
