@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 
@@ -29,6 +35,8 @@ class Text:
         """Prompt tokens; chat messages go through the tokenizer's chat template. ValueError when there is nothing to condition on."""
         if isinstance(prompt.text, str):
             ids = self.tokenizer(prompt.text)["input_ids"]
+        elif self.tokenizer.chat_template is None:
+            raise ValueError(f"prompt {prompt.id!r} is chat messages, but the tokenizer has no chat template; give text, or a model that has one")
         else:
             ids = self.tokenizer.apply_chat_template(list(prompt.text), add_generation_prompt=True, return_dict=True)["input_ids"]
         if not ids or not prompt.text:
@@ -76,18 +84,22 @@ def model_path(name: str) -> str:
 
 
 def load_text(policy: PolicyTable) -> Text:
+    from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     path = model_path(policy.model)
+    if not Path(path).is_dir() and not _hub_answers(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        raise ValueError(f"policy.model = {policy.model!r}: there is no folder of that name, the hub does not answer, and nothing of it was fetched before")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
+        how = {"trust_remote_code": policy.trust_remote_code, "local_files_only": not _hub_answers(path)}
+        tokenizer = AutoTokenizer.from_pretrained(path, **how)
+        config = AutoConfig.from_pretrained(path, **how)
     except (OSError, ValueError) as error:
         raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     eos = _token(tokenizer, policy.eos_token, "eos")
     eos = tokenizer.eos_token_id if eos is None else eos
     try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        declared = GenerationConfig.from_pretrained(path, local_files_only=not _hub_answers(path)).eos_token_id
     except OSError:  # a model without generation_config.json
         declared = config.eos_token_id
     eos_ids = {eos} | set(declared if isinstance(declared, list) else [declared])
@@ -101,8 +113,35 @@ def load_text(policy: PolicyTable) -> Text:
         tokenizer,
         eos_ids=frozenset(i for i in eos_ids if i is not None),
         pad_id=eos if pad is None else pad,
-        context=config.get_text_config().max_position_embeddings,
+        context=_context(config, tokenizer),
     )
+
+
+@cache
+def _hub_answers(path: str) -> bool:
+    """Whether it is worth asking the hub: without a network its client tries for most of a minute. Files it has cached are found anyway."""
+    from huggingface_hub import constants
+
+    if Path(path).is_dir() or constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():
+        return True
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(OSError), socket.create_connection((urlsplit(constants.ENDPOINT).hostname, 443), timeout=3):
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()  # in a thread, because looking up a name knows no deadline
+    return answered.wait(timeout=3)
+
+
+def _context(config: Any, tokenizer: Any) -> int:
+    """Of the model; of the tokenizer where the model itself has no limit."""
+    try:
+        return int(config.get_text_config().max_position_embeddings)
+    except AttributeError:
+        return int(tokenizer.model_max_length)
 
 
 def _token(tokenizer: Any, token: str | None, role: str) -> int | None:
@@ -121,7 +160,9 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
     path = model_path(policy.model)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=policy.trust_remote_code, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=policy.trust_remote_code, use_safetensors=True, local_files_only=not _hub_answers(path)
+        )
     except OSError as error:
         raise ValueError(f"policy.model = {policy.model!r} has no weights in safetensors, and no others are loaded: {error}") from error
     return model.eval()

@@ -34,7 +34,7 @@ def test_gsm8k_end_to_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tba("train", "experiments/gsm8k_smollm2.toml", f"policy.model={MODELS / 'smollm2'}", f"task.data={GSM8K}", f"run.folder={run}")
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 24)
+    assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 48)
     exported = Path(tba("export", str(run), str(tmp_path / "out")).strip())
     told = json.loads(tba("eval", str(run)))
     assert told["prompts"] == 16
