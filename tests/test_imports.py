@@ -20,7 +20,7 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FOLDERS = {"objectives", "strategies", "engines", "tasks"}
-HEAVY = {"ray": {"runtime/ray.py"}, "wandb": {"log.py"}, "matplotlib": {"report.py"}, "vllm": set()}
+HEAVY = {"ray": {"runtime/ray.py", "runtime/actor.py"}, "wandb": {"log.py"}, "matplotlib": {"report.py"}, "vllm": set()}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -64,4 +64,4 @@ def test_import_tba_is_light() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 310
+    assert len(path.read_text().splitlines()) <= 300

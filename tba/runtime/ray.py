@@ -14,21 +14,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from tba import build
 from tba.build import Parts
 from tba.config import Config
-from tba.evaluate import Evaluation, evaluate
+from tba.evaluate import Evaluation
 from tba.prompts import PromptStream
 from tba.rewards import Tally
 from tba.runtime import Account, SearchState, task_seed
+from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.runtime.reaper import Reaper, watch
 from tba.searcher import Findings
@@ -39,50 +38,6 @@ IN_FLIGHT = 2
 """Tasks that each searcher has: one to do and one to go on with."""
 
 log = logging.getLogger(__name__)
-
-
-class SearcherActor:
-    """A searcher in its own process. `publish` runs beside a search; what it leaves is adopted before the next one."""
-
-    def __init__(self, config: Config, held_out: list[Prompt], place: Place, bf16: bool, path: list[str], newest: Weights | None):
-        sys.path[:] = path + [p for p in sys.path if p not in path]
-        torch.set_grad_enabled(False)
-        place.take()
-        self.parts = build.assemble(config, [], held_out)
-        self.searcher = build.searcher(self.parts, place.device, bf16)
-        self.newest = newest
-        self.idle_since = time.perf_counter()
-
-    @ray.method(concurrency_group="control")
-    def pid(self) -> int:
-        """This process; answered once it has started."""
-        return os.getpid()
-
-    @ray.method(concurrency_group="control")
-    def publish(self, weights: Weights) -> None:
-        self.newest = weights
-
-    def search(self, prompts: list[Prompt], seed: int) -> tuple[Findings, float | None]:
-        """What was found, and the log-prob gap if newer weights were adopted first."""
-        started = time.perf_counter()
-        seconds = {"idle": started - self.idle_since}
-        gap = self._adopt(self.newest)
-        seconds["adopt"] = time.perf_counter() - started
-        findings = self.searcher.search(prompts, seed)
-        self.idle_since = time.perf_counter()
-        return replace(findings, seconds=findings.seconds | seconds), gap
-
-    def evaluate(self, weights: Weights | None) -> Evaluation:
-        started = time.perf_counter()
-        self._adopt(weights)
-        p, s = self.parts, self.searcher
-        found = evaluate(s.engine, p.text, s.guard, p.held_out, p.config.eval, p.config.sampling.max_tokens)
-        self.idle_since = time.perf_counter()
-        return replace(found, seconds=self.idle_since - started)
-
-    def _adopt(self, weights: Weights | None) -> float | None:
-        newer = weights is not None and weights.version > self.searcher.engine.version
-        return self.searcher.engine.adopt(weights) if newer and weights is not None else None
 
 
 @dataclass(frozen=True)
