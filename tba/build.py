@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from tba.config import Config, PolicyTable
+from tba.evaluate import Evaluation, evaluate
 from tba.plugins import Plugin, resolve
 from tba.policy import Policy, gains_from_bf16
-from tba.pretrained import Text, load_model, load_text, model_path
+from tba.pretrained import Text, load_config, load_model, load_text
 from tba.replay import Strategy
 from tba.rewards import Guard, Task
 from tba.searcher import Engine, Searcher
@@ -62,7 +63,7 @@ def check(config: Config) -> Parts:
     held_out = parts.task.held_out()[: config.eval.prompts] if config.eval.prompts else []
     if not prompts:
         raise ValueError("the task has no prompts to train on")
-    parts.text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    parts.text.check_all([*prompts, *held_out], config.sampling.max_tokens)
     return replace(parts, prompts=prompts, held_out=held_out)
 
 
@@ -78,12 +79,9 @@ def trainer(parts: Parts, device: str) -> Trainer:
 
 def bf16(policy: PolicyTable, device: str) -> bool:
     """Whether to compute in bf16 over fp32 weights: as `policy.autocast` says, or where it is faster."""
-    from transformers import AutoConfig
-
     if policy.autocast != "auto":
         return policy.autocast == "bf16"
-    width = AutoConfig.from_pretrained(model_path(policy.model), trust_remote_code=policy.trust_remote_code).get_text_config().hidden_size
-    return gains_from_bf16(device, width)
+    return gains_from_bf16(device, load_config(policy).get_text_config().hidden_size)
 
 
 def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
@@ -92,6 +90,11 @@ def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
     engine: Engine = parts.engine.build(config.policy, parts.text, device, bf16)
     reference = Policy(load_model(config.policy, torch.float32).to(device), config.sampling.temperature, bf16)
     return Searcher(engine, reference, parts.text, guard(parts), sampling(config), config.trainer.token_budget)
+
+
+def evaluation(parts: Parts, engine: Engine) -> Evaluation:
+    """What the engine's weights achieve on the held-out prompts, as `[eval]` says."""
+    return evaluate(engine, parts.text, guard(parts), parts.held_out, parts.config.eval, parts.config.sampling.max_tokens)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -152,7 +152,7 @@ class LogTable(Table):
     tensorboard: bool = Field(True, description="write event files into the run's folder, beside metrics.jsonl")
     wandb: bool = Field(False, description="log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = Field("tba", description="where log.wandb logs to")
-    sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: only the first step's")
+    sample_every: Count = Field(20, description="steps between two sample completions kept for the report; 0: none")
 
 
 class Config(Table):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
@@ -33,7 +34,6 @@ class Evaluation:
     version: int
     scores: dict[str, float]
     examples: list[Example]
-    seconds: float = 0.0
 
 
 def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt], settings: EvalTable, max_tokens: int) -> Evaluation:
@@ -41,6 +41,7 @@ def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt]
 
     Samples that the task cannot score count as wrong and as reward 0, and their share is told as `rejected`.
     """
+    started = time.perf_counter()
     tokens = [text.encode(p) for p in prompts]
     scores: dict[str, float] = {}
     verdicts: list[list[Verdict]] = []
@@ -64,6 +65,7 @@ def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt]
         Example(_shown(p), text.decode(cs[0].tokens), None if isinstance(vs[0], Rejected) else vs[0])
         for p, cs, vs in list(zip(prompts, completions, verdicts, strict=True))[:8]
     ]
+    scores["seconds"] = time.perf_counter() - started
     return Evaluation(engine.version, scores, examples)
 
 

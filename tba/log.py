@@ -26,9 +26,14 @@ def rewind(path: Path, step: int) -> None:
     """Drops what was written after `step`, so that a resumed run does not tell those steps twice."""
     kept = [row for row in read(path) if row["step"] <= step]
     if path.is_file():
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        aside.rename(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads the file finds the old one or the new one."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.rename(path)
 
 
 @dataclass

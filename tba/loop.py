@@ -94,7 +94,7 @@ class Run:
         for e in self.searchers.evaluations(finish=finish):
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.tracker.evaluation(e.version, scores)
-            self.journal.row(e.version, {"time": self.tracker.seconds, "eval/seconds": e.seconds, **scores})
+            self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
             self.console.evaluation(e.version, scores)
             for example in e.examples:
                 self.journal.sample(e.version, "eval", example.prompt, example.completion, example.reward, e.version)
@@ -179,7 +179,8 @@ def _carry_out(run: Run) -> Summary:
     run.save(step)
     finished = step == run.config.run.steps
     if finished:
-        run.searchers.publish(run.trainer.weights(version=step))
+        if not due(step, run.config.runtime.publish_every):  # else the loop has just done so
+            run.searchers.publish(run.trainer.weights(version=step))
         run.evaluate()
     run.tell_evaluations(finish=finished)
     summary = run.tracker.summary(run.searchers.account, finished)

@@ -9,7 +9,6 @@ from typing import Any
 
 from tba import build, checkpoint
 from tba.config import override_all, parse
-from tba.evaluate import evaluate
 from tba.runfolder import RunFolder
 
 
@@ -24,8 +23,8 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     parts = build.check(parse(tables))
     device = "cuda:0" if build.gpus() else "cpu"
     engine = parts.engine.build(parts.config.policy, parts.text, device, build.bf16(parts.config.policy, device))
-    found = evaluate(engine, parts.text, build.guard(parts), parts.held_out, parts.config.eval, parts.config.sampling.max_tokens)
-    return {"run": str(run), "model": tables["policy"]["model"], "prompts": len(parts.held_out), **found.scores}
+    scores = build.evaluation(parts, engine).scores
+    return {"run": str(run), "model": tables["policy"]["model"], "prompts": len(parts.held_out), **scores}
 
 
 def export_run(run: Path, out: Path) -> Path:

@@ -49,19 +49,18 @@ class Text:
     def answer(self, completion: Completion) -> Answer:
         return Answer(self.decode(completion.tokens), completion.finished)
 
-    def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, np.ndarray]:
-        """Every prompt's tokens by its id; ValueError for one that leaves no room for `max_tokens` of response."""
-        encoded = {p.id: self.encode(p) for p in prompts}
-        if len(encoded) != len(prompts):
+    def check_all(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        """ValueError for a prompt that is empty, shares its id, or leaves no room for `max_tokens` of response."""
+        lengths = {p.id: len(self.encode(p)) for p in prompts}
+        if len(lengths) != len(prompts):
             raise ValueError("two prompts share an id; ids must be unique")
         room = self.context - max_tokens
-        if long := {i: len(t) for i, t in encoded.items() if len(t) > room}:
+        if long := {i: n for i, n in lengths.items() if n > room}:
             worst = max(long, key=long.__getitem__)
             raise ValueError(
                 f"{len(long)} of {len(prompts)} prompts do not fit the model's context of {self.context} tokens beside {max_tokens} of response"
                 f" (the longest is {worst!r} with {long[worst]}); lower sampling.max_tokens, shorten or remove them"
             )
-        return encoded
 
 
 def model_path(name: str) -> str:
@@ -85,21 +84,20 @@ def model_path(name: str) -> str:
 
 def load_text(policy: PolicyTable) -> Text:
     from huggingface_hub import try_to_load_from_cache
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     path = model_path(policy.model)
     if not Path(path).is_dir() and not _hub_answers(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
         raise ValueError(f"policy.model = {policy.model!r}: there is no folder of that name, the hub does not answer, and nothing of it was fetched before")
     try:
-        how = {"trust_remote_code": policy.trust_remote_code, "local_files_only": not _hub_answers(path)}
-        tokenizer = AutoTokenizer.from_pretrained(path, **how)
-        config = AutoConfig.from_pretrained(path, **how)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_how(policy))
+        config = load_config(policy)
     except (OSError, ValueError) as error:
         raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     eos = _token(tokenizer, policy.eos_token, "eos")
     eos = tokenizer.eos_token_id if eos is None else eos
     try:
-        declared = GenerationConfig.from_pretrained(path, local_files_only=not _hub_answers(path)).eos_token_id
+        declared = GenerationConfig.from_pretrained(path, local_files_only=_how(policy)["local_files_only"]).eos_token_id
     except OSError:  # a model without generation_config.json
         declared = config.eos_token_id
     eos_ids = {eos} | set(declared if isinstance(declared, list) else [declared])
@@ -115,6 +113,18 @@ def load_text(policy: PolicyTable) -> Text:
         pad_id=eos if pad is None else pad,
         context=_context(config, tokenizer),
     )
+
+
+def load_config(policy: PolicyTable) -> Any:
+    """The model's own config.json."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path(policy.model), **_how(policy))
+
+
+def _how(policy: PolicyTable) -> dict[str, bool]:
+    """How every file of a model is asked for."""
+    return {"trust_remote_code": policy.trust_remote_code, "local_files_only": not _hub_answers(model_path(policy.model))}
 
 
 @cache
@@ -158,11 +168,8 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
-    path = model_path(policy.model)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=policy.trust_remote_code, use_safetensors=True, local_files_only=not _hub_answers(path)
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_path(policy.model), dtype=dtype, use_safetensors=True, **_how(policy))
     except OSError as error:
         raise ValueError(f"policy.model = {policy.model!r} has no weights in safetensors, and no others are loaded: {error}") from error
     return model.eval()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read, rewind
+from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read, rewind, write_whole
 from tba.summary import Summary
 
 
@@ -38,7 +38,7 @@ class RunFolder:
         return cls(path)
 
     def write_config(self, config: Config) -> None:
-        _write(self.path / CONFIG, config.nested())
+        write_whole(self.path / CONFIG, json.dumps(config.nested(), indent=1) + "\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -61,11 +61,4 @@ class RunFolder:
     def write_summary(self, summary: Summary) -> None:
         plain = asdict(summary)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
-        _write(self.path / SUMMARY, plain)
-
-
-def _write(path: Path, tables: dict[str, Any]) -> None:
-    """Whole: whoever reads it finds the old one or the new one."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(tables, indent=1) + "\n")
-    aside.rename(path)
+        write_whole(self.path / SUMMARY, json.dumps(plain, indent=1) + "\n")

@@ -46,7 +46,7 @@ def newest_files(folder: Path) -> dict[str, bytes]:
 
 
 def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    clock = ("time", "step_time", "wait/", "sync/seconds")
+    clock = ("time", "step_time", "wait/", "sync/seconds", "eval/seconds")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tba import build
 from tba.config import Config
-from tba.evaluate import Evaluation, evaluate
+from tba.evaluate import Evaluation
 from tba.runtime.placement import Place
 from tba.searcher import Findings
 from tba.types import Prompt
@@ -51,12 +51,10 @@ class SearcherActor:
         return replace(findings, seconds=findings.seconds | seconds), gap
 
     def evaluate(self, weights: Weights | None) -> Evaluation:
-        started = time.perf_counter()
         self._adopt(weights)
-        p, s = self.parts, self.searcher
-        found = evaluate(s.engine, p.text, s.guard, p.held_out, p.config.eval, p.config.sampling.max_tokens)
+        found = build.evaluation(self.parts, self.searcher.engine)
         self.idle_since = time.perf_counter()
-        return replace(found, seconds=self.idle_since - started)
+        return found
 
     def _adopt(self, weights: Weights | None) -> float | None:
         newer = weights is not None and weights.version > self.searcher.engine.version

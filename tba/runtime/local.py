@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from tba import build
 from tba.build import Parts
-from tba.evaluate import Evaluation, evaluate
+from tba.evaluate import Evaluation
 from tba.prompts import PromptStream
 from tba.rewards import Tally
 from tba.runtime import Account, SearchState, task_seed
@@ -54,8 +55,7 @@ class LocalSearchers:
         self.account.seconds["adopt"] += time.perf_counter() - started
 
     def evaluate(self) -> None:
-        p, s = self._parts, self._searcher
-        self._evaluations.append(evaluate(s.engine, p.text, s.guard, p.held_out, p.config.eval, p.config.sampling.max_tokens))
+        self._evaluations.append(build.evaluation(self._parts, self._searcher.engine))
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         found, self._evaluations = self._evaluations, []
