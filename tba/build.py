@@ -12,9 +12,11 @@ import torch
 
 from tba.config import Config, PolicyTable
 from tba.evaluate import Evaluation, evaluate
+from tba.objective import Headed, Vined
 from tba.plugins import Plugin, resolve
 from tba.policy import Policy, gains_from_bf16
 from tba.pretrained import Text, load_config, load_model, load_text
+from tba.prompts import PromptStream
 from tba.replay import Strategy
 from tba.rewards import Guard, Task
 from tba.searcher import Engine, Searcher
@@ -31,25 +33,28 @@ class Parts:
     strategy: Strategy
     objective: Plugin
     engine: Plugin
+    selection: Plugin
     text: Text
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
 
 
 def plugins(config: Config) -> dict[str, Plugin]:
-    """The four plug-ins, their options checked. ValueError tells what to write instead."""
+    """The five plug-ins, their options checked. ValueError tells what to write instead."""
     return {
         "task": resolve("tasks", "task", config.task.use, config.task.options),
         "engine": resolve("engines", "engine", config.engine.use, config.engine.options),
         "objective": resolve("objectives", "objective", config.objective.use, config.objective.options, scheduled=True),
         "strategy": resolve("strategies", "strategy", config.strategy.use, config.strategy.options),
+        "selection": resolve("selections", "selection", config.selection.use, config.selection.options),
     }
 
 
 def assemble(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Parts:
     """Everything but the data set, which a searcher need not read again."""
     found = plugins(config)
-    return Parts(config, found["task"].build(), found["strategy"].build(), found["objective"], found["engine"], load_text(config.policy), prompts, held_out)
+    task, strategy, text = found["task"].build(), found["strategy"].build(), load_text(config.policy)
+    return Parts(config, task, strategy, found["objective"], found["engine"], found["selection"], text, prompts, held_out)
 
 
 def check(config: Config) -> Parts:
@@ -64,7 +69,14 @@ def check(config: Config) -> Parts:
     if not prompts:
         raise ValueError("the task has no prompts to train on")
     parts.text.check_all([*prompts, *held_out], config.sampling.max_tokens)
-    return replace(parts, prompts=prompts, held_out=held_out)
+    parts = replace(parts, prompts=prompts, held_out=held_out)
+    prompt_stream(parts)  # for its mistakes
+    return parts
+
+
+def prompt_stream(parts: Parts) -> PromptStream:
+    """At its beginning, with a selection of its own."""
+    return PromptStream(parts.prompts, parts.selection.build(parts.prompts, parts.config.run.seed, parts.task.pass_reward))
 
 
 def trainer(parts: Parts, device: str) -> Trainer:
@@ -73,7 +85,9 @@ def trainer(parts: Parts, device: str) -> Trainer:
     if config.policy.gradient_checkpointing:
         checkpoint_layers(model)
     autocast = bf16(config.policy, device)
-    policy = Policy(model, config.sampling.temperature, autocast, share_prompt=not config.policy.gradient_checkpointing)
+    objective = parts.objective.at(0)
+    head = objective.head if isinstance(objective, Headed) else None
+    policy = Policy(model, config.sampling.temperature, autocast, share_prompt=not config.policy.gradient_checkpointing, head=head)
     return Trainer(policy, parts.objective, config.trainer, config.run.steps, autocast)
 
 
@@ -89,12 +103,16 @@ def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
     config = parts.config
     engine: Engine = parts.engine.build(config.policy, parts.text, device, bf16)
     reference = Policy(load_model(config.policy, torch.float32).to(device), config.sampling.temperature, bf16)
-    return Searcher(engine, reference, parts.text, guard(parts), sampling(config), config.trainer.token_budget)
+    objective = parts.objective.at(0)
+    vine = objective.vine if isinstance(objective, Vined) else None
+    return Searcher(engine, reference, parts.text, guard(parts), sampling(config), config.trainer.token_budget, config.faults, vine)
 
 
-def evaluation(parts: Parts, engine: Engine) -> Evaluation:
-    """What the engine's weights achieve on the held-out prompts, as `[eval]` says."""
-    return evaluate(engine, parts.text, guard(parts), parts.held_out, parts.config.eval, parts.config.sampling.max_tokens)
+def evaluation(parts: Parts, searcher: Searcher) -> Evaluation:
+    """What the weights of the searcher's engine achieve on the held-out prompts, as `[eval]` says."""
+    c = parts.config
+    reference = searcher.referred if c.eval.temperature == c.sampling.temperature else None  # the reference has one temperature
+    return evaluate(searcher.engine, parts.text, searcher.guard, parts.held_out, c.eval, c.sampling.max_tokens, reference)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -18,15 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tba.pretrained import Text
-from tba.replay import ReplayBuffer
+from tba.replay import ReplayBuffer, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.trainer import Trainer
 from tba.weights import Weights
 
 MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = "manifest.json", "state.json", "optimizer.safetensors", "search_weights.safetensors"
+REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +56,18 @@ def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBu
     tensors, optimizer = _flat(trainer.optimizer.state_dict())
     save_file(tensors | {"torch_rng": torch.get_rng_state()}, aside / OPTIMIZER)
     buffer.save(aside)
-    if search.weights is not None:
-        arrays = {n: torch.from_numpy(np.array(a).view(np.int16) if a.dtype == np.uint16 else np.array(a)) for n, a in search.weights.arrays.items()}
-        save_file(arrays, aside / SEARCH_WEIGHTS)
+    if trainer.policy.readout is not None:
+        save_file(trainer.policy.readout.state_dict(), aside / HEAD)
+    for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
+        if weights is not None:
+            _save_weights(weights, aside / name)
+    save_groups(search.held, aside / HELD)
     state = {
         "progress": asdict(progress),
         "optimizer": optimizer,
         "schedule": trainer.schedule.state_dict(),
         "cursor": search.cursor,
         "tasks": search.tasks,
-        "search_version": None if search.weights is None else search.weights.version,
     }
     (aside / STATE).write_text(json.dumps(state, default=_refuse))
     files = sorted(p for p in aside.rglob("*") if p.is_file())
@@ -134,16 +138,33 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
     tied = set(trainer.policy.model.state_dict()) - {n for n, _ in trainer.policy.model.named_parameters(remove_duplicate=True)}
     if unexpected or set(missing) - tied:
         raise ValueError(f"{generation} holds another model than policy.model: {[*unexpected, *missing][:3]}")
+    head, readout = generation / HEAD, trainer.policy.readout
+    if head.is_file() != (readout is not None):
+        raise ValueError(
+            f"{generation} was written with another objective, {'with' if head.is_file() else 'without'} a head; resume with that one, or start anew"
+        )
+    if readout is not None:
+        readout.load_state_dict(load_file(head))
     tensors = load_file(generation / OPTIMIZER)
     torch.set_rng_state(tensors.pop("torch_rng"))
     trainer.optimizer.load_state_dict(_unflat(tensors, state["optimizer"]))
     trainer.schedule.load_state_dict(state["schedule"])
     buffer.load(generation)
-    search_weights = None
-    if state["search_version"] is not None:
-        arrays = {n: t.numpy().view(np.uint16) if t.dtype == torch.int16 else t.numpy() for n, t in load_file(generation / SEARCH_WEIGHTS).items()}
-        search_weights = Weights(state["search_version"], arrays)
-    return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], search_weights)
+    searching, reference = (_load_weights(generation / name) for name in (SEARCH_WEIGHTS, REFERENCE))
+    return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], searching, reference, load_groups(generation / HELD))
+
+
+def _save_weights(weights: Weights, file: Path) -> None:
+    arrays = {n: torch.from_numpy(np.array(a).view(np.int16) if a.dtype == np.uint16 else np.array(a)) for n, a in weights.arrays.items()}
+    save_file(arrays, file, {"version": str(weights.version)})
+
+
+def _load_weights(file: Path) -> Weights | None:
+    if not file.is_file():
+        return None
+    with safe_open(file, "pt") as opened:
+        version = int(opened.metadata()["version"])
+    return Weights(version, {n: t.numpy().view(np.uint16) if t.dtype == torch.int16 else t.numpy() for n, t in load_file(file).items()})
 
 
 def _load_model(folder: Path) -> dict[str, torch.Tensor]:

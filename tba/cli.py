@@ -1,4 +1,4 @@
-"""`tba train | eval | report | export | list`."""
+"""`tba train | sweep | eval | report | export | list`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ def train(
     from tba.loop import run
 
     run(config, resume)
+
+
+@app.command()
+def sweep(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="grids of runs that share a base config")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[table.key=value …]", help="on top of the base config, or of [study]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the list of runs, start nothing")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="start failed runs anew; without it they stay failed")] = False,
+) -> None:
+    """Carry out a study: many runs, several at once. Called again, it goes on where it was."""
+    from tba.sweep import sweep as carry_out
+
+    raise typer.Exit(carry_out(study, settings or [], dry_run, retry_failed))
 
 
 @app.command("eval")

@@ -11,17 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from tba.faults import FaultsTable
 from tba.plugins import nearest
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
+from tba.table import Count, Positive, Seconds, Table
 
 
 class Use(Table):
@@ -57,6 +51,7 @@ class PolicyTable(Table):
     trust_remote_code: bool = Field(False, description="run the code that comes with a model on the hub")
     autocast: Literal["auto", "bf16", "off"] = Field("auto", description="bf16 compute over fp32 weights; auto: where it is faster")
     gradient_checkpointing: bool = Field(False, description="less memory, more time; prompts are then run once for each response")
+    reset_reference_every: Count = Field(0, description="steps after which the policy becomes the reference, again and again; 0: it stays the first model")
     eos_token: str | None = Field(None, description="for a tokenizer that has none")
     pad_token: str | None = Field(None, description="for a tokenizer that has none; any will do, masks come from lengths")
 
@@ -110,6 +105,9 @@ class RuntimeTable(Table):
     searchers: Positive = Field(1, description="searcher processes (ray)")
     publish_every: Positive = Field(1, description="k: steps between two publications of the weights")
     fresh: Count | None = Field(None, description="new groups to wait for at each step; default 0 on ray (never wait), a batch's worth on local")
+    lag: Count | None = Field(
+        None, description="search and learning take turns, and each batch is this many batches older than the weights; 0: on policy; default: no turns on ray"
+    )
     prompts_per_task: Positive = Field(8, description="prompts a searcher answers in one go")
     address: str | None = Field(None, description="of a Ray cluster to join; default: a private one on loopback")
     task_deadline: Seconds = Field(600.0, description="seconds until a silent searcher is replaced")
@@ -165,10 +163,12 @@ class Config(Table):
     sampling: SamplingTable = SamplingTable()
     objective: Plug = Use(use="tb")
     strategy: Plug = Use(use="mixture")
+    selection: Plug = Use(use="cyclic")
     replay: ReplayTable = ReplayTable()
     trainer: TrainerTable = TrainerTable()
     runtime: RuntimeTable = RuntimeTable()
     reward: RewardTable = RewardTable()
+    faults: FaultsTable = FaultsTable()
     eval: EvalTable = EvalTable()
     checkpoint: CheckpointTable = CheckpointTable()
     log: LogTable = LogTable()
@@ -189,6 +189,10 @@ class Config(Table):
             raise ValueError(f"sampling.samples = {self.sampling.samples} is less than trainer.group_size = {k}; set sampling.samples={k} or more")
         if self.runtime.use == "local" and self.runtime.fresh == 0:
             raise ValueError("runtime.fresh = 0 with runtime.use = 'local' would never search; set runtime.fresh=1 or more, or runtime.use=ray")
+        if self.runtime.lag is not None and self.runtime.fresh not in (None, self.trainer.groups):
+            raise ValueError(
+                f"runtime.lag = {self.runtime.lag} waits for a batch's worth at each step, not for runtime.fresh = {self.runtime.fresh}; drop one of them"
+            )
         if self.runtime.use == "local" and self.runtime.searchers > 1:
             raise ValueError(f"runtime.searchers = {self.runtime.searchers}, but runtime.use = 'local' has one; set runtime.use=ray")
         if self.replay.per_prompt < self.trainer.group_size:
@@ -208,7 +212,7 @@ class Config(Table):
         """Groups to wait for at each step: none when searchers run on their own, a batch's worth when they cannot."""
         if self.runtime.fresh is not None:
             return self.runtime.fresh
-        return 0 if self.runtime.use == "ray" else self.trainer.groups
+        return 0 if self.runtime.use == "ray" and self.runtime.lag is None else self.trainer.groups
 
     @property
     def first_fill(self) -> int:
@@ -240,7 +244,7 @@ def parse(tables: Mapping[str, Any]) -> Config:
         raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from error
 
 
-PLUGGED = ("task", "engine", "objective", "strategy")
+PLUGGED = ("task", "engine", "objective", "strategy", "selection")
 NAMES_PLUGIN = {*PLUGGED, *(f"{table}.use" for table in PLUGGED)}
 
 

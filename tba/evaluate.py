@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from statistics import fmean, stdev
+
+import numpy as np
 
 from tba.config import EvalTable
 from tba.pretrained import Text
 from tba.rewards import Guard, Rejected, Verdict
 from tba.searcher import Engine
-from tba.types import Answer, Prompt, Sampling
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
 
 AT_ONCE = 64
 """Answers that a task scores in one call."""
@@ -36,8 +38,16 @@ class Evaluation:
     examples: list[Example]
 
 
-def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt], settings: EvalTable, max_tokens: int) -> Evaluation:
-    """Greedy and sampled answers to every prompt. A standard error is over prompts, whose samples are not independent.
+Reference = Callable[[list[Group]], list[Group]]
+"""Groups with the reference's log-probs filled in."""
+
+
+def evaluate(
+    engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt], settings: EvalTable, max_tokens: int, reference: Reference | None
+) -> Evaluation:
+    """Greedy and sampled answers to every prompt, and, given a reference, the KL to it of the sampled ones in nats a response.
+
+    A standard error is over prompts, whose samples are not independent.
 
     Samples that the task cannot score count as wrong and as reward 0, and their share is told as `rejected`.
     """
@@ -56,6 +66,8 @@ def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt]
         scores |= {f"{name}_{k}": v for k, v in _summary(verdicts, guard.task.pass_reward).items()}
         scores[f"{name}_length"] = fmean(len(c.tokens) for cs in completions for c in cs)
         scores[f"{name}_finished"] = fmean(c.finished for cs in completions for c in cs)
+    if reference is not None:
+        scores["sampled_kl"] = _kl(prompts, tokens, completions, reference)
     if guard.task.pass_reward is not None:
         right = [sum(_reward(v) >= guard.task.pass_reward for v in vs) for vs in verdicts]
         for k in settings.k:
@@ -67,6 +79,19 @@ def evaluate(engine: Engine, text: Text, guard: Guard, prompts: Sequence[Prompt]
     ]
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(engine.version, scores, examples)
+
+
+def _kl(prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], completions: list[list[Completion]], reference: Reference) -> float:
+    """Mean of log(pi / ref) over samples of pi itself: an unbiased estimate of KL(pi, ref)."""
+    found = []
+    for start in range(0, len(prompts), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
+        groups = [
+            Group(p, t, tuple(Trajectory(c.tokens, c.logp, np.zeros_like(c.logp), 0.0, 0, c.finished) for c in cs))
+            for p, t, cs in zip(prompts[part], tokens[part], completions[part], strict=True)
+        ]
+        found += [float((t.behavior_logp - t.ref_logp).sum()) for g in reference(groups) for t in g.trajectories]
+    return fmean(found)
 
 
 def _scored(guard: Guard, flat: list[tuple[Prompt, Answer]]) -> list[Verdict]:

@@ -17,6 +17,7 @@ from tba.log import Journal
 from tba.replay import ReplayBuffer
 from tba.runfolder import RunFolder
 from tba.runtime import Searchers, SearchState
+from tba.runtime.delay import Delayed
 from tba.runtime.placement import Place, available_cores, divide
 from tba.stop import Stop
 from tba.summary import Summary, Tracker
@@ -40,6 +41,8 @@ def train(run: Run) -> None:
         if due(done, c.runtime.publish_every):
             with clock.syncing():
                 run.searchers.publish(run.trainer.weights(version=done))
+        if due(done, c.policy.reset_reference_every):
+            run.searchers.reset_reference(run.trainer.weights(version=done))
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
         with clock.waiting():
@@ -157,6 +160,12 @@ def places_for(config: Config) -> tuple[Place, list[Place]]:
 
 
 def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer, stop: Stop, resumed: SearchState | None, start: int) -> Searchers:
+    c = parts.config
+    found = _running(parts, device, places, trainer, stop, resumed, start)
+    return Delayed(found, c.runtime.lag * c.trainer.groups, resumed) if c.runtime.lag else found
+
+
+def _running(parts: Parts, device: str, places: list[Place], trainer: Trainer, stop: Stop, resumed: SearchState | None, start: int) -> Searchers:
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 

@@ -22,8 +22,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
         tables["policy"]["model"] = str(generation / "model")
     parts = build.check(parse(tables))
     device = "cuda:0" if build.gpus() else "cpu"
-    engine = parts.engine.build(parts.config.policy, parts.text, device, build.bf16(parts.config.policy, device))
-    scores = build.evaluation(parts, engine).scores
+    scores = build.evaluation(parts, build.searcher(parts, device, build.bf16(parts.config.policy, device))).scores
     return {"run": str(run), "model": tables["policy"]["model"], "prompts": len(parts.held_out), **scores}
 
 

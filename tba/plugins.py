@@ -21,7 +21,7 @@ from tba.schedule import Schedule
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the others are its options."""
 
-KINDS = ("objectives", "strategies", "engines", "tasks")
+KINDS = ("objectives", "strategies", "engines", "tasks", "selections")
 
 
 @dataclass(frozen=True)

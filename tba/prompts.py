@@ -2,69 +2,88 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
-import numpy as np
+from tba.types import Group, Prompt
 
-from tba.types import Prompt
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Selection(Protocol):
+    """Chooses prompts without end. The same seed, choices and groups lead to the same choices, also when restored in between."""
+
+    def choose(self, count: int) -> list[Prompt]:
+        """The next `count` prompts. One that is being answered may be chosen again."""
+
+    def learn(self, group: Group) -> None:
+        """Takes note of how a prompt was answered."""
+
+    def state(self) -> dict[str, Any]:
+        """All that later choices depend on, as JSON that shares nothing with this object."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
 
 
 class Cursor(TypedDict):
     """Where a stream stands, as JSON; `outstanding` are the ids of prompts handed out whose groups were not received."""
 
-    epoch: int
-    position: int
+    selection: str
+    state: dict[str, Any]
     outstanding: list[str]
 
 
 class PromptStream:
-    """All prompts in an order shuffled anew each epoch, without end."""
+    """The prompts that a selection chooses, without end, and account of those that are out."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int):
+    def __init__(self, prompts: Sequence[Prompt], selection: Selection):
         if not prompts:
             raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
-        self._ids = list(self._prompts)
-        self._seed = seed
-        self._epoch, self._position = 0, 0
+        self._selection = selection
         self._again: list[str] = []
         self._outstanding: list[str] = []
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, those that came back unanswered first."""
-        taken = [self._again.pop(0) if self._again else self._advance() for _ in range(count)]
-        self._outstanding += taken
-        return [self._prompts[i] for i in taken]
+        again, self._again = self._again[:count], self._again[count:]
+        taken = [self._prompts[i] for i in again]
+        if len(taken) < count:
+            taken += self._selection.choose(count - len(taken))
+        self._outstanding += [p.id for p in taken]
+        return taken
 
-    def done(self, prompts: Iterable[Prompt]) -> None:
-        """These were answered and their groups received."""
-        for prompt in prompts:
-            self._outstanding.remove(prompt.id)
+    def done(self, prompts: Iterable[Prompt], groups: Iterable[Group]) -> None:
+        """These were answered and their groups received. A prompt whose answers were all rejected has none."""
+        self._returned(prompts)
+        for group in groups:
+            self._selection.learn(group)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """These will not be answered by whoever had them."""
-        self.done(prompts)
+        self._returned(prompts)
         self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
-        return Cursor(epoch=self._epoch, position=self._position, outstanding=self._outstanding + self._again)
+        return Cursor(selection=_name(self._selection), state=self._selection.state(), outstanding=self._outstanding + self._again)
 
     def seek(self, cursor: Cursor) -> None:
         """Goes on from there; what was outstanding is handed out first. ValueError when the data set has changed."""
         if unknown := [i for i in cursor["outstanding"] if i not in self._prompts]:
             raise ValueError(f"the checkpoint waits for prompt {unknown[0]!r}, which the data set no longer has; resume with the data it was started with")
-        self._epoch, self._position = cursor["epoch"], cursor["position"]
+        if cursor["selection"] == _name(self._selection):
+            self._selection.restore(cursor["state"])
+        else:
+            log.warning("prompts were chosen by %s, and are from now on by %s, which starts afresh", cursor["selection"], _name(self._selection))
         self._again, self._outstanding = list(cursor["outstanding"]), []
 
-    def _advance(self) -> str:
-        if self._position == len(self._ids):
-            self._epoch, self._position = self._epoch + 1, 0
-        if self._position == 0 or self._order_of != self._epoch:
-            self._order = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._ids))
-            self._order_of = self._epoch
-        self._position += 1
-        return self._ids[self._order[self._position - 1]]
+    def _returned(self, prompts: Iterable[Prompt]) -> None:
+        for prompt in prompts:
+            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
 
-    _order: np.ndarray
-    _order_of: int = -1
+
+def _name(selection: Selection) -> str:
+    return f"{type(selection).__module__}.{type(selection).__qualname__}"

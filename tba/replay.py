@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tba.types import Group, Prompt, Shelf, Stored, Trajectory
@@ -76,38 +78,26 @@ class ReplayBuffer:
         """Writes `replay.json` and `replay.safetensors` (arrays of all responses end to end)."""
         held = [(p, self._shelves[p].stored[key]) for p, key in self._order]
         number = {p: i for i, p in enumerate(self._shelves)}
-        ts = [s.trajectory for _, s in held]
-        save_file(
-            {
-                "prompt_tokens": _joined([s.prompt_tokens for s in self.shelves], np.int32),
-                "prompt_lengths": np.array([len(s.prompt_tokens) for s in self.shelves], np.int64),
-                "prompt": np.array([number[p] for p, _ in held], np.int64),
-                "lengths": np.array([len(t.tokens) for t in ts], np.int64),
-                "tokens": _joined([t.tokens for t in ts], np.int32),
-                "behavior_logp": _joined([t.behavior_logp for t in ts], np.float32),
-                "ref_logp": _joined([t.ref_logp for t in ts], np.float32),
-                "reward": np.array([t.reward for t in ts], np.float64),
-                "version": np.array([t.version for t in ts], np.int64),
-                "finished": np.array([t.finished for t in ts], np.bool_),
-                "count": np.array([s.count for _, s in held], np.int64),
-                "arrived": np.array([s.arrived for _, s in held], np.int64),
-            },
-            folder / ARRAYS,
-        )
+        own = {
+            "prompt_tokens": _joined([s.prompt_tokens for s in self.shelves], np.int32),
+            "prompt_lengths": np.array([len(s.prompt_tokens) for s in self.shelves], np.int64),
+            "prompt": np.array([number[p] for p, _ in held], np.int64),
+            "count": np.array([s.count for _, s in held], np.int64),
+            "arrived": np.array([s.arrived for _, s in held], np.int64),
+        }
+        save_file(own | _arrays([s.trajectory for _, s in held]), folder / ARRAYS)
         state = {"counts": dict(self.counts), "prompts": [asdict(s.prompt) for s in self.shelves]}
         (folder / STATE).write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
         """Replaces the content by what `save` wrote; the order of arrival is the same."""
         state, a = json.loads((folder / STATE).read_text()), load_file(folder / ARRAYS)
-        tokens, behavior, ref = (_parted(a[n], a["lengths"]) for n in ("tokens", "behavior_logp", "ref_logp"))
         prompt_tokens = _parted(a["prompt_tokens"], a["prompt_lengths"])
         prompts = [Prompt(**p) for p in state["prompts"]]
         self.counts = Counter(state["counts"])
         self._order = {}
         self._shelves = {p.id: Shelf(p, t, {}) for p, t in zip(prompts, prompt_tokens, strict=True)}
-        for i, prompt in enumerate(a["prompt"]):
-            trajectory = Trajectory(tokens[i], behavior[i], ref[i], float(a["reward"][i]), int(a["version"][i]), bool(a["finished"][i]))
+        for i, (prompt, trajectory) in enumerate(zip(a["prompt"], _trajectories(a), strict=True)):
             key = trajectory.tokens.tobytes()
             self._shelves[prompts[prompt].id].stored[key] = Stored(trajectory, int(a["count"][i]), int(a["arrived"][i]))
             self._order[prompts[prompt].id, key] = None
@@ -138,6 +128,49 @@ def _distinct(trajectories: Iterable[Trajectory]) -> list[Stored]:
     for t in trajectories:
         found.setdefault(t.tokens.tobytes(), []).append(t)
     return [Stored(same[-1], len(same), -1) for same in found.values()]
+
+
+def save_groups(groups: Sequence[Group], file: Path) -> None:
+    """Groups that are on their way, in their order."""
+    own = {
+        "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
+        "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
+        "sizes": np.array([len(g.trajectories) for g in groups], np.int64),
+    }
+    save_file(own | _arrays([t for g in groups for t in g.trajectories]), file, {"prompts": json.dumps([asdict(g.prompt) for g in groups])})
+
+
+def load_groups(file: Path) -> tuple[Group, ...]:
+    with safe_open(file, "numpy") as opened:
+        prompts = [Prompt(**p) for p in json.loads(opened.metadata()["prompts"])]
+    a = load_file(file)
+    remaining = iter(_trajectories(a))
+    parts = zip(prompts, _parted(a["prompt_tokens"], a["prompt_lengths"]), a["sizes"], strict=True)
+    return tuple(Group(prompt, tokens, tuple(islice(remaining, int(size)))) for prompt, tokens, size in parts)
+
+
+def _arrays(ts: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """Trajectories end to end."""
+    return {
+        "lengths": np.array([len(t.tokens) for t in ts], np.int64),
+        "tokens": _joined([t.tokens for t in ts], np.int32),
+        "behavior_logp": _joined([t.behavior_logp for t in ts], np.float32),
+        "ref_logp": _joined([t.ref_logp for t in ts], np.float32),
+        "value": _joined([np.zeros(0, np.float32) if t.value is None else t.value for t in ts], np.float32),
+        "valued": np.array([t.value is not None for t in ts], np.bool_),
+        "reward": np.array([t.reward for t in ts], np.float64),
+        "version": np.array([t.version for t in ts], np.int64),
+        "finished": np.array([t.finished for t in ts], np.bool_),
+    }
+
+
+def _trajectories(a: Mapping[str, np.ndarray]) -> list[Trajectory]:
+    tokens, behavior, ref = (_parted(a[n], a["lengths"]) for n in ("tokens", "behavior_logp", "ref_logp"))
+    values = _parted(a["value"], a["lengths"] * a["valued"])
+    return [
+        Trajectory(tokens[i], behavior[i], ref[i], float(a["reward"][i]), int(a["version"][i]), bool(a["finished"][i]), values[i] if a["valued"][i] else None)
+        for i in range(len(tokens))
+    ]
 
 
 def _joined(rows: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -11,9 +11,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from tba.faults import FaultsTable, falsify
+from tba.objective import Vine
 from tba.policy import Policy
 from tba.pretrained import Text
-from tba.rewards import Guard, Rejected
+from tba.rewards import Guard, Rejected, Verdict
+from tba.rollouts import Rollouts
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, collate
 from tba.weights import Weights
 
@@ -41,7 +44,11 @@ class Findings:
     detail: str = ""
     """What the last rejected sample said, for the person who has to mend the reward."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds spent: `generate`, `reward`, `reference`."""
+    """Seconds spent: `generate`, `reward`, `rollouts`, `reference`."""
+    faulty: int = 0
+    """Samples whose reward was made wrong, as `[faults]` says."""
+    rollouts: int = 0
+    """New endings sampled to estimate values from."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Searcher:
     guard: Guard
     sampling: Sampling
     token_budget: int
+    faults: FaultsTable
+    vine: Vine | None = None
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> Findings:
         """S samples of each prompt, scored. A prompt whose samples were all rejected gives no group."""
@@ -64,6 +73,7 @@ class Searcher:
         clock.append(time.perf_counter())
         flat = [(p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
         verdicts = self.guard([p for p, _ in flat], [self.text.answer(c) for _, c in flat])
+        verdicts, faulty = falsify(verdicts, self.faults, seed)
         clock.append(time.perf_counter())
         groups, remaining = [], iter(verdicts)
         for prompt, encoded, cs in zip(prompts, tokens, completions, strict=True):
@@ -71,19 +81,25 @@ class Searcher:
             if kept:
                 unscored = tuple(Trajectory(c.tokens, c.logp, np.zeros_like(c.logp), float(r), version, c.finished) for c, r in kept)
                 groups.append(Group(prompt, encoded, unscored))
-        groups = self._with_reference(groups)
+        endings: list[Verdict] = []
+        if self.vine is not None:
+            groups, endings = Rollouts(self.engine, self.text, self.guard, self.sampling, self.vine).estimate(groups, seed)
         clock.append(time.perf_counter())
-        rejected = [v for v in verdicts if isinstance(v, Rejected)]
+        groups = self.referred(groups)
+        clock.append(time.perf_counter())
+        rejected = [v for v in (*verdicts, *endings) if isinstance(v, Rejected)]
         return Findings(
             groups,
             samples=len(flat),
             rejected=Counter(v.reason for v in rejected),
             detail=rejected[-1].detail if rejected else "",
-            seconds=dict(zip(("generate", "reward", "reference"), np.diff(clock).tolist(), strict=True)),
+            seconds=dict(zip(("generate", "reward", "rollouts", "reference"), np.diff(clock).tolist(), strict=True)),
+            faulty=faulty,
+            rollouts=len(endings),
         )
 
     @torch.inference_mode()
-    def _with_reference(self, groups: list[Group]) -> list[Group]:
+    def referred(self, groups: list[Group]) -> list[Group]:
         """Reference log-probs for all; groups that kept equally many samples run together."""
         found = []
         for size in sorted({len(g.trajectories) for g in groups}):

@@ -120,6 +120,8 @@ class Tracker:
             "searchers/restarts": self._base["restarts"] + account.restarts,
             "searchers/rejected": self._rejected(account).total(),
         }
+        if faulty := self._base["faulty"] + account.faulty:
+            metrics["reward/faulty"] = faulty
         self._last, self._synced = now, 0.0
         return metrics
 
@@ -134,6 +136,7 @@ class Tracker:
             "seconds": self.seconds,
             "samples_generated": self._base["samples_generated"] + account.samples,
             "restarts": self._base["restarts"] + account.restarts,
+            "faulty": self._base["faulty"] + account.faulty,
             **{f"rejected/{r}": n for r, n in self._rejected(account).items()},
         }
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tba.config import TrainerTable
+from tba.objective import Headed, Loss, Objective
 from tba.plugins import Plugin
-from tba.policy import Policy
-from tba.types import Batch, Loss
+from tba.policy import Output, Policy
+from tba.types import Batch
 from tba.weights import Probe, Weights, pack
-
-Objective = Callable[[Float[Tensor, "B K T"], Batch], Loss]
-"""One loss per group, which looks at that group only, and metrics per group."""
 
 PROBE_TOKENS = 64
 
@@ -29,7 +26,7 @@ class NotFinite(RuntimeError):
 
 @dataclass
 class Trainer:
-    """Owns the policy's master weights (fp32) and the optimizer. It never holds a reference model."""
+    """Owns the policy's master weights (fp32), the objective's head if it has one, and the optimizer. It never holds a reference model."""
 
     policy: Policy
     objective: Plugin
@@ -42,8 +39,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         s = self.settings
-        parameters = list(self.policy.model.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay)
+        owned: list[dict[str, Any]] = [{"params": list(self.policy.model.parameters())}]
+        if self.policy.head is not None and self.policy.readout is not None:
+            owned.append({"params": list(self.policy.readout.parameters()), "lr": self.policy.head.learning_rate})
+        self.optimizer = torch.optim.AdamW(owned, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay)
         self.schedule = learning_rate(self.optimizer, s, self.steps)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
@@ -55,8 +54,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         parts = [self._backward(part, objective, len(batch)) for part in batch.chunks(self.settings.token_budget)]
         metrics = _mean(parts)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.settings.max_grad_norm)
-        if not (torch.isfinite(norm) and all(torch.isfinite(torch.tensor(v)) for v in metrics.values())):
+        norm, *others = (torch.nn.utils.clip_grad_norm_(g["params"], self.settings.max_grad_norm) for g in self.optimizer.param_groups)
+        if not (torch.isfinite(torch.stack([norm, *others])).all() and all(torch.isfinite(torch.tensor(v)) for v in metrics.values())):
             raise NotFinite(f"step {step}: loss {metrics['loss']}, gradient norm {norm.item()}; lower trainer.learning_rate or raise objective.beta")
         metrics |= {"grad_norm": norm.item(), "learning_rate": self.schedule.get_last_lr()[0]}
         self.optimizer.step()
@@ -72,20 +71,21 @@ class Trainer:
         """Gradients of sum(loss) / groups. A part too large for the budget (one long group) goes in two passes over its pieces."""
         pieces = list(part.pieces(self.settings.token_budget))
         if len(pieces) == 1:
-            logp, entropy = self.policy(part)
+            out = self.policy(part)
         else:
             with torch.no_grad():
-                found = [self.policy(piece) for piece in pieces]
-            logp, entropy = (torch.cat([f[i] for f in found], 1) for i in (0, 1))
-            logp.requires_grad_()
-        on_device = part.to(logp.device)
-        loss, extras = objective(logp, on_device)
+                out = _joined([self.policy(piece) for piece in pieces])
+            for tensor in _live(out):
+                tensor.requires_grad_()
+        on_device = part.to(out.logp.device)
+        loss, extras = _loss(objective, out, on_device)
         (loss.sum() / groups).backward()  # not loss.mean(): the last part may be smaller
         if len(pieces) > 1:
-            assert logp.grad is not None
-            for piece, grad in zip(pieces, logp.grad.split([p.samples for p in pieces], 1), strict=True):
-                self.policy.logp(piece).backward(grad)
-        return {"loss": loss.detach(), **extras, **_account(logp.detach(), entropy, on_device)}
+            sizes = [p.samples for p in pieces]
+            grads = [_divided(t.grad, sizes) for t in _live(out)]
+            for piece, own in zip(pieces, zip(*grads, strict=True), strict=True):
+                torch.autograd.backward(_live(self.policy(piece)), own)
+        return {"loss": loss.detach(), **extras, **_account(out.logp.detach(), out.entropy, on_device)}
 
     @torch.no_grad()
     def _probed(self) -> Probe | None:
@@ -97,6 +97,33 @@ class Trainer:
         tokens = self._probe.tokens[0, 0, :length].int().numpy()
         prompt = self._probe.prompt_tokens[0][self._probe.prompt_mask[0]].int().numpy()
         return Probe(prompt, tokens, logp, self.policy.temperature)
+
+
+def _loss(objective: Objective | Headed, out: Output, batch: Batch) -> Loss:
+    if isinstance(objective, Headed):
+        assert out.head is not None
+        return objective(out.logp, batch, out.head)
+    return objective(out.logp, batch)
+
+
+def _live(out: Output) -> list[Tensor]:
+    """What a loss may depend on."""
+    return [out.logp] if out.head is None else [out.logp, out.head]
+
+
+def _joined(found: Sequence[Output]) -> Output:
+    """Pieces along K as one; a head on the prompt said the same for each of them."""
+    logp, entropy = torch.cat([f.logp for f in found], 1), torch.cat([f.entropy for f in found], 1)
+    heads = [f.head for f in found if f.head is not None]
+    return Output(logp, entropy, None if not heads else heads[0] if heads[0].ndim == 1 else torch.cat(heads, 1))
+
+
+def _divided(grad: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The gradient of each piece; that of a head on the prompt goes through the first piece alone."""
+    assert grad is not None
+    if grad.ndim == 1:
+        return [grad, *(torch.zeros_like(grad) for _ in sizes[1:])]
+    return grad.split(list(sizes), 1)
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
@@ -114,15 +141,18 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
 
 
 def _account(logp: Tensor, entropy: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """What a group was like, each [B]: names as in TRL. `kl` is the mean log(pi / ref) of a response, in nats."""
+    """What a group was like, each [B]: names as in TRL. `kl` is the mean log(pi / ref) of a response, in nats;
+    `off_policy/ess` the effective sample size of its importance weights w = pi / mu, (sum w)^2 / (K sum w^2): 1 on policy, 1 / K at worst."""
     length = batch.mask.sum(-1).float()
+    log_ratio = ((logp - batch.behavior_logp) * batch.mask).sum(-1)
     return {
         "reward": batch.reward.mean(1),
         "reward_std": batch.reward.std(1),
         "kl": ((logp - batch.ref_logp) * batch.mask).sum(-1).mean(1),
         "entropy": (entropy.sum(-1) / length).mean(1),
         "completions/mean_length": length.mean(1),
-        "off_policy/log_ratio": ((logp - batch.behavior_logp) * batch.mask).sum(-1).abs().mean(1),
+        "off_policy/log_ratio": log_ratio.abs().mean(1),
+        "off_policy/ess": 1 / (batch.samples * log_ratio.softmax(1).square().sum(1)),
     }
 
 

@@ -59,6 +59,7 @@ class Trajectory:
     """A completion that can be learned from: scored, with its log-probs under the policy that made it and the reference.
 
     `version` is that of the weights that began the completion; version v means "after v optimizer steps".
+    `value`, where the objective asks for rollouts: at each token, V of the state before its step (see `objective.Vine`).
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -67,6 +68,7 @@ class Trajectory:
     reward: float
     version: int
     finished: bool
+    value: Float32[np.ndarray, " T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Batch:
     ref_logp: Float[Tensor, "B K T"]
     reward: Float[Tensor, "B K"]
     version: Int[Tensor, "B K"]
+    value: Float[Tensor, "B K T"]
+    """NaN where a response was found without rollouts."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -165,22 +169,18 @@ class Batch:
         p, t = int(self.prompt_mask[i].sum(-1).max()), int(self.mask[i].sum(-1).max())
         return Batch(
             self.prompt_tokens[i, -p:], self.prompt_mask[i, -p:], self.tokens[i, :, :t], self.mask[i, :, :t],
-            self.behavior_logp[i, :, :t], self.ref_logp[i, :, :t], self.reward[i], self.version[i],
+            self.behavior_logp[i, :, :t], self.ref_logp[i, :, :t], self.reward[i], self.version[i], self.value[i, :, :t],
         )  # fmt: skip
 
     def slice(self, k: slice) -> Batch:
         """The same groups with only the trajectories `k` of each."""
         return replace(
             self, tokens=self.tokens[:, k], mask=self.mask[:, k], behavior_logp=self.behavior_logp[:, k],
-            ref_logp=self.ref_logp[:, k], reward=self.reward[:, k], version=self.version[:, k],
+            ref_logp=self.ref_logp[:, k], reward=self.reward[:, k], version=self.version[:, k], value=self.value[:, k],
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
-
-
-Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
-"""What an objective returns: one loss for each group, and metrics by name, one number for each group."""
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -199,6 +199,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         ref_logp=_right([t.ref_logp for t in rows], shape),
         reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape),
         version=torch.tensor([t.version for t in rows]).view(shape),
+        value=_right([np.full(len(t.tokens), np.nan, np.float32) if t.value is None else t.value for t in rows], shape),
     )
 
 

@@ -55,14 +55,15 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Three groups of four; every first response of a group was cut off before EOS, the others end with it."""
+    """Three groups of four, with values; every first response of a group was cut off before EOS, the others end with it."""
     rng = np.random.default_rng(0)
 
     def trajectory(k: int, length: int) -> Trajectory:
         tokens = rng.integers(2, len(VOCABULARY), length).astype(np.int32)
         tokens[-1] = tokens[-1] if k == 0 else VOCABULARY.index(EOS)
         behavior, ref = (-rng.exponential(size=length).astype(np.float32) for _ in range(2))
-        return Trajectory(tokens, behavior, ref, reward=float(rng.normal()), version=int(rng.integers(7)), finished=k > 0)
+        value = np.linspace(-1, k, length, dtype=np.float32)
+        return Trajectory(tokens, behavior, ref, reward=float(rng.normal()), version=int(rng.integers(7)), finished=k > 0, value=value)
 
     prompts = [Prompt(f"prompt-{b}", text, {"answer": str(b)}) for b, text in enumerate(("1+", "7", "2="))]
     tokens = [np.array([VOCABULARY.index(c) for c in p.text], np.int32) for p in prompts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from tba.config import PolicyTable
+from tba.objective import Headed, Loss
 from tba.plugins import names, resolve
 from tba.pretrained import Text, load_text
+from tba.prompts import Selection
 from tba.replay import ReplayBuffer, Strategy
 from tba.rewards import Task
 from tba.searcher import Engine
@@ -137,6 +139,59 @@ def test_strategy_is_decided_by_the_random_generator(strategy: Strategy) -> None
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+# Selections
+
+PROMPTS = [Prompt(f"prompt-{i}", "?") for i in range(7)]
+
+
+@pytest.fixture(params=names("selections"))
+def make_selection(request: pytest.FixtureRequest) -> Callable[[int], Selection]:
+    """Of seven prompts, for a seed."""
+    return lambda seed: resolve("selections", "selection", request.param, {}).build(PROMPTS, seed, 1.0)
+
+
+def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
+    """The ids of so many prompts at a time; each is answered, prompt i right in i of 6 cases, before the next are chosen."""
+    chosen = []
+    for count in counts:
+        prompts = selection.choose(count)
+        assert len(prompts) == count
+        chosen += [p.id for p in prompts]
+        for p in prompts:
+            selection.learn(answered(p, right=PROMPTS.index(p), answers=6))
+    return chosen
+
+
+def answered(prompt: Prompt, right: int, answers: int) -> Group:
+    logp = -np.ones(1, np.float32)
+    found = tuple(Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True) for k in range(answers))
+    return Group(prompt, np.array([1], np.int32), found)
+
+
+def test_selection_chooses_without_end(make_selection: Callable[[int], Selection]) -> None:
+    """Also more at once than there are; and each prompt has a chance."""
+    assert isinstance(make_selection(0), Selection)
+    assert set(choices(make_selection(0), [1, 3, 20, 7, 0, *[1] * 200])) == {p.id for p in PROMPTS}
+
+
+def test_selection_is_decided_by_its_seed(make_selection: Callable[[int], Selection]) -> None:
+    torch.rand(1), np.random.rand()
+    chosen = [choices(make_selection(seed), [3, 4, 5]) for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+@pytest.mark.parametrize("before", [[], [1], [3, 5], [4] * 10])
+def test_a_restored_selection_goes_on_as_it_would_have(make_selection: Callable[[int], Selection], before: list[int]) -> None:
+    whole, restored = make_selection(3), make_selection(3)
+    choices(whole, before)
+    state = whole.state()
+    written = json.dumps(state)
+    restored.restore(json.loads(written))
+    assert choices(whole, [2, 3, 4] * 5) == choices(restored, [2, 3, 4] * 5)
+    assert whole.state() == restored.state()
+    assert json.dumps(state) == written  # what was told is not changed afterwards: it may be written later
+
+
 # Objectives
 
 
@@ -152,40 +207,88 @@ def logp(batch: Batch) -> torch.Tensor:
     return ((batch.ref_logp + 0.3 * noise).clamp(max=-0.01) * batch.mask).requires_grad_()
 
 
-def test_objective_gives_a_finite_loss_for_each_group(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
-    loss, metrics = objective(logp, batch)
+@pytest.fixture
+def head(objective: Any, batch: Batch) -> torch.Tensor | None:
+    """What the objective's own head says, if it has one: [B K T], 0 at padding as the policy gives it, or [B]."""
+    if not isinstance(objective, Headed):
+        return None
+    generator = torch.Generator().manual_seed(2)
+    if objective.head.on == "prompt":
+        return torch.randn(len(batch), generator=generator).requires_grad_()
+    return (torch.randn(batch.mask.shape, generator=generator) * batch.mask).requires_grad_()
+
+
+def call(objective: Any, logp: torch.Tensor, batch: Batch, head: torch.Tensor | None) -> Loss:
+    found: Loss = objective(logp, batch) if head is None else objective(logp, batch, head)
+    return found
+
+
+def of_groups(head: torch.Tensor | None, groups: list[int], tokens: int) -> torch.Tensor | None:
+    """What the head says of these groups alone."""
+    return head if head is None else head[groups] if head.ndim == 1 else head[groups, :, :tokens]
+
+
+def gradients(loss: torch.Tensor, logp: torch.Tensor, head: torch.Tensor | None) -> list[torch.Tensor]:
+    """Of log-probs and of the head, if there is one; each must have one."""
+    return list(torch.autograd.grad(loss, [logp] if head is None else [logp, head], retain_graph=True))
+
+
+def test_an_underscore_hides_what_is_no_plugin() -> None:
+    assert not [name for name in names("objectives") if name.startswith("_")]
+    with pytest.raises(ValueError, match="no objectives called '_terms'"):
+        resolve("objectives", "objective", "_terms", {})
+
+
+def test_objective_gives_a_finite_loss_for_each_group(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+    loss, metrics = call(objective, logp, batch, head)
     assert loss.shape == (3,) and loss.isfinite().all()
-    (grad,) = torch.autograd.grad(loss.sum(), logp)
-    assert grad.isfinite().all() and grad.abs().sum() > 0
+    for gradient in gradients(loss.sum(), logp, head):
+        assert gradient.isfinite().all() and gradient.abs().sum() > 0
     for values in metrics.values():
-        assert values.shape == (3,) and values.isfinite().all()
+        assert values.shape == (3,) and values.isfinite().all() and not values.requires_grad
 
 
-def test_objective_gives_padding_no_gradient_and_no_say(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
-    loss, _ = objective(logp, batch)
-    (grad,) = torch.autograd.grad(loss.sum(), logp)
-    assert not grad[~batch.mask].any()
+def test_objective_gives_padding_no_gradient_and_no_say(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+    loss, _ = call(objective, logp, batch, head)
+    for gradient in gradients(loss.sum(), logp, head):
+        assert gradient.ndim == 1 or not gradient[~batch.mask].any()
     rubbish = torch.where(batch.mask, 0.0, -7.0)
-    other, _ = objective(logp + rubbish, replace(batch, ref_logp=batch.ref_logp - 2 * rubbish, behavior_logp=batch.behavior_logp + 3 * rubbish))
+    other, _ = call(
+        objective,
+        logp + rubbish,
+        replace(batch, ref_logp=batch.ref_logp - 2 * rubbish, behavior_logp=batch.behavior_logp + 3 * rubbish, value=batch.value + 4 * rubbish),
+        head if head is None or head.ndim == 1 else head - 5 * rubbish,
+    )
     torch.testing.assert_close(other, loss)
 
 
-def test_objective_does_not_look_at_other_groups(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
-    loss, metrics = objective(logp, batch)
+def test_objective_does_not_look_at_other_groups(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+    loss, metrics = call(objective, logp, batch, head)
     for b in range(3):
         alone = batch.groups([b])  # its padding trimmed to what it needs
-        own, own_metrics = objective(logp[[b], :, : alone.tokens.shape[2]], alone)
+        tokens = alone.tokens.shape[2]
+        own, own_metrics = call(objective, logp[[b], :, :tokens], alone, of_groups(head, [b], tokens))
         torch.testing.assert_close(own, loss[[b]])
         torch.testing.assert_close(own_metrics, {name: values[[b]] for name, values in metrics.items()})
-        (grad,) = torch.autograd.grad(loss[b], logp, retain_graph=True)
-        assert not grad[[i for i in range(3) if i != b]].any()
+        for gradient in gradients(loss[b], logp, head):
+            assert not gradient[[i for i in range(3) if i != b]].any()
 
 
-def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: torch.Tensor) -> None:
+def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
     """Where a baseline leaves nothing, and a division by the rewards' spread would be one by 0."""
-    loss, _ = objective(logp, replace(batch, reward=torch.ones_like(batch.reward)))
-    (grad,) = torch.autograd.grad(loss.sum(), logp)
-    assert loss.isfinite().all() and grad.isfinite().all()
+    loss, _ = call(objective, logp, replace(batch, reward=torch.ones_like(batch.reward)), head)
+    assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head)))
+
+
+@pytest.mark.parametrize("distance", [-90.0, 90.0])
+@pytest.mark.parametrize("other", ["behavior_logp", "ref_logp"])
+def test_objective_survives_a_policy_far_away(
+    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None, other: str, distance: float
+) -> None:
+    """e^90 at each token, from the policy that sampled or from the reference: more than a float32 holds, and no reason to stop."""
+    far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
+    loss, metrics = call(objective, logp, far, head)
+    assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head), *metrics.values()))
 
 
 # Engines

@@ -15,9 +15,10 @@ import tba
 from tba.config import load
 from tba.objectives.tb import TrajectoryBalance
 from tba.plugins import resolve
+from tba.prompts import Selection
 from tba.rewards import Task
 from tba.summary import Summary
-from tba.types import Answer, Batch
+from tba.types import Answer, Batch, Prompt
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,6 +28,7 @@ SHOWN = dict(re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", (ROOT / "docs"
 RUNS: dict[str, list[str]] = {
     "objective": ["objective=mylab.huber_tb.HuberTB", "objective.beta={start=0.2, end=0.1, steps=2}", "task.train_size=20"],
     "strategy": ["strategy=mylab.shortest_first.ShortestFirst", "task.train_size=20"],
+    "selection": ["selection=mylab.short_prompts_first.ShortPromptsFirst", "task.train_size=20"],
     "task": ["task=mylab.countdown_task.Countdown", "task.prompt={numbers}={target}", "task.train_size=20", "task.held_out_size=3"],
     "reward function": [],
 }
@@ -95,6 +97,22 @@ def test_the_strategy_keeps_the_contract(prompts: int, responses: int) -> None:
     strategy = resolve("strategies", "strategy", "mylab.shortest_first.ShortestFirst", {}).build()
     contracts.test_strategy_gives_exactly_so_many_groups_of_such_size(strategy, prompts, responses)
     contracts.test_strategy_is_decided_by_the_random_generator(strategy)
+
+
+def test_the_selection_keeps_the_contract() -> None:
+    def make(seed: int) -> Selection:
+        return resolve("selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 50}).build(contracts.PROMPTS, seed, None)
+
+    contracts.test_selection_chooses_without_end(make)
+    contracts.test_selection_is_decided_by_its_seed(make)
+    contracts.test_a_restored_selection_goes_on_as_it_would_have(make, before=[3, 5])
+
+
+def test_the_selection_begins_with_short_prompts() -> None:
+    prompts = [Prompt(str(n), "x" * n) for n in (5, 3, 9, 1, 7, 2, 8, 4, 6, 10)]
+    selection = resolve("selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 90}).build(prompts, 0, None)
+    longest = [max(len(p.text) for p in selection.choose(10)) for _ in range(20)]
+    assert (longest[0], longest[1] <= 2, longest[4] <= 5, max(longest[10:])) == (1, True, True, 10)
 
 
 def test_the_task_keeps_the_contract() -> None:

@@ -11,16 +11,16 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "schedule", "plugins", "config"},
-    {"pretrained", "weights", "log", "data", "policy", "objectives", "strategies", "engines", "tasks", "rewards"},
+    {"types", "schedule", "plugins", "table", "faults", "config"},
+    {"pretrained", "weights", "log", "data", "policy", "objectives", "strategies", "engines", "tasks", "selections", "rewards"},
     {"replay", "prompts", "searcher", "trainer", "evaluate", "build"},
-    {"runtime", "summary", "runfolder", "console", "stop", "report"},
-    {"checkpoint", "loop", "offline"},
+    {"runtime", "summary", "runfolder", "console", "stop", "study", "results", "report"},
+    {"checkpoint", "loop", "offline", "workers", "sweep"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-FOLDERS = {"objectives", "strategies", "engines", "tasks"}
-HEAVY = {"ray": {"runtime/ray.py", "runtime/actor.py"}, "wandb": {"log.py"}, "matplotlib": {"report.py"}, "vllm": set()}
+FOLDERS = {"objectives", "strategies", "engines", "tasks", "selections"}
+HEAVY = {"ray": {"runtime/ray.py", "runtime/actor.py"}, "wandb": {"log.py"}, "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"}, "vllm": set()}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -50,24 +50,28 @@ def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 
-@pytest.mark.parametrize("publish_every", [1, 3])
-@pytest.mark.parametrize("objective", ["tb", "rloo"])
-def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: Path, objective: str, publish_every: int) -> None:
-    """Bit for bit: model, optimizer, buffer, random states and cursor; killed between two publications, too."""
-    settings = (f"objective={objective}", "strategy=mixture", f"runtime.publish_every={publish_every}")
-    run(config(tiny_model, tmp_path / "whole", *settings))
-    run(config(tiny_model, tmp_path / "part", *settings, "checkpoint.every=5"))
-    for generation in checkpoint.generations(tmp_path / "part" / "checkpoints")[1:]:
+def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
+    """A run that is killed after step 5 and resumed ends, bit for bit, where one in `whole` does that never stopped."""
+    run(config(model, folder / "whole", *settings))
+    run(config(model, folder / "part", *settings, "checkpoint.every=5"))
+    for generation in checkpoint.generations(folder / "part" / "checkpoints")[1:]:
         for path in sorted(generation.rglob("*"), reverse=True):  # as if it had been killed after step 5
             path.unlink() if path.is_file() else path.rmdir()
         generation.rmdir()
-    run(_config([], tmp_path / "part"), tmp_path / "part")
-    whole, part = newest_files(tmp_path / "whole"), newest_files(tmp_path / "part")
+    run(_config([], folder / "part"), folder / "part")
+    whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
     for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors", "replay.json"):
         assert whole[name] == part[name], name
-    assert without_clock(read(tmp_path / "whole" / METRICS)) == without_clock(read(tmp_path / "part" / METRICS))
+    assert without_clock(read(folder / "whole" / METRICS)) == without_clock(read(folder / "part" / METRICS))
     a, b = (json.loads(files["state.json"]) for files in (whole, part))
     assert (a["cursor"], a["tasks"], a["progress"]["rng"], a["schedule"]) == (b["cursor"], b["tasks"], b["progress"]["rng"], b["schedule"])
+
+
+@pytest.mark.parametrize("publish_every", [1, 3])
+@pytest.mark.parametrize("objective", ["tb", "rloo"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: Path, objective: str, publish_every: int) -> None:
+    """Model, optimizer, buffer, random states and cursor; killed between two publications, too."""
+    resumes_exactly(tiny_model, tmp_path, f"objective={objective}", "strategy=mixture", f"runtime.publish_every={publish_every}")
 
 
 def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
 def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
     """One response at a time, no padding, straight from the model."""
     model = make(family)
-    logp, entropy = Policy(model, 0.7)(batch)
+    out = Policy(model, 0.7)(batch)
+    logp, entropy = out.logp, out.entropy
     for b in range(len(batch)):
         for k in range(batch.samples):
             prompt, answer = batch.prompt_tokens[b][batch.prompt_mask[b]], batch.tokens[b, k][batch.mask[b, k]]

@@ -1,49 +1,233 @@
-"""No prompt is lost, none is answered twice in an epoch."""
+"""No prompt is lost, however prompts are chosen; and each selection chooses as it says."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from tba.prompts import PromptStream
+import numpy as np
+import pytest
+from test_contracts import answered
+from test_loop import config, resumes_exactly
+from test_ray import config as on_ray
+
+from tba import build, checkpoint
+from tba.cli import _config
+from tba.loop import run
+from tba.prompts import PromptStream, Selection
+from tba.selections.cyclic import Cyclic
+from tba.selections.difficulty import Difficulty
+from tba.selections.uniform import Uniform
 from tba.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", "x") for i in range(7)]
+
+
+def stream_of(cls: Callable[..., Selection], seed: int = 0, **options: Any) -> PromptStream:
+    return PromptStream(PROMPTS, cls(PROMPTS, seed, 1.0, **options))
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
     return [p.id for p in prompts]
 
 
-def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
-    stream = PromptStream(PROMPTS, seed=0)
-    epochs = [ids(stream.take(7)) for _ in range(3)]
-    assert all(sorted(e) == sorted(ids(PROMPTS)) for e in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
+# The stream
 
 
 def test_what_came_back_unanswered_goes_out_first() -> None:
-    stream = PromptStream(PROMPTS, seed=0)
+    stream = stream_of(Cyclic)
     first, second = stream.take(2), stream.take(3)
-    stream.done(second)
+    stream.done(second, [])
     stream.put_back(first)
     assert ids(stream.take(2)) == ids(first)
 
 
-def test_a_resumed_stream_goes_on_with_what_was_outstanding() -> None:
-    stream = PromptStream(PROMPTS, seed=3)
-    stream.done(stream.take(4))
+@pytest.mark.parametrize("cls", [Cyclic, Uniform, Difficulty])
+def test_a_resumed_stream_goes_on_with_what_was_outstanding(cls: type) -> None:
+    stream = stream_of(cls, seed=3)
+    stream.done(prompts := stream.take(4), [answered(p, right=2, answers=3) for p in prompts])
     in_flight, unanswered = stream.take(2), stream.take(1)
     stream.put_back(unanswered)
-    resumed = PromptStream(PROMPTS, seed=3)
-    resumed.seek(stream.cursor())
-    assert ids(resumed.take(3)) == ids([*in_flight, *unanswered])
+    resumed = stream_of(cls, seed=3)
+    resumed.seek(json.loads(json.dumps(stream.cursor())))
+    assert sorted(ids(resumed.take(3))) == sorted(ids([*in_flight, *unanswered]))
     stream.put_back(in_flight)
     stream.take(3)
-    assert ids(resumed.take(9)) == ids(stream.take(9))
+    assert [ids(resumed.take(3)) for _ in range(3)] == [ids(stream.take(3)) for _ in range(3)]
+
+
+def test_a_prompt_may_be_out_several_times() -> None:
+    stream = stream_of(Uniform)
+    out = [p for _ in range(4) for p in stream.take(5)]  # 20 of 7
+    stream.put_back(out[:5])
+    stream.done(out[5:12], [])
+    assert Counter(stream.cursor()["outstanding"]) == Counter(ids([*out[:5], *out[12:]]))
+    again = stream.take(5)
+    assert ids(again) == ids(out[:5])
+    stream.done([*again, *out[12:]], [])
+    assert stream.cursor()["outstanding"] == []
 
 
 def test_another_data_set_is_noticed() -> None:
-    stream = PromptStream(PROMPTS, seed=0)
+    stream = stream_of(Cyclic)
     stream.take(7)
     with pytest.raises(ValueError, match="no longer has"):
-        PromptStream(PROMPTS[:3], seed=0).seek(stream.cursor())
+        PromptStream(PROMPTS[:3], Cyclic(PROMPTS[:3], 0, None)).seek(stream.cursor())
+
+
+def test_another_selection_starts_afresh_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    before, after = stream_of(Difficulty), stream_of(Cyclic)
+    before.done(before.take(3), [])
+    out = before.take(2)
+    after.seek(before.cursor())
+    assert "chosen by tba.selections.difficulty.Difficulty, and are from now on by tba.selections.cyclic.Cyclic, which starts afresh" in caplog.text
+    assert ids(after.take(2)) == ids(out)  # what is out is not forgotten
+    assert ids(after.take(7)) == ids(stream_of(Cyclic).take(7))
+
+
+def test_the_same_selection_with_other_options_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    before, after = stream_of(Difficulty), stream_of(Difficulty, target=0.3)
+    before.done(prompts := before.take(2), [answered(p, 1, 4) for p in prompts])
+    after.seek(before.cursor())
+    assert after.cursor()["state"] == before.cursor()["state"]
+    assert not caplog.records
+
+
+# The selections
+
+
+def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
+    stream = stream_of(Cyclic)
+    chosen = [p for count in (2, 5, 3, 4, 7) for p in ids(stream.take(count))]
+    epochs = [chosen[:7], chosen[7:14], chosen[14:]]
+    assert all(sorted(e) == sorted(ids(PROMPTS)) for e in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_uniform_is_uniform() -> None:
+    """Frequencies, and of pairs that follow each other: a choice does not depend on the one before. Five standard errors."""
+    selection = Uniform(PROMPTS, 0, None)
+    chosen = [p for _ in range(2500) for p in ids(selection.choose(4))]
+    for counts, cells in ((Counter(chosen), 7), (Counter(zip(chosen[::2], chosen[1::2], strict=True)), 49)):
+        total = counts.total()
+        assert len(counts) == cells
+        assert all(abs(n - total / cells) < 5 * np.sqrt(total / cells) for n in counts.values())
+
+
+def explore(selection: Selection, rates: dict[str, float], rounds: int, seed: int = 0) -> Counter[str]:
+    """What is chosen, 4 at a time, when each prompt is answered 8 times at its rate."""
+    rng, chosen = np.random.default_rng(seed), Counter[str]()
+    for _ in range(rounds):
+        prompts = selection.choose(4)
+        chosen.update(ids(prompts))
+        for p in prompts:
+            selection.learn(answered(p, int(rng.binomial(8, rates[p.id])), 8))
+    return chosen
+
+
+MANY = [Prompt(f"m{i}", "x") for i in range(90)]
+
+
+def rates(hard: int, middle: int) -> dict[str, float]:
+    """The first prompts are never answered, the next half the time, the others always."""
+    return {p.id: 0.0 if i < hard else 0.5 if i < hard + middle else 1.0 for i, p in enumerate(MANY)}
+
+
+def share(chosen: Counter[str], rate: dict[str, float]) -> float:
+    return sum(n for p, n in chosen.items() if rate[p] == 0.5) / chosen.total()
+
+
+def test_difficulty_finds_the_prompts_in_the_middle() -> None:
+    """A third of the prompts: by chance they would be a third of the choices."""
+    selection, rate = Difficulty(MANY, 0, 1.0), rates(hard=30, middle=30)
+    explore(selection, rate, rounds=60)  # to know them
+    assert share(explore(selection, rate, rounds=100), rate) > 0.9
+
+
+def test_difficulty_aims_at_its_target() -> None:
+    rate = {p.id: i / 89 for i, p in enumerate(MANY)}
+    for target in (0.2, 0.8):
+        selection = Difficulty(MANY, 0, 1.0, target=target, forgetting=0.9)
+        explore(selection, rate, rounds=200)
+        chosen = explore(selection, rate, rounds=100)
+        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(target, abs=0.07)
+
+
+def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
+    """What was hard becomes half right, and what was half right becomes easy. A memory that never fades is far slower to see it."""
+    before, after = rates(hard=45, middle=45), rates(hard=0, middle=45)
+    found = {}
+    for forgetting in (0.5, 1.0):
+        selection = Difficulty(MANY, 0, 1.0, forgetting=forgetting)
+        explore(selection, before, rounds=400)
+        explore(selection, after, rounds=100)
+        found[forgetting] = share(explore(selection, after, rounds=50), after)
+    assert found[0.5] > 0.9
+    assert found[1.0] < 0.5
+
+
+def test_difficulty_is_the_papers_update() -> None:
+    selection = Difficulty(PROMPTS, 0, 0.5, forgetting=0.75, prior=(2.0, 4.0))
+    selection.learn(answered(PROMPTS[1], right=3, answers=5))
+    selection.learn(answered(PROMPTS[1], right=1, answers=5))
+    first = (0.75 * 2 + 0.25 * 2 + 3, 0.75 * 4 + 0.25 * 4 + 2)
+    assert selection.state()["posterior"] == {"p1": [0.75 * first[0] + 0.25 * 2 + 1, 0.75 * first[1] + 0.25 * 4 + 4]}  # and no other
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates: int) -> None:
+    selection = Difficulty(PROMPTS, 0, 1.0, candidates=candidates)
+    for _ in range(50):
+        assert len(set(ids(selection.choose(6)))) == 6
+        assert set(Counter(ids(selection.choose(14))).values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["task=toy.Toy"], "the task has no pass_reward"),
+        (["selection.target=1.5"], "selection.target = 1.5: give a number from 0 to 1"),
+        (["selection.forgetting=-1"], "selection.forgetting = -1.0"),
+        (["selection.candidates=0"], "selection.candidates = 0: give 1"),
+        (["selection.prior=[0, 1]"], "two numbers above 0"),
+        (["selection.pass_reward=1"], "no such option"),
+    ],
+)
+def test_difficulty_that_cannot_work_is_told_before_anything_starts(tiny_model: Path, tmp_path: Path, settings: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        build.check(config(tiny_model, tmp_path, "selection=difficulty", *settings))
+
+
+# In a run
+
+
+@pytest.mark.parametrize("selection", ["uniform", "difficulty"])
+def test_a_resumed_run_goes_on_choosing_as_it_would_have(tiny_model: Path, tmp_path: Path, selection: str) -> None:
+    resumes_exactly(tiny_model, tmp_path, f"selection={selection}", "task.size=40")
+    state = json.loads((checkpoint.newest(tmp_path / "part" / "checkpoints") / "state.json").read_text())["cursor"]["state"]
+    assert state["chosen"] == 9 * 3  # first fill and after each step
+    if selection == "difficulty":
+        assert 0 < len(state["posterior"]) <= 27
+        assert all(alpha + beta >= 2 + 4 for alpha, beta in state["posterior"].values())  # prior and four answers
+
+
+def test_the_selection_can_be_changed_on_resuming(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=2"))
+    with caplog.at_level(logging.WARNING):
+        assert run(_config(["selection=difficulty", "run.steps=4"], tmp_path / "run"), tmp_path / "run").steps == 4
+    assert "starts afresh" in caplog.text
+
+
+def test_difficulty_learns_from_what_searchers_of_their_own_found(tiny_model: Path, tmp_path: Path) -> None:
+    """Few prompts and two tasks in flight: the same prompt is out several times. Then a resume."""
+    run(on_ray(tiny_model, tmp_path / "run", "run.steps=15", "selection=difficulty", "task.size=5", "runtime.fresh=2"))
+    cursor = json.loads((checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text())["cursor"]
+    assert len(cursor["outstanding"]) > len(set(cursor["outstanding"]))
+    assert cursor["state"]["posterior"].keys() == {f"{i}+1" for i in range(5)}
+    assert run(_config(["run.steps=25"], tmp_path / "run"), tmp_path / "run").steps == 25
+    later = json.loads((checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text())["cursor"]
+    assert later["state"]["chosen"] > cursor["state"]["chosen"]

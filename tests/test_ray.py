@@ -117,7 +117,7 @@ def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: 
     assert all(sum(s.count for s in shelf.stored.values()) == 4 for shelf in run.buffer.shelves)
     assert run.buffer.counts["added"] == 4 * run.buffer.prompts
     cursor = run.searchers.state().cursor
-    assert cursor["position"] == run.buffer.prompts + len(cursor["outstanding"])
+    assert cursor["state"]["chosen"] == run.buffer.prompts + len(cursor["outstanding"])
     assert len({*cursor["outstanding"]} & {s.prompt.id for s in run.buffer.shelves}) == 0
 
 
@@ -182,7 +182,7 @@ def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
     assert conserved(run.buffer)
     cursor = run.searchers.state().cursor
     held = {s.prompt.id for s in run.buffer.shelves}
-    assert len(held) + len(cursor["outstanding"]) == cursor["position"]
+    assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]
     rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]
     assert rows == list(range(1, step + 11))
 

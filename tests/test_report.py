@@ -9,7 +9,8 @@ import pytest
 
 from tba.config import Config
 from tba.log import CONFIG, SAMPLES, SUMMARY, Journal
-from tba.report import FIGURES, _smooth, report
+from tba.report import FIGURES, report
+from tba.report.run import _smooth
 
 SCRIPT = "<script>alert('7')</script>"
 HALF_A_PAIR = "\ud83d"

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from tba.trainer import Loss
+from tba.objective import Loss
 from tba.types import Batch
 
 

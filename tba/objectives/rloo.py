@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.types import Batch, Loss
+from tba.objective import Loss
+from tba.objectives._terms import Importance, importance, leave_one_out, regularised, total
+from tba.types import Batch
 
 
 @dataclass(frozen=True)
 class Rloo:
     """loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log mu - log ref).
 
-    mu is the policy that sampled y_j: the reward of a response is settled when it is sampled. Unbiased only on policy:
-    there is no correction for data that other weights made.
+    mu is the policy that sampled y_j: the reward of a response is settled when it is sampled. Unbiased for that reward on policy
+    only, unless `importance` weighs the tokens, or whole responses, by min(pi / mu, `importance_cap`).
     Back to Basics (arXiv 2402.14740), equation 7. A_j is K / (K - 1) times the mean-baseline advantage, so that on
     policy its gradient is K / (K - 1) times that of trajectory balance.
     """
 
     beta: float = 0.05
+    importance: Importance = "none"
+    importance_cap: float = 2.0
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        total = (logp * batch.mask).sum(-1)
-        kl = ((batch.behavior_logp - batch.ref_logp) * batch.mask).sum(-1)
-        value = batch.reward - self.beta * kl
-        k = batch.samples
-        advantage = (value - value.mean(1, keepdim=True)) * k / (k - 1)
-        return -(advantage * total).mean(1), {"rloo/advantage_std": advantage.std(1)}
+        advantage = leave_one_out(regularised(batch, self.beta))
+        weight = importance(self.importance, logp, batch, self.importance_cap)
+        return -(advantage * total(weight * logp, batch)).mean(1), {"rloo/advantage_std": advantage.std(1)}

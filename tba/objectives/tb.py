@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.types import Batch, Loss
+from tba.objective import Loss
+from tba.objectives._terms import importance, positive, total
+from tba.types import Batch
 
 
 @dataclass(frozen=True)
@@ -16,17 +18,23 @@ class TrajectoryBalance:
 
     loss = (1 / 2 beta) mean_j (beta (log pi - log ref)_j - r_j + beta log Z)^2, in reward units, so that the learning rate
     does not depend on beta; beta log Z is the group's own mean, without gradient (VarGrad).
+    With `importance_cap` c each residual counts min(pi / mu, c) times, in the mean too: a correction for delay (biased by
+    the cap, and by O(1 / K)), which trajectory balance does not need, to be compared with. Without it nothing is weighted.
     Trajectory Balance with Asynchrony (arXiv 2503.18929), equations 3-5; trajectory balance: arXiv 2201.13259;
     VarGrad: arXiv 2010.10436.
     """
 
     beta: float = 0.05
+    importance_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"objective.beta = {self.beta} must be above 0: it is the temperature of the target; try 0.05")
+        positive("beta", self.beta, 0.05)
+        if self.importance_cap is not None:
+            positive("importance_cap", self.importance_cap, 2.0)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        residual = self.beta * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward
-        log_z = -residual.mean(1, keepdim=True).detach()  # beta log Z: from the live policy and this group, no gradient
-        return (residual + log_z).square().mean(1) / (2 * self.beta), {"tb/log_z": log_z.squeeze(1) / self.beta}
+        residual = self.beta * total(logp - batch.ref_logp, batch) - batch.reward
+        corrected = self.importance_cap is not None
+        weight = importance("sequence" if corrected else "none", logp, batch, self.importance_cap or 1.0)[..., 0]
+        log_z = -(weight * residual.detach()).sum(1, keepdim=True) / weight.sum(1, keepdim=True)  # beta log Z: live policy, this group, no gradient
+        return (weight * (residual + log_z).square()).mean(1) / (2 * self.beta), {"tb/log_z": log_z.squeeze(1) / self.beta}

@@ -20,7 +20,11 @@ class Account:
     """What searchers did since the run began. Seconds are summed over searchers."""
 
     samples: int = 0
+    rollouts: int = 0
+    """New endings that values were estimated from, beside the samples."""
     restarts: int = 0
+    faulty: int = 0
+    """Samples whose reward was made wrong, as `[faults]` says."""
     rejected: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`generate`, `reward`, `reference`, `adopt`, and `idle`: between two tasks."""
@@ -29,6 +33,8 @@ class Account:
 
     def add(self, findings: Findings) -> None:
         self.samples += findings.samples
+        self.rollouts += findings.rollouts
+        self.faulty += findings.faulty
         self.rejected += findings.rejected
         for name, seconds in findings.seconds.items():
             self.seconds[name] += seconds
@@ -37,11 +43,16 @@ class Account:
 @dataclass(frozen=True)
 class SearchState:
     """What a checkpoint needs of the searchers: the prompt cursor, the next task's number, and the weights they
-    search with where those decide what comes next (local); None where searchers go on with the newest (ray)."""
+    search with where those decide what comes next (local); None where searchers go on with the newest (ray).
+
+    `reference` are the weights of the reference if it has been reset, `held` the groups on their way with a constant lag.
+    """
 
     cursor: Cursor
     tasks: int
     weights: Weights | None
+    reference: Weights | None
+    held: tuple[Group, ...] = ()
 
 
 @runtime_checkable
@@ -55,6 +66,9 @@ class Searchers(Protocol):
 
     def publish(self, weights: Weights) -> None:
         """Hands out newer weights. Waits for nobody."""
+
+    def reset_reference(self, weights: Weights) -> None:
+        """What is searched from now on has these weights for its reference. Waits for nobody."""
 
     def evaluate(self) -> None:
         """Asks for an evaluation of the weights last published. Waits for nobody."""

@@ -7,12 +7,11 @@ import time
 from tba import build
 from tba.build import Parts
 from tba.evaluate import Evaluation
-from tba.prompts import PromptStream
 from tba.rewards import Tally
 from tba.runtime import Account, SearchState, task_seed
 from tba.searcher import Searcher
 from tba.types import Group
-from tba.weights import Weights
+from tba.weights import Weights, adopt
 
 
 class LocalSearchers:
@@ -21,16 +20,19 @@ class LocalSearchers:
     def __init__(self, parts: Parts, searcher: Searcher, resumed: SearchState | None):
         self.account = Account()
         self._parts, self._searcher = parts, searcher
-        self._stream = PromptStream(parts.prompts, parts.config.run.seed)
+        self._stream = build.prompt_stream(parts)
         self._tally = Tally(parts.config.reward.max_rejected)
         self._tasks = 0
         self._weights: Weights | None = None
+        self._reference: Weights | None = None
         self._evaluations: list[Evaluation] = []
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             self._tasks = resumed.tasks
             if resumed.weights is not None:
                 self.publish(resumed.weights)
+            if resumed.reference is not None:
+                self.reset_reference(resumed.reference)
 
     def gather(self, at_least: int) -> list[Group]:
         groups: list[Group] = []
@@ -41,9 +43,9 @@ class LocalSearchers:
             prompts = self._stream.take(min(self._parts.config.runtime.prompts_per_task, at_least - len(groups)))
             findings = self._searcher.search(prompts, task_seed(self._parts.config.run.seed, self._tasks))
             self._tasks += 1
-            self._stream.done(prompts)
+            self._stream.done(prompts, findings.groups)
             self.account.add(findings)
-            self._tally.add(findings.samples, findings.rejected, findings.detail)
+            self._tally.add(findings.samples + findings.rollouts, findings.rejected, findings.detail)
             groups += findings.groups
         return groups
 
@@ -54,15 +56,19 @@ class LocalSearchers:
         self.account.logp_gap = self.account.logp_gap if gap is None else gap
         self.account.seconds["adopt"] += time.perf_counter() - started
 
+    def reset_reference(self, weights: Weights) -> None:
+        adopt(self._searcher.reference.model, weights)
+        self._reference = weights
+
     def evaluate(self) -> None:
-        self._evaluations.append(build.evaluation(self._parts, self._searcher.engine))
+        self._evaluations.append(build.evaluation(self._parts, self._searcher))
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         found, self._evaluations = self._evaluations, []
         return found
 
     def state(self) -> SearchState:
-        return SearchState(self._stream.cursor(), self._tasks, self._weights)
+        return SearchState(self._stream.cursor(), self._tasks, self._weights, self._reference)
 
     def close(self) -> None:
         pass

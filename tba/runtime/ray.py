@@ -21,10 +21,10 @@ import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from tba import build
 from tba.build import Parts
 from tba.config import Config
 from tba.evaluate import Evaluation
-from tba.prompts import PromptStream
 from tba.rewards import Tally
 from tba.runtime import Account, SearchState, task_seed
 from tba.runtime.actor import SearcherActor
@@ -66,9 +66,11 @@ class RaySearchers:
     def __init__(self, parts: Parts, places: list[Place], bf16: bool, stopping: Callable[[], bool], resumed: SearchState | None, newest: Weights | None):
         self.account = Account()
         self._parts, self._bf16, self._stopping = parts, bf16, stopping
-        self._stream = PromptStream(parts.prompts, parts.config.run.seed)
+        self._stream = build.prompt_stream(parts)
         self._tally = Tally(parts.config.reward.max_rejected)
         self._number = 0
+        self._in_turns = parts.config.runtime.lag is not None  # search what is waited for, and nothing in the meantime
+        self._owed = 0
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             self._number = resumed.tasks
@@ -81,17 +83,21 @@ class RaySearchers:
         self._closing = False
         self._reaper = _start_ray(parts.config)
         self._weights: Any = None if newest is None else ray.put(newest)  # a reference to those last published
+        self._reference: Any = None if resumed is None or resumed.reference is None else ray.put(resumed.reference)
         self._handles = [self._start(place) for place in places]
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
     def gather(self, at_least: int) -> list[Group]:
         limit = self._parts.config.runtime.gather_deadline
+        with self._changed:
+            self._owed = at_least
+            self._changed.notify_all()  # the collector, if it has nothing else to do
         self._wait(lambda: sum(len(g) for _, g in self._tray) >= at_least, limit, f"runtime.gather_deadline: {at_least} groups from the searchers")
         with self._changed:
-            tray, self._tray = self._tray, []
-            for prompts, _ in tray:
-                self._stream.done(prompts)
+            tray, self._tray, self._owed = self._tray, [], 0
+            for prompts, groups in tray:
+                self._stream.done(prompts, groups)
         return [g for _, groups in tray for g in groups]
 
     def publish(self, weights: Weights) -> None:
@@ -99,6 +105,12 @@ class RaySearchers:
             self._weights = ray.put(weights)
             for handle in self._handles:
                 handle.actor.publish.remote(self._weights)
+
+    def reset_reference(self, weights: Weights) -> None:
+        with self._changed:
+            self._reference = ray.put(weights)
+            for handle in self._handles:
+                handle.actor.reset_reference.remote(self._reference)
 
     def evaluate(self) -> None:
         with self._changed:
@@ -116,7 +128,7 @@ class RaySearchers:
 
     def state(self) -> SearchState:
         with self._changed:
-            return SearchState(self._stream.cursor(), self._number, None)
+            return SearchState(self._stream.cursor(), self._number, None, None if self._reference is None else ray.get(self._reference))
 
     def close(self) -> None:
         with self._changed:
@@ -155,7 +167,7 @@ class RaySearchers:
     def _start(self, place: Place) -> Handle:
         options = {"num_cpus": 0, "concurrency_groups": {"control": 1}, "max_restarts": 0, **_resources(self._parts.config, place)}
         remote: Any = ray.remote(**options)(SearcherActor)
-        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights)
+        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights, self._reference)
         handle = Handle(place, actor, since=time.monotonic())
         handle.tasks.append(Task("start", actor.pid.remote()))
         return handle
@@ -166,7 +178,10 @@ class RaySearchers:
             while not self._closing:
                 with self._changed:
                     self._hand_out()
-                    owners = {h.tasks[0].ref: h for h in self._handles}
+                    owners = {h.tasks[0].ref: h for h in self._handles if h.tasks}
+                    if not owners:
+                        self._changed.wait(0.1)
+                        continue
                 ready, _ = ray.wait(list(owners), num_returns=1, timeout=0.1)
                 for ref in ready:
                     self._receive(owners[ref])
@@ -181,11 +196,21 @@ class RaySearchers:
             while self._wanted and len(handle.tasks) < IN_FLIGHT:
                 weights = self._wanted.popleft()
                 self._give(handle, Task("evaluate", handle.actor.evaluate.remote(weights), weights=weights))
-            while len(handle.tasks) < IN_FLIGHT:
-                prompts = self._stream.take(self._parts.config.runtime.prompts_per_task)
+            while len(handle.tasks) < IN_FLIGHT and (count := self._due()):
+                prompts = self._stream.take(count)
                 seed = task_seed(self._parts.config.run.seed, self._number)
                 self._number += 1
-                self._give(handle, Task("search", handle.actor.search.remote(prompts, seed), tuple(prompts)))
+                weights = self._weights if self._in_turns else None  # those of this turn, although a publication may overtake or be late
+                self._give(handle, Task("search", handle.actor.search.remote(prompts, seed, weights), tuple(prompts)))
+
+    def _due(self) -> int:
+        """How many prompts the next task of search has: with turns, an even share of what is waited for and not yet asked for."""
+        most = self._parts.config.runtime.prompts_per_task
+        if not self._in_turns:
+            return most
+        found = sum(len(groups) for _, groups in self._tray)
+        asked = sum(len(t.prompts) for h in self._handles for t in h.tasks)
+        return max(0, min(most, -(-self._owed // len(self._handles)), self._owed - found - asked))
 
     def _give(self, handle: Handle, task: Task) -> None:
         if not handle.tasks:
@@ -216,13 +241,13 @@ class RaySearchers:
     def _take_in(self, task: Task, findings: Findings, gap: float | None) -> None:
         self.account.add(findings)
         self.account.logp_gap = self.account.logp_gap if gap is None else gap
-        self._tally.add(findings.samples, findings.rejected, findings.detail)
+        self._tally.add(findings.samples + findings.rollouts, findings.rejected, findings.detail)
         self._tray.append((task.prompts, [_owned(g) for g in findings.groups]))
 
     def _replace_late(self) -> None:
         settings = self._parts.config
         limits = {"start": settings.runtime.start_deadline, "search": settings.runtime.task_deadline, "evaluate": settings.eval.deadline}
-        for handle in list(self._handles):
+        for handle in [h for h in self._handles if h.tasks]:
             if time.monotonic() - handle.since > limits[handle.tasks[0].kind]:
                 self._replace(handle, f"did not finish `{handle.tasks[0].kind}` in {limits[handle.tasks[0].kind]:g} s")
 

@@ -1,23 +1,17 @@
-"""The report of one or several runs: an HTML page that needs nothing beside itself, and its figures as PNG files.
-
-This module imports no torch, so that a report is there in a moment.
-"""
+"""The report of one run, or of several side by side."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -25,14 +19,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read
+from tba.report.draw import COLOURS, GREY, dress, png, short, write_page
 
 Row = dict[str, Any]
 Column = Float[np.ndarray, " rows"]
 Form = Literal["number", "positive", "share", "count"]
 MODES = ("sampled", "greedy")
 AXES = {"time": "time (s)", "step": "steps", "samples_generated": "samples generated"}
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2578f", "#e69f00", "#4ba6dc", "#6b4fa0")  # after Okabe and Ito: colour-blind readers tell them apart too
-GREY, RULE = "#5b6472", "#e4e8ee"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)))
 
 
@@ -147,19 +140,16 @@ FIGURES = {
 }
 
 
-def report(runs: Sequence[Path], out: Path | None = None) -> Path:
+def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Draws the page into `out`, by default `report` in the run or, for several, here; returns its path. ValueError for a folder with nothing to draw."""
     records = _records(list(dict.fromkeys(p.expanduser().resolve() for p in runs)))
     folder = out or (runs[0].expanduser() / "report" if len(records) == 1 else Path("report"))
     folder.mkdir(parents=True, exist_ok=True)
     evaluations = [e for r in records for e in r.evaluations]
     measure = PASS if evaluations and all(PASS.value.format("sampled") in e for e in evaluations) else REWARD
-    figures = {name: _png(_figure(panels, records), folder / f"{name}.png") for name, panels in {"reward": _rewards(measure), **FIGURES}.items()}
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).get_template("report.html")
-    html = template.render(runs=records, measure=measure, modes=MODES, figures=figures, differences=_differences(records), tell=tell)
-    (folder / "index.html").write_text(html, encoding="utf-8", errors="xmlcharrefreplace")  # a completion may hold half a surrogate pair
-    return folder / "index.html"
+    figures = {name: png(_figure(panels, records), folder / f"{name}.png") for name, panels in {"reward": _rewards(measure), **FIGURES}.items()}
+    values = {"runs": records, "measure": measure, "modes": MODES, "figures": figures, "differences": _differences(records), "tell": tell}
+    return write_page(folder, "report.html", values)
 
 
 def _records(paths: Sequence[Path]) -> list[Record]:
@@ -245,16 +235,10 @@ def _figure(panels: Sequence[Panel], records: Sequence[Record]) -> Figure:
 
 
 def _dress(axes: Axes, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=10.5)
-    axes.set_xlabel(AXES[panel.x], color=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8bec8")
-    axes.tick_params(length=0, labelcolor=GREY)
-    axes.grid(color=RULE)
-    axes.set_axisbelow(True)
+    dress(axes, panel.title, AXES[panel.x])
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
-    axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.form == "share" else FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
+    axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.form == "share" else FuncFormatter(short))
 
 
 def _draw(axes: Axes, panel: Panel, record: Record, colours: Sequence[str]) -> None:
@@ -272,17 +256,6 @@ def _draw(axes: Axes, panel: Panel, record: Record, colours: Sequence[str]) -> N
         axes.plot(x[thin], smooth[thin], color=colour, linestyle=dash, linewidth=1.7)
         if panel.spread:
             axes.fill_between(x[thin], (smooth - _smooth(spread))[thin], (smooth + _smooth(spread))[thin], color=colour, alpha=0.12, linewidth=0)
-
-
-def _short(value: float, _: int | None = None) -> str:
-    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k" if abs(value) >= 1e3 else f"{value:g}"
-
-
-def _png(figure: Figure, path: Path) -> str:
-    image = BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    path.write_bytes(image.getvalue())
-    return base64.b64encode(image.getvalue()).decode()
 
 
 def tell(value: float | None, form: Form) -> str:

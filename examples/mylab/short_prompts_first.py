@@ -1,0 +1,43 @@
+"""A curriculum: short prompts first, all of them in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tba.plugins import GIVEN
+from tba.types import Group, Prompt
+
+
+@dataclass
+class ShortPromptsFirst:
+    """Any of the shortest prompts at random; of how many grows from a tenth to all while the first `over` prompts are chosen."""
+
+    prompts: Sequence[Prompt] = field(metadata=GIVEN)
+    seed: int = field(metadata=GIVEN)
+    pass_reward: float | None = field(metadata=GIVEN)
+    over: int = 1000
+    _chosen: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.over < 1:
+            raise ValueError(f"selection.over = {self.over} must be 1 or more; try 1000")
+        self.prompts = sorted(self.prompts, key=lambda p: len(str(p.text)))
+
+    def choose(self, count: int) -> list[Prompt]:
+        rng = np.random.default_rng([self.seed, self._chosen])
+        open_to_choice = int(np.ceil(len(self.prompts) * min(1.0, 0.1 + 0.9 * self._chosen / self.over)))
+        self._chosen += count
+        return [self.prompts[i] for i in rng.integers(open_to_choice, size=count)]
+
+    def learn(self, group: Group) -> None:
+        pass  # how it was answered does not matter here
+
+    def state(self) -> dict[str, Any]:
+        return {"chosen": self._chosen}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._chosen = state["chosen"]

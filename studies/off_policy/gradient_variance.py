@@ -1,0 +1,126 @@
+"""How noisy is the gradient, against the group size K and against the length of responses?
+
+The bundled model answers sums, on policy and before any training. Each batch has 64 responses: 64 / K prompts of K. Over many
+batches, noise = trace of the gradient's covariance, signal = squared norm of its mean (less what noise adds to it). Printed and drawn
+is noise / signal: how many batches must be averaged until the noise is as small as the signal.
+
+For a response of n tokens the model is cut off after n, and right is what agrees with the right answer so far.
+
+    python studies/off_policy/gradient_variance.py [OUT] [BATCHES]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from tba import build
+from tba.build import Parts
+from tba.config import load
+from tba.policy import Policy
+from tba.tasks.arithmetic import Arithmetic
+from tba.types import Answer, Batch, Prompt, collate
+
+RESPONSES = 64
+KS, LENGTHS = (2, 4, 8, 16, 32), (1, 2, 3, 4, 5)
+OBJECTIVES = {
+    "tb": ".beta=0.1",
+    "rloo": ".beta=0.1",
+    "tba_prime": ".beta=0.1",
+    "grpo": ".beta=0.04",
+    "dr_grpo": ".beta=0.0",
+    "online_dpo": ".beta=0.1",
+    "raft": "",
+}
+
+
+@dataclass(frozen=True)
+class RightSoFar(Arithmetic):
+    """Reward 1 for the right answer or a beginning of it."""
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+        columns = [str(p.columns["answer"]) for p in prompts]
+        return [float(a.text == c if a.finished else c.startswith(a.text)) for c, a in zip(columns, answers, strict=True)]
+
+
+def parts_for(objective: str, k: int, max_tokens: int) -> Parts:
+    with TemporaryDirectory() as folder:
+        settings = [f"run.folder={folder}/run", f"objective={objective}", "runtime.use=local", "task=gradient_variance.RightSoFar"]
+        settings += [f"sampling.samples={k}", f"trainer.group_size={k}", f"trainer.batch_size={RESPONSES}", f"sampling.max_tokens={max_tokens}"]
+        return build.check(load(None, settings + ([f"objective{OBJECTIVES[objective]}"] if OBJECTIVES[objective] else [])))
+
+
+def batches(parts: Parts, count: int) -> Iterator[Batch]:
+    searcher = build.searcher(parts, "cpu", False)
+    stream = build.prompt_stream(parts)
+    for seed in range(count):
+        yield collate(searcher.search(stream.take(parts.config.trainer.groups), seed).groups)
+
+
+def noise_and_signal(policy: Policy, objective: object, found: Sequence[Batch]) -> tuple[float, float]:
+    """Trace of the covariance of the gradient of one batch, and the squared norm of its mean, both unbiased."""
+    parameters = list(policy.model.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    squares = 0.0
+    for batch in found:
+        loss, _ = objective(policy.logp(batch), batch)  # type: ignore[operator]
+        grads = torch.autograd.grad(loss.mean(), parameters)
+        squares += sum(float(g.square().sum()) for g in grads)
+        for t, g in zip(total, grads, strict=True):
+            t += g
+    n = len(found)
+    mean = sum(float((t / n).square().sum()) for t in total)
+    noise = (squares - n * mean) / (n - 1)
+    return noise, mean - noise / n
+
+
+def measure(count: int) -> list[dict[str, float | str]]:
+    rows: list[dict[str, float | str]] = []
+    cases = [("K", k, 6) for k in KS] + [("length", 8, n) for n in LENGTHS]
+    for axis, k, length in cases:
+        parts = parts_for("tb", k, length)
+        found = list(batches(parts, count))
+        policy = build.trainer(parts, "cpu").policy
+        for name in OBJECTIVES:
+            noise, signal = noise_and_signal(policy, parts_for(name, k, length).objective.at(0), found)
+            rows.append({"axis": axis, "objective": name, "k": k, "length": length, "noise": noise, "signal": signal, "ratio": noise / signal})
+            print(f"{axis:<7} K {k:<3} length {length}  {name:<11} noise {noise:9.3g}  signal {signal:9.3g}  noise / signal {noise / signal:7.2f}", flush=True)
+    return rows
+
+
+def draw(rows: Sequence[dict[str, float | str]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, (axis, key, label) in zip(
+        figure.subplots(1, 2), (("K", "k", "K, responses of a group (64 in all)"), ("length", "length", "tokens of a response, at most")), strict=True
+    ):
+        for name in OBJECTIVES:
+            own = [r for r in rows if r["axis"] == axis and r["objective"] == name]
+            axes.plot([r[key] for r in own], [r["ratio"] for r in own], marker="o", label=name)
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("noise / signal of the gradient")
+        axes.grid(color="#e4e8ee")
+    figure.axes[0].set_xscale("log", base=2)
+    figure.axes[1].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/off_policy")
+    rows = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 100)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gradient_variance.json").write_text(json.dumps(rows, indent=1) + "\n")
+    draw(rows, out / "gradient_variance.png")
+    print(out / "gradient_variance.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""GRPO done right: without its two normalisers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss
+from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class DrGrpo:
+    """loss = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = r_j - mean r.
+
+    As `grpo`, but neither divided by the response's length, which favours long wrong answers, nor by the rewards' spread,
+    which favours prompts that are nearly always or nearly never answered.
+    Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
+    """
+
+    beta: float = 0.0
+    clip: float = 0.2
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        rho = ratio(log_ratio(logp, batch))
+        surrogate = clipped(rho, centred(batch.reward)[..., None], self.clip, self.clip)
+        loss = -total(surrogate - self.beta * kl_k3(logp, batch), batch).mean(1)
+        return loss, {"clip_ratio": outside(rho, self.clip, batch)}

@@ -1,0 +1,34 @@
+"""Group relative policy optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss
+from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """loss = -mean_j (1 / T_j) sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = (r_j - mean r) / (std r + 1e-4).
+
+    rho_t = pi / mu of a token, mu being the policy that sampled it; KL_t is the k3 estimate of the KL to the reference.
+    `clip_high` above `clip` is DAPO's clip-higher (arXiv 2503.14476).
+    DeepSeekMath (arXiv 2402.03300), equation 3.
+    """
+
+    beta: float = 0.04
+    clip: float = 0.2
+    clip_high: float | None = None
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        advantage = (centred(batch.reward) / (batch.reward.std(1, keepdim=True) + 1e-4))[..., None]
+        rho = ratio(log_ratio(logp, batch))
+        surrogate = clipped(rho, advantage, self.clip, self.clip if self.clip_high is None else self.clip_high)
+        length = batch.mask.sum(-1)
+        loss = -(total(surrogate - self.beta * kl_k3(logp, batch), batch) / length).mean(1)
+        return loss, {"clip_ratio": outside(rho, self.clip, batch)}

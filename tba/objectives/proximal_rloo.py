@@ -1,0 +1,29 @@
+"""RLOO with PPO's clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss
+from tba.objectives._terms import clipped, leave_one_out, log_ratio, ratio, regularised
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class ProximalRloo:
+    """loss = -mean_j min(rho_j A_j, clip(rho_j, 1 +- clip) A_j), rho_j = pi(y_j) / mu(y_j) of the whole response, A_j as in `rloo`.
+
+    Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
+    """
+
+    beta: float = 0.05
+    clip: float = 0.2
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        advantage = leave_one_out(regularised(batch, self.beta))
+        rho = ratio(log_ratio(logp, batch).sum(-1))
+        outside = ((rho - 1).abs() > self.clip).float().mean(1)
+        return -clipped(rho, advantage, self.clip, self.clip).mean(1), {"rloo/advantage_std": advantage.std(1), "clip_ratio": outside}

@@ -1,0 +1,32 @@
+"""Learning from the good responses alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss
+from tba.objectives._terms import total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class Raft:
+    """loss = -mean_j [r_j is good] log pi(y_j): likelihood of the responses whose reward is at least `threshold`.
+
+    On rewards of 0 and 1 that is REINFORCE without a baseline. Without a threshold the group's best is good (all of the best,
+    where several are; none, where all are equal).
+    RAFT (arXiv 2304.06767), algorithm 1; with a threshold: A Minimalist Approach to LLM Reasoning (arXiv 2504.11343).
+    """
+
+    threshold: float | None = 0.5
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        if self.threshold is None:
+            best = batch.reward.amax(1, keepdim=True)
+            good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))
+        else:
+            good = batch.reward >= self.threshold
+        return -(good.float() * total(logp, batch)).mean(1), {"raft/accepted": good.float().mean(1)}

@@ -1,0 +1,37 @@
+"""Trajectory balance with a learned log Z."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Head, Loss
+from tba.objectives._terms import positive, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class TrajectoryBalanceLearnedZ:
+    """The original GFlowNet form: log Z(x) is a linear head on the prompt's mean hidden state, and learns from the same loss.
+
+    loss = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2. Where log Z(x) is what the group itself would say,
+    its gradient is that of `tb`; a group of one prompt needs no second response.
+    Trajectory balance (arXiv 2201.13259), equation 14; for language models: arXiv 2310.04363, 2405.18540.
+    """
+
+    beta: float = 0.05
+    head_learning_rate: float = 0.05
+
+    def __post_init__(self) -> None:
+        positive("beta", self.beta, 0.05)
+        positive("head_learning_rate", self.head_learning_rate, 0.05)
+
+    @property
+    def head(self) -> Head:
+        return Head("prompt", self.head_learning_rate)
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, " B"]) -> Loss:
+        residual = self.beta * (total(logp - batch.ref_logp, batch) + head[:, None]) - batch.reward
+        return residual.square().mean(1) / (2 * self.beta), {"tb/log_z": head.detach()}

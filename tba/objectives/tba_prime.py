@@ -1,0 +1,40 @@
+"""TBA': trajectory balance as a policy gradient, for large models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss
+from tba.objectives._terms import Importance, centred, importance, positive, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class TBAPrime:
+    """loss = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group), A_j = (r_j - mean r) - beta (KL_j - mean KL), both without gradient.
+
+    KL_j sums the live policy's log-ratios to the reference, each cut at +-`log_ratio_clamp`; w = min(pi / mu, `importance_cap`)
+    of each token. Without clamp and weights this is the gradient of `tb` divided by the group's mean length; without the KL,
+    Dr. GRPO's. The paper resets the reference to the policy every 50 steps (`policy.reset_reference_every`), keeps the lag
+    constant (`runtime.lag`) and replays nothing.
+    Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in its section on MATH.
+    """
+
+    beta: float = 0.005
+    log_ratio_clamp: float = 10.0
+    importance: Importance = "token"
+    importance_cap: float = 8.0
+
+    def __post_init__(self) -> None:
+        for name, instead in (("beta", 0.005), ("log_ratio_clamp", 10.0), ("importance_cap", 8.0)):
+            positive(name, vars(self)[name], instead)
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        kl = total((logp.detach() - batch.ref_logp).clamp(-self.log_ratio_clamp, self.log_ratio_clamp), batch)
+        advantage = centred(batch.reward - self.beta * kl)
+        weight = importance(self.importance, logp, batch, self.importance_cap)
+        loss = -(advantage * total(weight * logp, batch)).sum(1) / batch.mask.sum((1, 2))
+        return loss, {"tb/advantage_std": advantage.std(1), "tb/log_z": (batch.reward / self.beta - kl).mean(1)}

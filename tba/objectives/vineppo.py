@@ -1,0 +1,54 @@
+"""PPO with values by rollouts instead of a value head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.objective import Loss, Vine
+from tba.objectives._terms import clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class VinePpo:
+    """loss = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t], A_t = V(state after t's step) - V(state before it).
+
+    A step is `step_tokens` tokens. V of the first state is the mean reward of the prompt's other responses, V of the last is r, and V
+    between them the mean reward of `rollouts` new endings, which the searcher samples with the weights that made the response.
+    VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state has rollouts of its own.
+    """
+
+    beta: float = 1e-4
+    clip: float = 0.2
+    rollouts: int = 4
+    step_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value in (("rollouts", self.rollouts), ("step_tokens", self.step_tokens)):
+            if value < 1:
+                raise ValueError(f"objective.{name} = {value}: at least 1")
+
+    @property
+    def vine(self) -> Vine:
+        return Vine(self.rollouts, self.step_tokens)
+
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        if batch.value[batch.mask].isnan().any():
+            raise ValueError("these responses were found without rollouts, for another objective; begin a new run for vineppo")
+        rho = ratio(log_ratio(logp, batch))
+        surrogate = clipped(rho, self.advantages(batch), self.clip, self.clip)
+        loss = -total(surrogate - self.beta * kl_k3(logp, batch), batch).mean(1)
+        return loss, {"clip_ratio": outside(rho, self.clip, batch)}
+
+    def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
+        """Of the step that each token belongs to; `batch.value` has, at each token, V of the state before its step."""
+        length = batch.mask.sum(-1, keepdim=True)
+        t = torch.arange(batch.mask.shape[-1], device=length.device)
+        after = ((t // self.step_tokens + 1) * self.step_tokens).expand_as(batch.mask)  # where the next step begins
+        value = batch.value.masked_fill(~batch.mask, 0.0)
+        next_value = torch.where(after < length, value.gather(-1, after.clamp(max=len(t) - 1)), batch.reward[..., None])
+        return (next_value - value) * batch.mask

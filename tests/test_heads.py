@@ -1,0 +1,181 @@
+"""Parameters that an objective owns: what a head reads, whom its gradient reaches, and that micro-batches do not change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_policy import FAMILIES, make
+
+from tba.build import checkpoint_layers
+from tba.config import TrainerTable
+from tba.objective import Head, Headed
+from tba.objectives.tb import TrajectoryBalance
+from tba.plugins import names, resolve
+from tba.policy import Policy
+from tba.trainer import Trainer
+from tba.types import Batch
+
+RESPONSE, PROMPT = Head("response", 0.01), Head("prompt", 0.01)
+
+
+def with_head(model: Any, head: Head | None, share_prompt: bool = True) -> Policy:
+    """With a head that has already learned something, the same each time."""
+    policy = Policy(model, 0.7, share_prompt=share_prompt, head=head)
+    if policy.readout is not None:
+        generator = torch.Generator().manual_seed(3)
+        for parameter in policy.readout.parameters():
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
+    """Of a sum in which every number of the head has a weight of its own; only of parameters that it reaches."""
+    policy.model.zero_grad()
+    assert policy.readout is not None
+    policy.readout.zero_grad()
+    out = policy(batch).head
+    assert out is not None
+    (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
+    owned = [*policy.model.named_parameters(), *((f"head.{n}", p) for n, p in policy.readout.named_parameters())]
+    return {n: p.grad.clone() for n, p in owned if p.grad is not None}
+
+
+def test_a_head_says_nothing_at_first(batch: Batch) -> None:
+    model = make("llama")
+    assert Policy(model, 1.0)(batch).head is None
+    for head, shape in ((RESPONSE, (3, 4, 5)), (PROMPT, (3,))):
+        out = Policy(model, 1.0, head=head)(batch).head
+        assert out is not None and out.shape == shape and not out.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_reads_the_states_it_should(family: str, batch: Batch) -> None:
+    """One response at a time, no padding, straight from the model: the state before each token, and the prompt's mean state; over the root of its width."""
+    model, root = make(family), 32**0.5
+    on_response, on_prompt = with_head(model, RESPONSE), with_head(model, PROMPT)
+    of_response, of_prompt = on_response(batch).head, on_prompt(batch).head
+    assert of_response is not None and of_prompt is not None and on_response.readout is not None and on_prompt.readout is not None
+    for b in range(len(batch)):
+        prompt = batch.prompt_tokens[b][batch.prompt_mask[b]]
+        mean = model.base_model(input_ids=prompt[None]).last_hidden_state[0].mean(0) / root
+        torch.testing.assert_close(of_prompt[b], on_prompt.readout(mean)[0], atol=1e-5, rtol=1e-5)
+        for k in range(batch.samples):
+            answer = batch.tokens[b, k][batch.mask[b, k]]
+            states = model.base_model(input_ids=torch.cat([prompt, answer])[None]).last_hidden_state[0, len(prompt) - 1 : -1] / root
+            torch.testing.assert_close(of_response[b, k, : len(answer)], on_response.readout(states)[:, 0], atol=1e-5, rtol=1e-5)
+    assert not of_response[~batch.mask].any()
+
+
+def test_a_head_leaves_log_probs_alone(batch: Batch) -> None:
+    model = make("llama")
+    for head in (RESPONSE, PROMPT):
+        assert torch.equal(with_head(model, head).logp(batch), Policy(model, 0.7).logp(batch))
+
+
+def test_padding_tokens_have_no_influence_on_a_head(batch: Batch) -> None:
+    policies = [with_head(make("llama"), head) for head in (RESPONSE, PROMPT)]
+    before = [policy(batch).head for policy in policies]
+    batch.tokens[~batch.mask] = 9
+    batch.prompt_tokens[~batch.prompt_mask] = 9
+    for policy, out in zip(policies, before, strict=True):
+        torch.testing.assert_close(policy(batch).head, out, atol=1e-6, rtol=0)
+
+
+def test_the_policy_learns_from_a_head_on_the_response_alone(batch: Batch) -> None:
+    model = make("llama")
+    assert set(gradients(with_head(model, PROMPT), batch)) == {"head.weight", "head.bias"}
+    reached = gradients(with_head(model, RESPONSE), batch)
+    assert {"head.weight", "head.bias", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"} <= set(reached)
+    assert "lm_head.weight" not in reached  # it reads states, not logits
+    assert all(gradient.abs().sum() > 0 for gradient in reached.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head", [RESPONSE, PROMPT], ids=lambda head: head.on)
+def test_plain_prompts_and_gradient_checkpointing_change_nothing(family: str, head: Head, batch: Batch) -> None:
+    shared = with_head(make(family), head)
+    model = make(family)
+    checkpoint_layers(model)
+    plain = with_head(model, head, share_prompt=False)
+    torch.testing.assert_close(shared(batch).head, plain(batch).head, atol=1e-5, rtol=1e-5)
+    a, b = gradients(shared, batch), gradients(plain, batch)
+    assert a.keys() == b.keys()
+    for name, gradient in a.items():
+        torch.testing.assert_close(gradient, b[name], atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def trainer(objective: str, options: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    """Of a small model that is the same each time; gradients are not clipped."""
+    plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
+    first = plugin.at(0)
+    policy = with_head(make("llama"), first.head if isinstance(first, Headed) else None)
+    return Trainer(policy, plugin, TrainerTable(learning_rate=1e-3, max_grad_norm=float("inf"), **settings), steps=10, bf16_weights=False)
+
+
+def owned(t: Trainer) -> dict[str, torch.nn.Parameter]:
+    """The policy's parameters and the head's."""
+    head = () if t.policy.readout is None else t.policy.readout.named_parameters()
+    return dict([*t.policy.model.named_parameters(), *((f"head.{n}", p) for n, p in head)])
+
+
+@pytest.fixture(scope="module")
+def in_one_pass() -> dict[str, tuple[Trainer, dict[str, float]]]:
+    """For each objective a trainer after one step on the whole batch at once, and what it said."""
+    return {}
+
+
+@pytest.mark.parametrize("objective", names("objectives"))
+@pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
+def test_any_micro_batching_gives_the_same_gradients(
+    objective: str, budget: int, batch: Batch, in_one_pass: dict[str, tuple[Trainer, dict[str, float]]]
+) -> None:
+    """Of the policy and of the head, from one pass down to single trajectories, with groups cut in pieces (two passes)."""
+    if objective not in in_one_pass:
+        whole = trainer(objective)
+        in_one_pass[objective] = whole, whole.step(batch, 0)
+    whole, said = in_one_pass[objective]
+    parts = trainer(objective, token_budget=budget)
+    told = parts.step(batch, 0)
+    assert {n: v for n, v in told.items() if n != "step_time"} == pytest.approx({n: v for n, v in said.items() if n != "step_time"}, rel=1e-4, abs=1e-5)
+    for (name, p), q in zip(owned(whole).items(), owned(parts).values(), strict=True):
+        assert p.grad is not None and q.grad is not None and p.grad.abs().sum() > 0, name
+        torch.testing.assert_close(p.grad, q.grad, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> None:
+    """AdamW moves a parameter by the learning rate at first: .03 for the head, .001 for the policy; then linearly less."""
+    t = trainer("tb_learned_z", {"head_learning_rate": 0.03}, schedule="linear")
+    for step in range(3):
+        before = {n: p.detach().clone() for n, p in owned(t).items()}
+        t.step(batch, step)
+        moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in owned(t).items()}
+        if step == 0:
+            assert (moved["head.bias"], moved["model.norm.weight"]) == pytest.approx((0.03, 0.001), rel=1e-3)
+        assert [g["lr"] for g in t.optimizer.param_groups] == pytest.approx([1e-3 * (9 - step) / 10, 0.03 * (9 - step) / 10])
+
+
+def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
+    """With a policy that stands still, the head of `tb_learned_z` ends at what VarGrad says of each prompt."""
+    plugin = resolve("objectives", "objective", "tb_learned_z", {})
+    policy = Policy(make("llama"), 0.7, head=Head("prompt", 0.5))
+    t = Trainer(policy, plugin, TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")), steps=200, bf16_weights=False)
+    own = by_vargrad(batch, policy)
+    assert own.abs().min() > 2
+    for step in range(200):
+        t.step(batch, step)
+    torch.testing.assert_close(policy(batch).head, own, atol=0.05, rtol=0)
+
+
+def by_vargrad(batch: Batch, policy: Policy) -> torch.Tensor:
+    """log Z of each group by its own mean."""
+    log_z: torch.Tensor = TrajectoryBalance()(policy.logp(batch).detach(), batch)[1]["tb/log_z"]
+    return log_z
+
+
+def test_a_head_does_not_disturb_what_is_random() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    Policy(make("llama"), 1.0, head=RESPONSE)
+    assert torch.equal(torch.get_rng_state(), state)

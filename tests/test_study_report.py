@@ -1,0 +1,173 @@
+"""The report of a study: what is averaged, what makes lines and panels, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tba.report import report
+from tba.report.figures import _front, styles_for
+from tba.report.layout import Layout, Setting, Value, lay_out
+from tba.results import Told, curve, read_told, write_results
+from tba.study import Point, read_study
+
+GRIDS = """
+[[grid]]
+name = "lags"
+"objective.use" = ["tb", "grpo", "rloo"]
+"runtime.publish_every" = [1, 4]
+"run.seed" = [0, 1, 2]
+[[grid]]
+name = "rates"
+"trainer.learning_rate" = [1e-4, 1e-3]
+"objective.beta" = [0.1, 0.2]
+"run.seed" = [0]
+[[grid]]
+name = "faulty"
+"run.seed" = [0, 1]
+variants = [{ "sampling.samples" = 8, label = "few & $mall" }, { "objective.use" = "rloo" }]
+"""
+STEPS = 40
+
+
+def score(point: Point, step: int) -> float:
+    s = point.settings
+    base = {"tb": 0.5, "grpo": 0.4, "rloo": 0.3}[s.get("objective.use", "tb")] + 0.01 * s.get("run.seed", 0)
+    return base + step / 100 - (0.2 if step == STEPS and s.get("runtime.publish_every") == 4 else 0.0)
+
+
+def write_run(path: Path, point: Point, failed: bool) -> None:
+    path.mkdir(parents=True)
+    seed = point.settings.get("run.seed", 0)
+    (path / "config.json").write_text(json.dumps({"objective": {"use": point.settings.get("objective.use", "tb")}, "run": {"seed": seed}}))
+    rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(point, 0)}]
+    for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
+        rows.append(
+            {"step": step, "time": step / 2, "samples_trained": 8 * step, "samples_generated": 10 * step, "kl": step / 100 + seed, "off_policy/lag_mean": 2.0}
+        )
+        if step % 10 == 0:
+            rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(point, step)})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    if not failed:
+        totals = {"steps": STEPS, "seconds": 20.0 + seed, "samples_generated": 400, "samples_trained": 320, "lag_mean": 2.0}
+        (path / "summary.json").write_text(json.dumps({"finished": True, **totals, "eval/last": {"sampled_pass@1": score(point, STEPS), "step": STEPS}}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of rloo's three runs at lag 4 diverged and a second one is still to come; all of faulty's plain variant failed."""
+    here = tmp_path_factory.mktemp("study")
+    (here / "s.toml").write_text(f'[study]\nfolder = "{here}"\n{GRIDS}')
+    study, runs = read_study(here / "s.toml"), []
+    for p in study.points():
+        failed = p.slug in ("use=rloo,publish_every=4,seed=0",) or p.axes.get("variant") == "rloo"
+        pending = p.slug == "use=rloo,publish_every=4,seed=1"
+        if not pending:
+            write_run(study.path(p), p, failed)
+        status = "pending" if pending else "failed" if failed else "finished"
+        runs.append(
+            asdict(Told(p.grid, f"{p.grid}/{p.slug}", p.label, p.settings, p.varied, p.axes, status, "NotFinite: step 21: loss nan" if failed else None))
+        )
+    choice = {"grid": "lags", "best": "rates", "matched": {"objective.use": "tb"}, "settings": {"trainer.learning_rate": 0.1}, "told": "mean score 0.9"}
+    grids: Mapping[str, Mapping[str, object]] = {name: {} for name in study.grids}
+    (here / "study.json").write_text(json.dumps({"name": "pairs", "metric": None, "grids": grids, "choices": [choice], "runs": runs}))
+    return here
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    drawn = report([folder])
+    assert drawn == folder / "report" / "index.html"
+    return drawn.read_text()
+
+
+@pytest.fixture
+def layouts(folder: Path) -> dict[str, Layout]:
+    study, runs = read_told(folder)
+    rows = write_results(folder)
+    return {name: lay_out(folder, name, runs, rows, "sampled_pass@1") for name in study["grids"]}
+
+
+def cells(page: str, *begin: str) -> list[str]:
+    """The row of a table that begins so."""
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page.replace("\N{NO-BREAK SPACE}", " "))]
+    (found,) = [row for row in rows if tuple(row[: len(begin)]) == begin]
+    return found[len(begin) :]
+
+
+def test_the_page_asks_for_nothing_outside_itself(folder, page):
+    assert not re.search(r"https?://|<script|<link|@import", page)
+    assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {"data:image/png;base64"}
+    names = {f"{grid}_{figure}" for grid in ("lags", "rates", "faulty") for figure in ("curves", "against", "fronts")} - {"faulty_against"}
+    assert {p.stem for p in (folder / "report").glob("*.png")} == names
+    assert page.count("<img") == len(names)
+
+
+def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
+    # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl over the last 4 of 40 steps: 0.385 + seed; seconds 20, 21, 22
+    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.39 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
+    assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6%", "81.0% ± 0.6%", "10.0% ± 0.0%"]
+    assert re.search(r'<td class="best">91.0%', page.replace("\N{NO-BREAK SPACE}", " "))
+
+
+def test_failed_runs_and_those_to_come_are_counted_and_not_averaged(page):
+    assert cells(page, "4", "rloo")[:2] == ["3, 1 failed, 1 to come", "52.0%"]
+    assert cells(page, "rloo")[:2] == ["2, 2 failed", "–"]
+    assert "23 finished, 3 failed, 1 to come" not in page and "<dd>22 finished, 3 failed, 1 to come</dd>" in page
+    assert "<code>lags/use=rloo,publish_every=4,seed=0</code>: NotFinite: step 21: loss nan" in page
+
+
+def test_names_are_text_and_choices_are_told(page):
+    assert "few &amp; $mall" in page
+    assert "tb: trainer.learning_rate = 0.1, the best of rates (mean score 0.9)" in page
+
+
+def test_lines_are_what_most_strings_tell_apart(layouts):
+    assert (layouts["lags"].lines, layouts["lags"].others, layouts["lags"].numbers) == ("objective.use", ("runtime.publish_every",), ("runtime.publish_every",))
+    assert list(layouts["lags"].panels(layouts["lags"].others)) == ["publish_every 1", "publish_every 4"]
+    assert (layouts["faulty"].lines, layouts["faulty"].others) == ("variant", ())
+    assert set(layouts["rates"].numbers) == {"trainer.learning_rate", "objective.beta"} and layouts["rates"].lines in layouts["rates"].numbers
+
+
+def test_a_curve_is_averaged_where_all_finished_runs_have_been(layouts):
+    (half,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "rloo", "runtime.publish_every": 4}]
+    x, mean, low, high = half.average("samples_trained")
+    assert x == [0, 80, 160, 240, 320] and mean == low == high
+    assert half.cut_short("step") == [([0, 10, 20], pytest.approx([0.3, 0.4, 0.5]))]
+    (whole,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "tb", "runtime.publish_every": 1}]
+    assert [v[1] for v in whole.average("step")] == [10, pytest.approx(0.61), pytest.approx(0.60), pytest.approx(0.62)]
+
+
+def test_no_point_of_the_front_is_beaten_in_both():
+    def point(cost: float, value: float) -> tuple[Value, Value, Setting]:
+        return Value(cost, None), Value(value, None), Setting({}, [], [])
+
+    front = _front([point(3, 0.9), point(1, 0.2), point(2, 0.5), point(2, 0.4), point(2.5, 0.5), point(4, 0.9), point(1, 0.1)])
+    assert [(c.mean, v.mean) for c, v, _ in front] == [(1, 0.2), (2, 0.5), (3, 0.9)]
+
+
+def test_a_dozen_lines_look_different():
+    assert len({(s.colour, s.dash, s.marker) for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
+    assert len({s.colour for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
+
+
+def test_a_resumed_run_that_told_an_evaluation_twice_has_it_once():
+    steps = [{"step": s, "samples_trained": s, "samples_generated": s} for s in (1, 2)]
+    evaluations = [{"step": 0, "time": 0.0, "eval/x": 0.1}, {"step": 2, "time": 3.0, "eval/x": 0.5}, {"step": 2, "time": 4.0, "eval/x": 0.6}]
+    assert [(p["step"], p["score"], p["time"]) for p in curve(steps + evaluations, "x")] == [(0, 0.1, 0.0), (2, 0.6, 4.0)]
+
+
+def test_what_cannot_be_drawn_is_refused_with_what_to_type(folder, tmp_path):
+    with pytest.raises(ValueError, match=f"is a study, which has a page of its own: type `tba report {re.escape(str(folder))}`"):
+        report([tmp_path, folder])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    told = json.loads((folder / "study.json").read_text())
+    (empty / "study.json").write_text(json.dumps({**told, "runs": [{**r, "status": "pending"} for r in told["runs"]]}))
+    with pytest.raises(ValueError, match="has no evaluations yet; type"):
+        report([empty])
