@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow check coverage clean
+.PHONY: demo test test-slow study check coverage clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,11 @@ test: $(VENV)/installed  ## the tests, under 10 minutes on two cores
 
 test-slow: $(VENV)/installed  ## the long ones, on real pretrained models where they are at hand
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
+
+study: $(VENV)/installed  ## the off-policy study: 334 runs in under two hours on two cores; goes on where it was stopped
+	@$(BIN)/tba sweep studies/off_policy/study.toml
+	@$(BIN)/python studies/off_policy/gradient_variance.py runs/off_policy
+	@$(BIN)/tba report runs/off_policy
 
 coverage: $(VENV)/installed  ## the tests with line coverage of tba/
 	@$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)

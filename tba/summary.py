@@ -120,8 +120,7 @@ class Tracker:
             "searchers/restarts": self._base["restarts"] + account.restarts,
             "searchers/rejected": self._rejected(account).total(),
         }
-        if faulty := self._base["faulty"] + account.faulty:
-            metrics["reward/faulty"] = faulty
+        metrics |= {name: count for name, count in (("reward/faulty", self._faulty(account)), ("rollouts_generated", self._rollouts(account))) if count}
         self._last, self._synced = now, 0.0
         return metrics
 
@@ -136,7 +135,8 @@ class Tracker:
             "seconds": self.seconds,
             "samples_generated": self._base["samples_generated"] + account.samples,
             "restarts": self._base["restarts"] + account.restarts,
-            "faulty": self._base["faulty"] + account.faulty,
+            "faulty": self._faulty(account),
+            "rollouts": self._rollouts(account),
             **{f"rejected/{r}": n for r, n in self._rejected(account).items()},
         }
 
@@ -168,6 +168,12 @@ class Tracker:
             first=scores[0] if scores else {},
             last=scores[-1] if scores else {},
         )
+
+    def _faulty(self, account: Account) -> float:
+        return self._base["faulty"] + account.faulty
+
+    def _rollouts(self, account: Account) -> float:
+        return self._base["rollouts"] + account.rollouts
 
     def _rejected(self, account: Account) -> Counter[str]:
         base = {k.removeprefix("rejected/"): int(v) for k, v in self._base.items() if k.startswith("rejected/")}

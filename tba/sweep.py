@@ -36,6 +36,11 @@ class Entry:
     running: bool = False
     deaths: int = 0
 
+    @property
+    def known(self) -> bool:
+        """Whether another grid can inherit from it: it has ended, and what it has inherited itself has been chosen."""
+        return self.status == "failed" or (self.status == "finished" and self.config is not None)
+
 
 @dataclass
 class Sweep:
@@ -94,9 +99,9 @@ class Sweep:
         errors: list[str] = []
         for entry in self.entries:
             best = self.study.grids[entry.point.grid].best
-            if entry.config is None and not any(e.status == "pending" or e.config is None for e in self.entries if e.point.grid == best):
-                self._inherit(entry)
+            if entry.config is None and entry.status != "failed" and all(e.known for e in self.entries if e.point.grid == best):
                 try:
+                    self._inherit(entry)
                     look(self.study, entry)
                 except ValueError as error:
                     entry.status, entry.error = "failed", str(error)
@@ -220,7 +225,11 @@ def choose(study: Study, entries: Sequence[Entry]) -> tuple[Point, dict[str, Any
 
     winner = max(groups.values(), key=rank)
     failed, mean = rank(winner)
-    text = f"mean score {mean:.3f} over {len(winner)} runs, the best of {len(groups)} settings" if failed > -len(winner) else "all runs failed: the first"
+    text = (
+        f"mean score {mean:.3f} over {len(winner)} run{'s' if len(winner) > 1 else ''}, the best of {len(groups)} settings"
+        if failed > -len(winner)
+        else "all runs failed: the first"
+    )
     return winner[0].point, {"score": mean, "failed": -failed, "of": len(groups), "told": text}
 
 

@@ -53,6 +53,13 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
     return make_model()
 
 
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from toy import save_model
+
+    return save_model(tmp_path_factory.mktemp("toy"))
+
+
 @pytest.fixture
 def groups() -> list[Group]:
     """Three groups of four, with values; every first response of a group was cut off before EOS, the others end with it."""

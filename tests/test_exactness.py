@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy import MAX_TOKENS, every_answer, group_of_all, save_model, total_variation
+from toy import BETA, MAX_TOKENS, every_answer, group_of_all, total_variation, toy_config
 
 import tba.loop
 from tba import build
-from tba.config import Config, load
+from tba.config import Config
 from tba.log import METRICS, read
 from tba.loop import Run
 from tba.policy import Policy
@@ -20,25 +20,7 @@ from tba.replay import ReplayBuffer
 from tba.strategies.uniform import Uniform
 from tba.types import Group, Sampling, collate
 
-BETA = 0.5
 LIMIT = 0.02
-
-
-@pytest.fixture(scope="module")
-def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("toy"))
-
-
-def toy_config(model: Path, folder: Path, *settings: str) -> Config:
-    return load(
-        None,
-        [
-            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
-            "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
-            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
-            "log.tensorboard=false", *settings,
-        ],
-    )  # fmt: skip
 
 
 def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:

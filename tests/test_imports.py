@@ -11,9 +11,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "schedule", "plugins", "table", "faults", "config"},
+    {"types", "objective", "schedule", "plugins", "table", "faults", "config"},
     {"pretrained", "weights", "log", "data", "policy", "objectives", "strategies", "engines", "tasks", "selections", "rewards"},
-    {"replay", "prompts", "searcher", "trainer", "evaluate", "build"},
+    {"replay", "prompts", "rollouts", "searcher", "trainer", "evaluate", "build"},
     {"runtime", "summary", "runfolder", "console", "stop", "study", "results", "report"},
     {"checkpoint", "loop", "offline", "workers", "sweep"},
     {"cli"},

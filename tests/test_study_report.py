@@ -48,7 +48,7 @@ def write_run(path: Path, point: Point, failed: bool) -> None:
     rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(point, 0)}]
     for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
         rows.append(
-            {"step": step, "time": step / 2, "samples_trained": 8 * step, "samples_generated": 10 * step, "kl": step / 100 + seed, "off_policy/lag_mean": 2.0}
+            {"step": step, "time": step / 2, "samples_trained": 8 * step, "samples_generated": 10 * step, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0}
         )
         if step % 10 == 0:
             rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(point, step)})
@@ -109,8 +109,8 @@ def test_the_page_asks_for_nothing_outside_itself(folder, page):
 
 
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
-    # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl over the last 4 of 40 steps: 0.385 + seed; seconds 20, 21, 22
-    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.39 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
+    # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl over the last 4 of 40 steps: 0.77 + seed; seconds 20, 21, 22
+    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.77 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
     assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6%", "81.0% ± 0.6%", "10.0% ± 0.0%"]
     assert re.search(r'<td class="best">91.0%', page.replace("\N{NO-BREAK SPACE}", " "))
 
@@ -118,7 +118,7 @@ def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
 def test_failed_runs_and_those_to_come_are_counted_and_not_averaged(page):
     assert cells(page, "4", "rloo")[:2] == ["3, 1 failed, 1 to come", "52.0%"]
     assert cells(page, "rloo")[:2] == ["2, 2 failed", "–"]
-    assert "23 finished, 3 failed, 1 to come" not in page and "<dd>22 finished, 3 failed, 1 to come</dd>" in page
+    assert "<dd>22 finished, 3 failed, 1 to come</dd>" in page
     assert "<code>lags/use=rloo,publish_every=4,seed=0</code>: NotFinite: step 21: loss nan" in page
 
 
@@ -147,7 +147,7 @@ def test_no_point_of_the_front_is_beaten_in_both():
     def point(cost: float, value: float) -> tuple[Value, Value, Setting]:
         return Value(cost, None), Value(value, None), Setting({}, [], [])
 
-    front = _front([point(3, 0.9), point(1, 0.2), point(2, 0.5), point(2, 0.4), point(2.5, 0.5), point(4, 0.9), point(1, 0.1)])
+    front = _front([point(3.0, 0.9), point(1.0, 0.2), point(2.0, 0.5), point(2.0, 0.4), point(2.5, 0.5), point(4.0, 0.9), point(1.0, 0.1)])
     assert [(c.mean, v.mean) for c, v, _ in front] == [(1, 0.2), (2, 0.5), (3, 0.9)]
 
 

@@ -13,12 +13,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tba.config import Config, load
 from tba.policy import Policy
 from tba.pretrained import Text
 from tba.strategies._draw import by_count
 from tba.types import Answer, Group, Prompt, Shelf, Trajectory, collate
 
 MAX_TOKENS = 2
+BETA = 0.5
 TEXTS = ("1+", "2=3", "71=")
 
 
@@ -65,6 +67,19 @@ class Delayed:
         old = [s for s in shelves if s.arrived <= now - self.age][-groups:]
         chosen = old if len(old) == groups else shelves[:groups]
         return [s.group(by_count(s.latest(), size, rng)) for s in chosen]
+
+
+def toy_config(model: Path, folder: Path, *settings: str) -> Config:
+    """A local run on the toy, by `tb` unless another objective is named."""
+    return load(
+        None,
+        [
+            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
+            "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
+            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
+            "log.tensorboard=false", *settings,
+        ],
+    )  # fmt: skip
 
 
 def every_answer(text: Text) -> list[np.ndarray]:

@@ -20,6 +20,12 @@ def total(values: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K"]:
     return (values * batch.mask).sum(-1)
 
 
+def of_response(values: Float[Tensor, "B K T"], batch: Batch, length_normalised: bool) -> Float[Tensor, "B K"]:
+    """The sum over the response, or the mean over its tokens."""
+    summed = total(values, batch)
+    return summed / batch.mask.sum(-1) if length_normalised else summed
+
+
 def centred(values: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
     """Less the group's mean."""
     return values - values.mean(1, keepdim=True)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import positive, total
+from tba.objectives._terms import of_response, positive
 from tba.types import Batch
 
 
@@ -25,6 +25,8 @@ class OnlineDpo:
 
     beta: float = 0.1
     pair: Literal["best_worst", "first_two"] = "best_worst"
+    length_normalised: bool = False
+    """d as a mean over tokens, so that a longer response has no larger say."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.1)
@@ -32,7 +34,7 @@ class OnlineDpo:
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         considered = batch.reward if self.pair == "best_worst" else batch.reward[:, :2]
         better, worse = considered.argmax(1, keepdim=True), considered.argmin(1, keepdim=True)
-        difference = total(logp - batch.ref_logp, batch)
+        difference = of_response(logp - batch.ref_logp, batch, self.length_normalised)
         margin = self.beta * (difference.gather(1, better) - difference.gather(1, worse)).squeeze(1)
         preferred = (batch.reward.gather(1, better) > batch.reward.gather(1, worse)).squeeze(1).float()
         loss = -torch.nn.functional.logsigmoid(margin) * preferred

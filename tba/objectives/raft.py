@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import total
+from tba.objectives._terms import of_response
 from tba.types import Batch
 
 
@@ -22,6 +22,8 @@ class Raft:
     """
 
     threshold: float | None = 0.5
+    length_normalised: bool = False
+    """log pi(y_j) as a mean over tokens."""
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         if self.threshold is None:
@@ -29,4 +31,4 @@ class Raft:
             good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))
         else:
             good = batch.reward >= self.threshold
-        return -(good.float() * total(logp, batch)).mean(1), {"raft/accepted": good.float().mean(1)}
+        return -(good.float() * of_response(logp, batch, self.length_normalised)).mean(1), {"raft/accepted": good.float().mean(1)}

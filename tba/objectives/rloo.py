@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import Importance, importance, leave_one_out, regularised, total
+from tba.objectives._terms import Importance, importance, leave_one_out, of_response, regularised
 from tba.types import Batch
 
 
@@ -25,8 +25,10 @@ class Rloo:
     beta: float = 0.05
     importance: Importance = "none"
     importance_cap: float = 2.0
+    length_normalised: bool = False
+    """log pi(y_j) as a mean over tokens."""
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))
         weight = importance(self.importance, logp, batch, self.importance_cap)
-        return -(advantage * total(weight * logp, batch)).mean(1), {"rloo/advantage_std": advantage.std(1)}
+        return -(advantage * of_response(weight * logp, batch, self.length_normalised)).mean(1), {"rloo/advantage_std": advantage.std(1)}

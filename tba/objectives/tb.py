@@ -26,14 +26,18 @@ class TrajectoryBalance:
 
     beta: float = 0.05
     importance_cap: float | None = None
+    log_ratio_clamp: float | None = None
+    """Each token's log pi - log ref counts, and gets a gradient, within +- this only; default: no clamp."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.05)
-        if self.importance_cap is not None:
-            positive("importance_cap", self.importance_cap, 2.0)
+        for name, value, instead in (("importance_cap", self.importance_cap, 2.0), ("log_ratio_clamp", self.log_ratio_clamp, 10.0)):
+            if value is not None:
+                positive(name, value, instead)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        residual = self.beta * total(logp - batch.ref_logp, batch) - batch.reward
+        bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp
+        residual = self.beta * total((logp - batch.ref_logp).clamp(-bound, bound), batch) - batch.reward
         corrected = self.importance_cap is not None
         weight = importance("sequence" if corrected else "none", logp, batch, self.importance_cap or 1.0)[..., 0]
         log_z = -(weight * residual.detach()).sum(1, keepdim=True) / weight.sum(1, keepdim=True)  # beta log Z: live policy, this group, no gradient

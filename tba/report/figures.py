@@ -50,6 +50,12 @@ def styles_for(values: Sequence[Any]) -> Styles:
     return styles
 
 
+def draw(layout: Layout, styles: Styles, metric: str) -> dict[str, Figure]:
+    """All figures that the grid has something for."""
+    drawn = {"curves": learning(layout, styles, metric), "against": against(layout, styles, metric), "fronts": fronts(layout, styles, metric)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
 def learning(layout: Layout, styles: Styles, metric: str, x: X = "samples_trained") -> Figure:
     """Mean over seeds and, as a band, the least and the greatest; runs that failed are drawn alone, up to a cross."""
     panels = layout.panels(layout.others)
@@ -86,7 +92,7 @@ def against(layout: Layout, styles: Styles, metric: str) -> Figure | None:
         dress(axes, title, key)
         for i, line in enumerate(lines):
             style = styles[_key(line)]
-            ended = [(s.axes[key], v, s) for s in settings if (line is None or layout.line(s) == line) and (v := s.value("last")) is not None]
+            ended = [(float(s.axes[key]), v, s) for s in settings if (line is None or layout.line(s) == line) and (v := s.value("last")) is not None]
             ended.sort(key=lambda found: found[0])
             at, mean, low, high = ([f(*e) for e in ended] for f in (_at, _mean, _low, _high))
             axes.fill_between(at, low, high, color=style.colour, alpha=0.13, linewidth=0)
@@ -94,7 +100,7 @@ def against(layout: Layout, styles: Styles, metric: str) -> Figure | None:
             _crosses(axes, [(x, v.mean) for x, v, s in ended if s.count("failed")])
             lost = [s.axes[key] for s in settings if (line is None or layout.line(s) == line) and s.count("failed") == len(s.rows)]
             axes.plot(lost, [0.03 * (1 + i)] * len(lost), "x", color=style.colour, markeredgewidth=1.8, transform=axes.get_xaxis_transform())
-        _number_axis(axes, layout.values[key])
+        _number_axis(axes, [float(v) for v in layout.values[key]])
         _scores(axes, metric)
     return _share_y(figure, grid, metric)
 
@@ -164,8 +170,8 @@ def _heat(layout: Layout, x: str, y: str, metric: str) -> Figure:
             elif s.count("failed"):
                 axes.text(at[1], at[0], "failed", ha="center", va="center", fontsize=7.5, color=GREY)
         axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis", vmin=min(every, default=0), vmax=max(every, default=1))
-        axes.set_xticks(range(len(columns)), [tick(v) for v in columns])
-        axes.set_yticks(range(len(rows)), [tick(v) for v in rows])
+        axes.set_xticks(range(len(columns)), [tick(float(v)) for v in columns])
+        axes.set_yticks(range(len(rows)), [tick(float(v)) for v in rows])
         axes.set_ylabel(y, color=GREY)
     return figure
 

@@ -33,13 +33,13 @@ class Setting:
 
     def value(self, name: str) -> Value | None:
         """Over the runs that have come to their end."""
-        values = [r[name] for r in self.rows if r["status"] == "finished" and r.get(name) is not None]
+        values = self.values(name)
         if not values:
             return None
         return Value(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
     def values(self, name: str) -> list[float]:
-        return [r[name] for r in self.rows if r["status"] == "finished" and r.get(name) is not None]
+        return [float(r[name]) for r in self.rows if r["status"] == "finished" and r.get(name) is not None]
 
     def count(self, status: str) -> int:
         return sum(r["status"] == status for r in self.rows)
@@ -48,13 +48,13 @@ class Setting:
         """x, mean, least and greatest score at each evaluation that all finished runs have had."""
         ended = [{p["step"]: p for p in c} for r, c in zip(self.rows, self.curves, strict=True) if r["status"] == "finished"]
         steps = sorted(set.intersection(*(set(c) for c in ended))) if ended else []
-        scores = [[c[step]["score"] for c in ended] for step in steps]
+        scores = [[float(c[step]["score"]) for c in ended] for step in steps]
         return [fmean(c[step][x] for c in ended) for step in steps], [fmean(s) for s in scores], [min(s) for s in scores], [max(s) for s in scores]
 
     def cut_short(self, x: str) -> list[tuple[list[float], list[float]]]:
         """x and score of each run that failed."""
         failed = [c for r, c in zip(self.rows, self.curves, strict=True) if r["status"] == "failed" and c]
-        return [([p[x] for p in c], [p["score"] for p in c]) for c in failed]
+        return [([float(p[x]) for p in c], [float(p["score"]) for p in c]) for c in failed]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def lay_out(folder: Path, name: str, runs: Sequence[Told], rows: Sequence[Row], 
     ]
     keys = list(dict.fromkeys(key for s in settings for key in s.axes))
     values = {key: _distinct([s.axes[key] for s in settings if key in s.axes]) for key in keys}
-    varying = {key: found for key, found in values.items() if len(found) > 1}
+    varying = _apart({key: found for key, found in values.items() if len(found) > 1}, settings)
     texts = [key for key, found in varying.items() if not all(_number(v) for v in found)]
     lines = max(texts or varying, key=lambda key: len(varying[key]), default=None)
     return Layout(name, settings, varying, lines)
@@ -119,6 +119,15 @@ def told(key: str, value: Any) -> str:
     last = key.rpartition(".")[2]
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if last in ("use", "variant") else f"{last} {text}"
+
+
+def _apart(values: Mapping[str, Sequence[Any]], settings: Sequence[Setting]) -> dict[str, Sequence[Any]]:
+    """Without keys that go hand in hand with one before, such as the samples of a prompt with the size of a group: they are one axis."""
+    found: dict[tuple[int, ...], str] = {}
+    for key in values:
+        seen: dict[str, int] = {}
+        found.setdefault(tuple(seen.setdefault(_hashable(s.axes.get(key)), len(seen)) for s in settings), key)
+    return {key: values[key] for key in found.values()}
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

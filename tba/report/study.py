@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from tba.report.draw import png, write_page
-from tba.report.figures import Styles, against, fronts, learning, styles_for
+from tba.report.figures import Styles, draw, styles_for
 from tba.report.layout import Layout, Setting, Value, lay_out, told
 from tba.results import Row, read_told, write_results
 
@@ -68,12 +66,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
 
 def _pictures(target: Path, layout: Layout, styles: Styles, metric: str) -> dict[str, str]:
     """Of each figure that the grid has something for: the picture as the page holds it."""
-    drawn: dict[str, Figure | None] = {
-        "curves": learning(layout, styles, metric),
-        "against": against(layout, styles, metric),
-        "fronts": fronts(layout, styles, metric),
-    }
-    return {name: png(figure, target / f"{layout.name}_{name}.png") for name, figure in drawn.items() if figure is not None}
+    return {name: png(figure, target / f"{layout.name}_{name}.png") for name, figure in draw(layout, styles, metric).items()}
 
 
 def _table(layout: Layout, metric: str) -> tuple[list[str], list[list[Cell]]]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -285,5 +285,9 @@ def _resources(config: Config, place: Place) -> dict[str, Any]:
 
 def _owned(group: Group) -> Group:
     """A copy that does not keep Ray's shared memory alive for as long as the replay buffer holds it."""
-    copies = (Trajectory(np.array(t.tokens), np.array(t.behavior_logp), np.array(t.ref_logp), t.reward, t.version, t.finished) for t in group.trajectories)
-    return Group(group.prompt, np.array(group.prompt_tokens), tuple(copies))
+    return replace(group, prompt_tokens=np.array(group.prompt_tokens), trajectories=tuple(_copied(t) for t in group.trajectories))
+
+
+def _copied(t: Trajectory) -> Trajectory:
+    value = None if t.value is None else np.array(t.value)
+    return replace(t, tokens=np.array(t.tokens), behavior_logp=np.array(t.behavior_logp), ref_logp=np.array(t.ref_logp), value=value)
