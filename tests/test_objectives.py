@@ -589,3 +589,38 @@ def test_other_options_without_a_sense_are_refused() -> None:
     for objective, options in refused:
         with pytest.raises(ValueError, match=rf"objective\.{next(iter(options))}"):
             objective(**options)
+
+
+def test_tb_clamp_by_hand() -> None:
+    """Tokens of group 0 have log-ratios .5 .5 | 0 0 0 0 | 2, the last cut at 1. beta = .5, residuals -.5, 0, .5: the cut token learns nothing."""
+    logp, batch = ragged()
+    logp.requires_grad_()
+    loss, _ = TrajectoryBalance(beta=0.5, log_ratio_clamp=1.0)(logp, batch)
+    torch.testing.assert_close(loss[0].detach(), torch.tensor((0.25 + 0 + 0.25) / 3, dtype=torch.float64))
+    (grad,) = torch.autograd.grad(loss[0], logp)
+    torch.testing.assert_close(grad[0], torch.tensor([[-1 / 6, -1 / 6, 0, 0], [0.0] * 4, [0.0] * 4], dtype=torch.float64))
+
+
+def test_length_normalised_rloo_by_hand() -> None:
+    """Advantages 1, 1/4, -5/4 and -1/2, -5/4, 7/4; each token has the response's A_j / (K T_j)."""
+    logp, batch = ragged()
+    logp.requires_grad_()
+    loss, _ = Rloo(beta=0.5, length_normalised=True)(logp, replace(batch, behavior_logp=logp.detach()))
+    loss.sum().backward()
+    expected = torch.tensor([[1 / 2, 1 / 16, -5 / 4], [-1 / 6, -5 / 4, 7 / 8]], dtype=torch.float64) / -3
+    torch.testing.assert_close(logp.grad, expected[..., None] * batch.mask)
+
+
+def test_length_normalised_raft_by_hand() -> None:
+    """Every response has a mean log-prob of -1; one of three is good, then three of three."""
+    logp, batch = ragged()
+    loss, _ = Raft(length_normalised=True)(logp, batch)
+    torch.testing.assert_close(loss, torch.tensor([1 / 3, 1.0], dtype=torch.float64))
+
+
+def test_length_normalised_dpo_by_hand() -> None:
+    """Mean log-ratios 1/2, 0, 2 and 0, 1, 0: margins .5 (1/2 - 0) and .5 (0 - 0)."""
+    logp, batch = ragged()
+    loss, extras = OnlineDpo(beta=0.5, length_normalised=True)(logp, batch)
+    torch.testing.assert_close(extras["rewards/margins"], torch.tensor([0.25, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(loss, torch.tensor([log(1 + exp(-0.25)), log(2)], dtype=torch.float64))

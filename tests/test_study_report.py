@@ -134,6 +134,20 @@ def test_lines_are_what_most_strings_tell_apart(layouts):
     assert set(layouts["rates"].numbers) == {"trainer.learning_rate", "objective.beta"} and layouts["rates"].lines in layouts["rates"].numbers
 
 
+def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
+    (tmp_path / "s.toml").write_text(
+        """
+        [[grid]]
+        name = "sizes"
+        "run.seed" = [0, 1]
+        variants = [{ "trainer.group_size" = 2, "sampling.samples" = 4 }, { "trainer.group_size" = 4, "sampling.samples" = 8 }]
+        """
+    )
+    runs = [Told(p.grid, p.slug, p.label, p.settings, p.varied, p.axes) for p in read_study(tmp_path / "s.toml").points()]
+    layout = lay_out(tmp_path, "sizes", runs, [{"status": "pending"} for _ in runs], "sampled_pass@1")
+    assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.settings) == 2
+
+
 def test_a_curve_is_averaged_where_all_finished_runs_have_been(layouts):
     (half,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "rloo", "runtime.publish_every": 4}]
     x, mean, low, high = half.average("samples_trained")

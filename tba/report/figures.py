@@ -58,7 +58,7 @@ def draw(layout: Layout, styles: Styles, metric: str) -> dict[str, Figure]:
 
 def learning(layout: Layout, styles: Styles, metric: str, x: X = "samples_trained") -> Figure:
     """Mean over seeds and, as a band, the least and the greatest; runs that failed are drawn alone, up to a cross."""
-    panels = layout.panels(layout.others)
+    panels = {title: found for title, settings in layout.panels(layout.others).items() if (found := [s for s in settings if any(s.curves)])}
     figure, grid = _panels(len(panels), layout, styles)
     for axes, (title, settings) in zip(grid, panels.items(), strict=True):
         dress(axes, title, X_LABELS[x])
@@ -84,7 +84,9 @@ def against(layout: Layout, styles: Styles, metric: str) -> Figure | None:
     if not numbers:
         return None
     key = numbers[0]
-    panels = layout.panels([k for k in layout.others if k != key])
+    panels = {
+        title: found for title, settings in layout.panels([k for k in layout.others if k != key]).items() if (found := [s for s in settings if any(s.curves)])
+    }
     lines = layout.line_values() if key != layout.lines else [None]
     styles = styles if key != layout.lines else {None: PLAIN}
     figure, grid = _panels(len(panels), layout, styles if key != layout.lines else None)
@@ -126,7 +128,8 @@ def fronts(layout: Layout, styles: Styles, metric: str) -> Figure | None:
             axes.annotate(
                 str(i + 1), (c.mean, v.mean), (-4, 4 + 8 * (i % 2)), textcoords="offset points", ha="right", fontsize=8.5, fontweight="bold", color=GREY
             )
-        names = [f"{i + 1} {', '.join(told(k, v) for k, v in s.axes.items() if k in layout.values)}" for i, (_, _, s) in enumerate(front)]
+        keys = [k for k in (layout.lines, *layout.others) if k is not None]
+        names = [f"{i + 1} {', '.join(told(k, s.axes[k]) for k in keys if k in s.axes)}" for i, (_, _, s) in enumerate(front)]
         axes.set_title(fill("front:  " + "  ·  ".join(n.replace(" ", NO_BREAK) for n in names), 92), loc="left", fontsize=8.5, color=GREY)
         if points and min(c.mean for c, _, _ in points) > 0 and max(c.mean for c, _, _ in points) > 10 * min(c.mean for c, _, _ in points):
             axes.set_xscale("log")
