@@ -111,6 +111,13 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, m
     assert _config([], tmp_path / "run").run.steps == 3
 
 
+def test_the_policy_becomes_its_own_reference(tiny_model: Path, tmp_path: Path) -> None:
+    """On policy, with a reset every third step: what version 3 finds has version 3 for its reference, and before that the first model."""
+    run(config(tiny_model, tmp_path / "run", "strategy=recent", "policy.reset_reference_every=3"))
+    kl = [row["kl"] for row in read(tmp_path / "run" / METRICS) if "kl" in row]
+    assert [abs(v) < 1e-5 for v in kl] == [True, False, False, True, False, False, True, False]  # steps 1 to 8 learn from versions 0 to 7
+
+
 def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(config(tiny_model, tmp_path / name, f"run.seed={seed}"))

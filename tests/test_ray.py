@@ -101,6 +101,19 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path, monkeypat
     assert versions[-1] == 120
 
 
+def test_search_and_learning_take_turns(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lag = 0 on two searchers: all is on policy, no group too many is searched, a reset reference arrives in its turn, and so do values."""
+    settings = ("runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=8")
+    changing = ("policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo", "objective.step_tokens=1", "objective.rollouts=2")
+    ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing), monkeypatch)
+    rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
+    assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
+    assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
+    assert [abs(r["kl"]) < 1e-4 for r in rows] == [True, False, False, True, False, False, True, False]
+    stored = [s.trajectory for shelf in ended.buffer.shelves for s in shelf.stored.values()]
+    assert all(t.value is not None and np.isfinite(t.value).all() and len(t.value) == len(t.tokens) for t in stored)
+
+
 def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 while it generates: replaced, its prompts issued again, nothing twice, and the run completes."""
     settings = ("engine=scripted", "engine.latency=0.2", "engine.answers=['1','2','3','4','5','6']", "run.steps=400", "task.size=3000", "eval.every=0")
