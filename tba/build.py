@@ -62,8 +62,9 @@ def check(config: Config) -> Parts:
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError("log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false")
     parts = assemble(config, [], [])
-    for step in (0, config.run.steps):
-        parts.objective.at(step)
+    first, last = (parts.objective.at(step) for step in (0, config.run.steps))
+    if isinstance(first, Headed) and first.head != last.head:
+        raise ValueError("objective.head_learning_rate follows trainer.schedule; give a number, not a schedule of its own")
     prompts = parts.task.prompts()
     held_out = parts.task.held_out()[: config.eval.prompts] if config.eval.prompts else []
     if not prompts:

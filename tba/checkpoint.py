@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,19 @@ from safetensors.torch import load_file, save_file
 from tba.pretrained import Text
 from tba.replay import ReplayBuffer, load_groups, save_groups
 from tba.runtime import SearchState
+from tba.searcher import Searcher
 from tba.trainer import Trainer
-from tba.weights import Weights
+from tba.types import Group
+from tba.weights import Weights, adopt
 
 MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = "manifest.json", "state.json", "optimizer.safetensors", "search_weights.safetensors"
 REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safetensors"
 
 log = logging.getLogger(__name__)
+
+
+FORMAT = 2
+"""Of a generation's files; those of another number are not resumed."""
 
 
 class Damaged(ValueError):
@@ -46,7 +52,7 @@ class Progress:
     counts: Mapping[str, float]
 
 
-def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBuffer, search: SearchState, progress: Progress) -> Path:
+def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBuffer, search: SearchState, held: Iterable[Group], progress: Progress) -> Path:
     """Writes generation `step-N` whole or not at all, then drops all but the newest `keep`."""
     target, aside = folder / f"step-{progress.step:08d}", folder / f".step-{progress.step:08d}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -61,8 +67,9 @@ def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBu
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
             _save_weights(weights, aside / name)
-    save_groups(search.held, aside / HELD)
+    save_groups(list(held), aside / HELD)
     state = {
+        "format": FORMAT,
         "progress": asdict(progress),
         "optimizer": optimizer,
         "schedule": trainer.schedule.state_dict(),
@@ -127,9 +134,14 @@ def verify(generation: Path) -> None:
             raise Damaged(f"{name} is not what was written")
 
 
-def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[Progress, SearchState]:
-    """Puts model, optimizer, schedule, random states and buffer back as they were when this (verified) generation was written."""
+def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[Progress, SearchState, Sequence[Group]]:
+    """Puts model, optimizer, schedule, random states and buffer back as they were when this (verified) generation was written.
+
+    Returns where the run stood, and the groups that were on their way to the buffer.
+    """
     state = json.loads((generation / STATE).read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{generation} was written by another version of tba, and cannot be resumed by this one; `tba export` still gives you its model")
     weights = _load_model(generation / "model")
     try:
         missing, unexpected = trainer.policy.model.load_state_dict(weights, strict=False)
@@ -151,7 +163,17 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
     trainer.schedule.load_state_dict(state["schedule"])
     buffer.load(generation)
     searching, reference = (_load_weights(generation / name) for name in (SEARCH_WEIGHTS, REFERENCE))
-    return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], searching, reference, load_groups(generation / HELD))
+    return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], searching, reference), load_groups(generation / HELD)
+
+
+def hand_over(generation: Path, searcher: Searcher, bf16: bool) -> None:
+    """The generation's model for the searcher's engine, and its reference if it had been reset."""
+    arrays = {n: t.bfloat16().view(torch.uint16).numpy() if bf16 else t.float().numpy() for n, t in _load_model(generation / "model").items()}
+    step = json.loads((generation / STATE).read_text())["progress"]["step"]
+    searcher.engine.adopt(Weights(step, arrays))
+    reference = _load_weights(generation / REFERENCE)
+    if reference is not None:
+        adopt(searcher.reference.model, reference)
 
 
 def _save_weights(weights: Weights, file: Path) -> None:

@@ -112,7 +112,7 @@ class RuntimeTable(Table):
     address: str | None = Field(None, description="of a Ray cluster to join; default: a private one on loopback")
     task_deadline: Seconds = Field(600.0, description="seconds until a silent searcher is replaced")
     start_deadline: Seconds = Field(300.0, description="seconds that a searcher may take to start")
-    gather_deadline: Seconds = Field(1800.0, description="seconds the trainer waits for groups before it gives up")
+    gather_deadline: Seconds = Field(1800.0, description="seconds the trainer waits for groups, for each batch's worth of them, before it gives up")
     max_restarts: Count = Field(10, description="searchers replaced before the run gives up")
     cores: Literal["divide", "share"] = Field("divide", description="divide: each process has cores of its own; share: no pinning")
 
@@ -193,6 +193,8 @@ class Config(Table):
             raise ValueError(
                 f"runtime.lag = {self.runtime.lag} waits for a batch's worth at each step, not for runtime.fresh = {self.runtime.fresh}; drop one of them"
             )
+        if self.runtime.lag is not None and self.runtime.publish_every != 1:
+            raise ValueError(f"runtime.lag = {self.runtime.lag} needs new weights at each step; set runtime.publish_every=1, or drop runtime.lag")
         if self.runtime.use == "local" and self.runtime.searchers > 1:
             raise ValueError(f"runtime.searchers = {self.runtime.searchers}, but runtime.use = 'local' has one; set runtime.use=ray")
         if self.replay.per_prompt < self.trainer.group_size:
@@ -245,32 +247,33 @@ def parse(tables: Mapping[str, Any]) -> Config:
 
 
 PLUGGED = ("task", "engine", "objective", "strategy", "selection")
-NAMES_PLUGIN = {*PLUGGED, *(f"{table}.use" for table in PLUGGED)}
+NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}
 
 
 def override_all(tables: dict[str, Any], settings: Sequence[str]) -> None:
-    """In any order: those that name a plug-in go first, so that they drop the options of the one before and none that are given beside them."""
-    for setting in sorted(settings, key=lambda s: s.partition("=")[0].strip() not in NAMES_PLUGIN):
-        override(tables, setting)
+    """Applies each `table.key=value`; a value is read as TOML, or else as text. `objective=rloo` is short for `objective.use=rloo`."""
+    values = {}
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals or ("." not in key and key not in PLUGGED):
+            raise ValueError(f"{setting!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
+        values[f"{key}.use" if key in PLUGGED else key] = _value(text)
+    assign_all(tables, values)
 
 
-def override(tables: dict[str, Any], setting: str) -> None:
-    """Applies one `table.key=value`; the value is read as TOML, or else as text. `objective=rloo` is short for `objective.use=rloo`."""
-    key, equals, text = setting.partition("=")
-    path = key.strip().split(".")
-    if not equals or (len(path) == 1 and path[0] not in PLUGGED):
-        raise ValueError(f"{setting!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
-    if len(path) == 1:
-        path.append("use")
-    table, value = tables, _value(text.strip())
-    for name in path[:-1]:
-        inner = table.setdefault(name, {})
-        table[name] = table = {"use": inner} if isinstance(inner, str) else inner
-        if not isinstance(table, dict):
-            raise ValueError(f"{setting!r}: {name} is a value, not a table")
-    if ".".join(path) in NAMES_PLUGIN and table.get("use", Config.model_fields[path[0]].default.use) != value:
-        table.clear()  # another plug-in: the options of the one before are not its own
-    table[path[-1]] = value
+def assign_all(tables: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets each `table.key`. Those that name a plug-in go first, so that they drop the options of the one before and none that are given beside them."""
+    for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
+        *path, last = key.split(".")
+        table = tables
+        for name in path:
+            inner = table.setdefault(name, {})
+            table[name] = table = {"use": inner} if isinstance(inner, str) else inner
+            if not isinstance(table, dict):
+                raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
+        if key in NAMES_PLUGIN and table.get("use", Config.model_fields[path[0]].default.use) != values[key]:
+            table.clear()  # another plug-in: the options of the one before are not its own
+        table[last] = values[key]
 
 
 def _value(text: str) -> Any:

@@ -12,12 +12,9 @@ import numpy as np
 
 from tba.config import EvalTable
 from tba.pretrained import Text
-from tba.rewards import Guard, Rejected, Verdict
+from tba.rewards import AT_ONCE, Guard, Rejected, Verdict
 from tba.searcher import Engine
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
-
-AT_ONCE = 64
-"""Answers that a task scores in one call."""
+from tba.types import Completion, Group, Prompt, Sampling, Trajectory
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def evaluate(
     ):
         completions = engine.generate(tokens, sampling, settings.seed)
         n = sampling.samples
-        flat = _scored(guard, [(p, text.answer(c)) for p, cs in zip(prompts, completions, strict=True) for c in cs])
+        flat = guard.in_parts([p for p in prompts for _ in range(n)], [text.answer(c) for cs in completions for c in cs])
         verdicts = [flat[i : i + n] for i in range(0, len(flat), n)]
         scores |= {f"{name}_{k}": v for k, v in _summary(verdicts, guard.task.pass_reward).items()}
         scores[f"{name}_length"] = fmean(len(c.tokens) for cs in completions for c in cs)
@@ -92,12 +89,6 @@ def _kl(prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], completions: li
         ]
         found += [float((t.behavior_logp - t.ref_logp).sum()) for g in reference(groups) for t in g.trajectories]
     return fmean(found)
-
-
-def _scored(guard: Guard, flat: list[tuple[Prompt, Answer]]) -> list[Verdict]:
-    """In calls about as large as those of a search, each within the reward's deadline."""
-    parts = (flat[i : i + AT_ONCE] for i in range(0, len(flat), AT_ONCE))
-    return [v for part in parts for v in guard([p for p, _ in part], [a for _, a in part])]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

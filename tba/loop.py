@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,11 @@ from tba.log import Journal
 from tba.replay import ReplayBuffer
 from tba.runfolder import RunFolder
 from tba.runtime import Searchers, SearchState
-from tba.runtime.delay import Delayed
 from tba.runtime.placement import Place, available_cores, divide
 from tba.stop import Stop
 from tba.summary import Summary, Tracker
 from tba.trainer import Trainer
-from tba.types import collate
+from tba.types import Group, collate
 
 
 def train(run: Run) -> None:
@@ -31,7 +30,7 @@ def train(run: Run) -> None:
     if run.start == 0:
         run.evaluate()
         with clock.first_fill():
-            run.buffer.add(run.searchers.gather(at_least=max(0, c.first_fill - run.buffer.prompts)), now=0)
+            run.buffer.add(run.gather(at_least=max(0, c.first_fill - run.buffer.prompts)), now=0)
     for step in range(run.start, c.run.steps):
         if run.stop.requested:
             break
@@ -46,7 +45,7 @@ def train(run: Run) -> None:
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
         with clock.waiting():
-            found = run.searchers.gather(at_least=c.fresh)  # 0 when asynchronous: nobody waits
+            found = run.gather(at_least=c.fresh)  # 0 when asynchronous: nobody waits
         run.buffer.add(found, now=done)
         run.tell(done, metrics | clock.step(step, groups, run.buffer, run.searchers.account), groups)
         if due(done, c.checkpoint.every):
@@ -73,9 +72,17 @@ class Run:
     tracker: Tracker
     stop: Stop
     start: int = 0
+    held: deque[Group] = field(default_factory=deque)
+    """Groups on their way to the buffer, with a constant lag."""
     _saved: int | None = field(default=None, init=False)
 
-    def tell(self, step: int, metrics: dict[str, float], groups: list[Any]) -> None:
+    def gather(self, at_least: int) -> list[Group]:
+        """New groups; with `runtime.lag`, those found so many batches ago: step v then learns from what version v - lag found."""
+        behind = (self.config.runtime.lag or 0) * self.config.trainer.groups
+        self.held.extend(self.searchers.gather(at_least + max(0, behind - len(self.held))))
+        return [self.held.popleft() for _ in range(len(self.held) - behind)]
+
+    def tell(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """To the journal and the console; with evaluations that have ended, and a sample now and then."""
         self.journal.row(step, metrics)
         self.console.step(step, metrics)
@@ -107,7 +114,7 @@ class Run:
             return
         progress = checkpoint.Progress(step, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
         keep = self.config.checkpoint.keep
-        checkpoint.save(self.folder.checkpoints, keep, self.trainer, self.parts.text, self.buffer, self.searchers.state(), progress)
+        checkpoint.save(self.folder.checkpoints, keep, self.trainer, self.parts.text, self.buffer, self.searchers.state(), self.held, progress)
         self._saved = step
 
 
@@ -137,8 +144,10 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
     trainer = build.trainer(parts, place.device)
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
     tracker, rng, resumed, start = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0
+    held: deque[Group] = deque()
     if generation is not None:
-        progress, resumed = checkpoint.restore(generation, trainer, buffer)
+        progress, resumed, groups = checkpoint.restore(generation, trainer, buffer)
+        held.extend(groups)
         start, rng.bit_generator.state = progress.step, progress.rng
         folder.rewind(start)
         folder.write_config(config)  # with what was changed on resuming
@@ -148,7 +157,7 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
     opened.callback(journal.close)
     searchers = _searchers(parts, place.device, places, trainer, stop, resumed, start)
     opened.callback(searchers.close)
-    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start)
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start, held)
 
 
 def places_for(config: Config) -> tuple[Place, list[Place]]:
@@ -160,12 +169,6 @@ def places_for(config: Config) -> tuple[Place, list[Place]]:
 
 
 def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer, stop: Stop, resumed: SearchState | None, start: int) -> Searchers:
-    c = parts.config
-    found = _running(parts, device, places, trainer, stop, resumed, start)
-    return Delayed(found, c.runtime.lag * c.trainer.groups, resumed) if c.runtime.lag else found
-
-
-def _running(parts: Parts, device: str, places: list[Place], trainer: Trainer, stop: Stop, resumed: SearchState | None, start: int) -> Searchers:
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 

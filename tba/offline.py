@@ -13,17 +13,23 @@ from tba.runfolder import RunFolder
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
-    """Scores of the newest sound checkpoint (or of the model that the run started from) on the task's held-out prompts."""
+    """Scores of the newest sound checkpoint (or of the model that the run started from) on the task's held-out prompts.
+
+    The KL is to the reference that the checkpoint has: the first model, unless it has been reset.
+    """
     folder = RunFolder.reopen(run)
     tables = folder.config()
     override_all(tables, settings)
-    if not reference:
-        generation = checkpoint.newest(folder.checkpoints)
-        tables["policy"]["model"] = str(generation / "model")
+    generation = None if reference else checkpoint.newest(folder.checkpoints)
     parts = build.check(parse(tables))
     device = "cuda:0" if build.gpus() else "cpu"
-    scores = build.evaluation(parts, build.searcher(parts, device, build.bf16(parts.config.policy, device))).scores
-    return {"run": str(run), "model": tables["policy"]["model"], "prompts": len(parts.held_out), **scores}
+    bf16 = build.bf16(parts.config.policy, device)
+    searcher = build.searcher(parts, device, bf16)
+    if generation is not None:
+        checkpoint.hand_over(generation, searcher, bf16)
+    scores = build.evaluation(parts, searcher).scores
+    model = parts.config.policy.model if generation is None else str(generation / "model")
+    return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
 
 def export_run(run: Path, out: Path) -> Path:

@@ -45,6 +45,10 @@ class Rejected:
 Verdict = float | Rejected
 
 
+AT_ONCE = 64
+"""Answers that a task scores in one call, where there are many."""
+
+
 @dataclass(frozen=True)
 class Guard:
     """Calls a task's scoring with a deadline, and finds out which sample is to blame when a call fails."""
@@ -63,6 +67,11 @@ class Guard:
             hangs = [v for v in alone if isinstance(v, Rejected) and v.reason == "timeout"]
             alone += hangs[:1] if len(hangs) >= 2 else self._call([p], [a])  # after two hangs the rest is not tried
         return alone
+
+    def in_parts(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
+        """The same in calls about as large as those of a search, each with the deadline, where there are many."""
+        starts = range(0, len(answers), AT_ONCE)
+        return [v for i in starts for v in self(prompts[i : i + AT_ONCE], answers[i : i + AT_ONCE])]
 
     def _call(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
         try:

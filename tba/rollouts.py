@@ -68,7 +68,7 @@ class Rollouts:
         left = replace(self.sampling, samples=n, max_tokens=self.sampling.max_tokens - start)
         endings = self.engine.generate(contexts, left, seed + start)
         whole = [replace(c, tokens=np.concatenate([head, c.tokens])) for head, cs in zip(heads, endings, strict=True) for c in cs]
-        verdicts = self.guard([groups[i].prompt for i, _ in states for _ in range(n)], [self.text.answer(c) for c in whole])
+        verdicts = self.guard.in_parts([groups[i].prompt for i, _ in states for _ in range(n)], [self.text.answer(c) for c in whole])
         return [verdicts[i : i + n] for i in range(0, len(verdicts), n)]
 
     def _valued(self, group: Group, place: int, trajectory: Trajectory, values: dict[State, float]) -> Trajectory:

@@ -282,7 +282,10 @@ def test_ppo_by_hand() -> None:
 
 
 def test_ppo_discounts_by_hand() -> None:
-    """discount = lambda = 1/2: differences r + V' / 2 - V are (-.25, -.25) (.5, -1, 1, -2) (0) and (0, -2.5, 1.5) (-.5) (2, -2); A adds a quarter of the next."""
+    """discount = lambda = 1/2: differences r + V' / 2 - V are (-.25, -.25) (.5, -1, 1, -2) (0) and (0, -2.5, 1.5) (-.5) (2, -2).
+
+    A adds a quarter of the next.
+    """
     first, second = [[-0.3125, -0.25], [0.5 - 0.25 + 0.25 * 0.125, -1 + 0.125, 0.5, -2], [0]], [[-0.53125, -2.125, 1.5], [-0.5], [1.5, -2]]
     torch.testing.assert_close(Ppo(0.5, discount=0.5, gae_lambda=0.5).advantages(VALUES, on_policy()[1]), per_token(first, second))
 
@@ -354,11 +357,11 @@ def test_raft_by_hand() -> None:
     one, all_three = per_token([[-1 / 3] * 2, [0] * 4, [0]], [[0] * 3, [0], [-1 / 3] * 2]), per_token([[0], [0], [0]], [[-1 / 3] * 3, [-1 / 3], [0] * 2])
     check(solve(Raft(0.5), *drifted()), [2 / 3, 6 / 3], one + all_three)
     check(solve(Raft(1.0), *drifted()), [2 / 3, 2 / 3], one)
-    check(solve(Raft(None), *drifted()), [2 / 3, 2 / 3], one)
+    check(solve(Raft("best"), *drifted()), [2 / 3, 2 / 3], one)
     logp, batch = ragged()
-    check(solve(Raft(None), logp, replace(batch, reward=torch.ones(2, 3).double())), [0, 0], torch.zeros_like(logp))
+    check(solve(Raft("best"), logp, replace(batch, reward=torch.ones(2, 3).double())), [0, 0], torch.zeros_like(logp))
     several = replace(batch, reward=per_response([[3, 1, 3], [-2, -1, -1]]))
-    assert metric(Raft(None), "raft/accepted", logp, several) == pytest.approx([2 / 3, 2 / 3])
+    assert metric(Raft("best"), "raft/accepted", logp, several) == pytest.approx([2 / 3, 2 / 3])
     assert metric(Raft(0.5), "raft/accepted", logp, batch) == pytest.approx([1 / 3, 1])
 
 
@@ -549,7 +552,16 @@ def test_both_are_at_rest_at_the_target_whoever_samples() -> None:
 
 @pytest.mark.parametrize(
     "objective",
-    [TrajectoryBalance(0.3), OnlineDpo(0.3), OnlineDpo(0.3, pair="first_two"), Grpo(0.3), Grpo(0.3, clip_high=1.5), DrGrpo(0.3), ProximalRloo(0.3), VinePpo(0.3)],
+    [
+        TrajectoryBalance(0.3),
+        OnlineDpo(0.3),
+        OnlineDpo(0.3, pair="first_two"),
+        Grpo(0.3),
+        Grpo(0.3, clip_high=1.5),
+        DrGrpo(0.3),
+        ProximalRloo(0.3),
+        VinePpo(0.3),
+    ],
     ids=repr,
 )
 def test_finite_differences(objective: Any) -> None:

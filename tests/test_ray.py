@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tba.config import Config, load
 from tba.log import METRICS, SUMMARY, read
 from tba.loop import Run
 from tba.replay import ReplayBuffer
+from tba.runtime.bind import bind_ray
 from tba.runtime.placement import Place, divide
 
 
@@ -102,7 +104,13 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path, monkeypat
 
 
 def test_search_and_learning_take_turns(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lag = 0 on two searchers: all is on policy, no group too many is searched, a reset reference arrives in its turn, and so do values."""
+    """lag = 0 on two searchers: all is on policy, both have work, none too much, a reset reference arrives in its turn, and so do values."""
+    bind_ray(None)
+    from tba.runtime.ray import RaySearchers
+
+    given: Counter[int] = Counter()
+    give = RaySearchers._give
+    monkeypatch.setattr(RaySearchers, "_give", lambda self, handle, task: (given.update({id(handle): len(task.prompts)}), give(self, handle, task))[1])
     settings = ("runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=8")
     changing = ("policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo", "objective.step_tokens=1", "objective.rollouts=2")
     ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing), monkeypatch)
@@ -111,6 +119,7 @@ def test_search_and_learning_take_turns(tiny_model: Path, tmp_path: Path, monkey
     assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
     assert [abs(r["kl"]) < 1e-4 for r in rows] == [True, False, False, True, False, False, True, False]
     stored = [s.trajectory for shelf in ended.buffer.shelves for s in shelf.stored.values()]
+    assert sum(given.values()) == 27 and min(given.values()) >= 7  # three a turn: two for one of them, one for the other
     assert all(t.value is not None and np.isfinite(t.value).all() and len(t.value) == len(t.tokens) for t in stored)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
 
@@ -23,6 +23,9 @@ class DrGrpo:
 
     beta: float = 0.0
     clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        positive("clip", self.clip, 0.2)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         rho = ratio(log_ratio(logp, batch))

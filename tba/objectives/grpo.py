@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
 
@@ -24,6 +24,11 @@ class Grpo:
     beta: float = 0.04
     clip: float = 0.2
     clip_high: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("clip", self.clip, 0.2)
+        if self.clip_high is not None:
+            positive("clip_high", self.clip_high, 0.28)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = (centred(batch.reward) / (batch.reward.std(1, keepdim=True) + 1e-4))[..., None]

@@ -31,7 +31,8 @@ class Ppo:
     head_learning_rate: float = 0.01
 
     def __post_init__(self) -> None:
-        positive("head_learning_rate", self.head_learning_rate, 0.01)
+        for name, value, instead in (("clip", self.clip, 0.2), ("head_learning_rate", self.head_learning_rate, 0.01)):
+            positive(name, value, instead)
 
     @property
     def head(self) -> Head:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import clipped, leave_one_out, log_ratio, ratio, regularised
+from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio, regularised
 from tba.types import Batch
 
 
@@ -21,6 +21,9 @@ class ProximalRloo:
 
     beta: float = 0.05
     clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        positive("clip", self.clip, 0.2)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import Importance, importance, leave_one_out, of_response, regularised
+from tba.objectives._terms import Importance, importance, leave_one_out, of_response, positive, regularised
 from tba.types import Batch
 
 
@@ -27,6 +27,9 @@ class Rloo:
     importance_cap: float = 2.0
     length_normalised: bool = False
     """log pi(y_j) as a mean over tokens."""
+
+    def __post_init__(self) -> None:
+        positive("importance_cap", self.importance_cap, 2.0)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))

@@ -29,8 +29,9 @@ class TBAPrime:
     importance_cap: float = 8.0
 
     def __post_init__(self) -> None:
-        for name, instead in (("beta", 0.005), ("log_ratio_clamp", 10.0), ("importance_cap", 8.0)):
-            positive(name, vars(self)[name], instead)
+        positive("beta", self.beta, 0.005)
+        positive("log_ratio_clamp", self.log_ratio_clamp, 10.0)
+        positive("importance_cap", self.importance_cap, 8.0)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         kl = total((logp.detach() - batch.ref_logp).clamp(-self.log_ratio_clamp, self.log_ratio_clamp), batch)

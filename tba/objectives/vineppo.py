@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss, Vine
-from tba.objectives._terms import clipped, kl_k3, log_ratio, outside, ratio, total
+from tba.objectives._terms import clipped, kl_k3, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
 
@@ -31,6 +31,7 @@ class VinePpo:
         for name, value in (("rollouts", self.rollouts), ("step_tokens", self.step_tokens)):
             if value < 1:
                 raise ValueError(f"objective.{name} = {value}: at least 1")
+        positive("clip", self.clip, 0.2)
 
     @property
     def vine(self) -> Vine:

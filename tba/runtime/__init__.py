@@ -45,14 +45,13 @@ class SearchState:
     """What a checkpoint needs of the searchers: the prompt cursor, the next task's number, and the weights they
     search with where those decide what comes next (local); None where searchers go on with the newest (ray).
 
-    `reference` are the weights of the reference if it has been reset, `held` the groups on their way with a constant lag.
+    `reference` are the weights of the reference if it has been reset.
     """
 
     cursor: Cursor
     tasks: int
     weights: Weights | None
     reference: Weights | None
-    held: tuple[Group, ...] = ()
 
 
 @runtime_checkable

@@ -36,12 +36,13 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         groups: list[Group] = []
-        deadline = time.monotonic() + self._parts.config.runtime.gather_deadline
+        c = self._parts.config
+        deadline = time.monotonic() + c.runtime.gather_deadline * max(1.0, at_least / c.trainer.groups)
         while len(groups) < at_least:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow")
-            prompts = self._stream.take(min(self._parts.config.runtime.prompts_per_task, at_least - len(groups)))
-            findings = self._searcher.search(prompts, task_seed(self._parts.config.run.seed, self._tasks))
+            prompts = self._stream.take(min(c.runtime.prompts_per_task, at_least - len(groups)))
+            findings = self._searcher.search(prompts, task_seed(c.run.seed, self._tasks))
             self._tasks += 1
             self._stream.done(prompts, findings.groups)
             self.account.add(findings)

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class Task:
     """Something a searcher was asked for: `prompts` for a search, `weights` (a reference) for an evaluation."""
 
-    kind: Literal["start", "search", "evaluate"]
+    kind: Literal["start", "search", "evaluate", "reset_reference"]
     ref: Any
     prompts: tuple[Prompt, ...] = ()
     weights: Any = None
@@ -83,13 +83,15 @@ class RaySearchers:
         self._closing = False
         self._reaper = _start_ray(parts.config)
         self._weights: Any = None if newest is None else ray.put(newest)  # a reference to those last published
-        self._reference: Any = None if resumed is None or resumed.reference is None else ray.put(resumed.reference)
+        self._reference = None if resumed is None else resumed.reference
+        self._reference_ref: Any = None if self._reference is None else ray.put(self._reference)
         self._handles = [self._start(place) for place in places]
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
     def gather(self, at_least: int) -> list[Group]:
-        limit = self._parts.config.runtime.gather_deadline
+        c = self._parts.config
+        limit = c.runtime.gather_deadline * max(1.0, at_least / c.trainer.groups)
         with self._changed:
             self._owed = at_least
             self._changed.notify_all()  # the collector, if it has nothing else to do
@@ -108,9 +110,9 @@ class RaySearchers:
 
     def reset_reference(self, weights: Weights) -> None:
         with self._changed:
-            self._reference = ray.put(weights)
-            for handle in self._handles:
-                handle.actor.reset_reference.remote(self._reference)
+            self._reference, self._reference_ref = weights, ray.put(weights)
+            for handle in self._handles:  # in its turn: what was asked for before keeps the reference of before
+                self._give(handle, Task("reset_reference", handle.actor.reset_reference.remote(self._reference_ref)))
 
     def evaluate(self) -> None:
         with self._changed:
@@ -128,7 +130,7 @@ class RaySearchers:
 
     def state(self) -> SearchState:
         with self._changed:
-            return SearchState(self._stream.cursor(), self._number, None, None if self._reference is None else ray.get(self._reference))
+            return SearchState(self._stream.cursor(), self._number, None, self._reference)
 
     def close(self) -> None:
         with self._changed:
@@ -167,7 +169,7 @@ class RaySearchers:
     def _start(self, place: Place) -> Handle:
         options = {"num_cpus": 0, "concurrency_groups": {"control": 1}, "max_restarts": 0, **_resources(self._parts.config, place)}
         remote: Any = ray.remote(**options)(SearcherActor)
-        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights, self._reference)
+        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights, self._reference_ref)
         handle = Handle(place, actor, since=time.monotonic())
         handle.tasks.append(Task("start", actor.pid.remote()))
         return handle
@@ -192,16 +194,19 @@ class RaySearchers:
                 self._changed.notify_all()
 
     def _hand_out(self) -> None:
-        for handle in sorted(self._handles, key=lambda h: len(h.tasks)):
-            while self._wanted and len(handle.tasks) < IN_FLIGHT:
+        """Each task to the searcher that has the fewest, so that all of them work on what is waited for."""
+        while len((handle := min(self._handles, key=lambda h: len(h.tasks))).tasks) < IN_FLIGHT:
+            if self._wanted:
                 weights = self._wanted.popleft()
                 self._give(handle, Task("evaluate", handle.actor.evaluate.remote(weights), weights=weights))
-            while len(handle.tasks) < IN_FLIGHT and (count := self._due()):
+            elif count := self._due():
                 prompts = self._stream.take(count)
                 seed = task_seed(self._parts.config.run.seed, self._number)
                 self._number += 1
                 weights = self._weights if self._in_turns else None  # those of this turn, although a publication may overtake or be late
                 self._give(handle, Task("search", handle.actor.search.remote(prompts, seed, weights), tuple(prompts)))
+            else:
+                return
 
     def _due(self) -> int:
         """How many prompts the next task of search has: with turns, an even share of what is waited for and not yet asked for."""
@@ -246,7 +251,8 @@ class RaySearchers:
 
     def _replace_late(self) -> None:
         settings = self._parts.config
-        limits = {"start": settings.runtime.start_deadline, "search": settings.runtime.task_deadline, "evaluate": settings.eval.deadline}
+        task = settings.runtime.task_deadline
+        limits = {"start": settings.runtime.start_deadline, "search": task, "reset_reference": task, "evaluate": settings.eval.deadline}
         for handle in [h for h in self._handles if h.tasks]:
             if time.monotonic() - handle.since > limits[handle.tasks[0].kind]:
                 self._replace(handle, f"did not finish `{handle.tasks[0].kind}` in {limits[handle.tasks[0].kind]:g} s")
@@ -258,7 +264,7 @@ class RaySearchers:
             self.account.restarts += 1
             if self.account.restarts > self._parts.config.runtime.max_restarts:
                 raise RuntimeError(f"a searcher {why}, and runtime.max_restarts = {self._parts.config.runtime.max_restarts} have been replaced already")
-            log.warning("a searcher %s: replaced, %d tasks are handed out again", why, sum(t.kind != "start" for t in handle.tasks))
+            log.warning("a searcher %s: replaced, %d tasks are handed out again", why, sum(t.kind in ("search", "evaluate") for t in handle.tasks))
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
                 if task.kind == "evaluate":
