@@ -14,7 +14,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class DrGrpo:
-    """loss = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = r_j - mean r.
+    """GRPO without its two normalisers.
+
+    loss = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = r_j - mean r.
 
     As `grpo`, but neither divided by the response's length, which favours long wrong answers, nor by the rewards' spread,
     which favours prompts that are nearly always or nearly never answered.

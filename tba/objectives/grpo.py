@@ -14,7 +14,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Grpo:
-    """loss = -mean_j (1 / T_j) sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = (r_j - mean r) / (std r + 1e-4).
+    """Clipped policy gradient, rewards in units of the group's spread, KL as a loss of its own.
+
+    loss = -mean_j (1 / T_j) sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = (r_j - mean r) / (std r + 1e-4).
 
     rho_t = pi / mu of a token, mu being the policy that sampled it; KL_t is the k3 estimate of the KL to the reference.
     `clip_high` above `clip` is DAPO's clip-higher (arXiv 2503.14476).

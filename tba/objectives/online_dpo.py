@@ -16,7 +16,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class OnlineDpo:
-    """loss = -log sigmoid(beta (d_w - d_l)), d = log pi - log ref, w the better and l the worse of two responses of the group.
+    """Prefers the better of two of the policy's own responses to the worse.
+
+    loss = -log sigmoid(beta (d_w - d_l)), d = log pi - log ref, w the better and l the worse of two responses of the group.
 
     `best_worst` takes the group's best and worst, `first_two` its first two, whatever their rewards: the pair of a group of two.
     Responses of equal reward prefer nothing: such a group has loss 0.

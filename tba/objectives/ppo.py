@@ -15,7 +15,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Ppo:
-    """loss = -mean_j sum_t min(rho_t A_t, clip(rho_t) A_t) + value_coefficient / 2 mean_j sum_t (V_t - (A_t + V_t without gradient))^2.
+    """Clipped policy gradient whose advantages come from a value head.
+
+    loss = -mean_j sum_t min(rho_t A_t, clip(rho_t) A_t) + value_coefficient / 2 mean_j sum_t (V_t - (A_t + V_t without gradient))^2.
 
     A token is an action and its reward is -beta (log mu - log ref), plus r at the last one. A_t is the generalised advantage
     estimate (arXiv 1506.02438) with the live value head, which stands on the policy's own hidden states. A policy gradient

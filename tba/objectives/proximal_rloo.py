@@ -14,7 +14,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class ProximalRloo:
-    """loss = -mean_j min(rho_j A_j, clip(rho_j, 1 +- clip) A_j), rho_j = pi(y_j) / mu(y_j) of the whole response, A_j as in `rloo`.
+    """RLOO that gains nothing by leaving the policy which sampled, whole responses at a time.
+
+    loss = -mean_j min(rho_j A_j, clip(rho_j, 1 +- clip) A_j), rho_j = pi(y_j) / mu(y_j) of the whole response, A_j as in `rloo`.
 
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """

@@ -15,7 +15,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Raft:
-    """loss = -mean_j [r_j is good] log pi(y_j): likelihood of the responses whose reward is at least `threshold`.
+    """Imitates the good responses, and learns nothing from the others.
+
+    loss = -mean_j [r_j is good] log pi(y_j): likelihood of the responses whose reward is at least `threshold`.
 
     On rewards of 0 and 1 that is REINFORCE without a baseline. With `best` the group's best is good (all of the best,
     where several are; none, where all are equal).

@@ -14,7 +14,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Rloo:
-    """loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log mu - log ref).
+    """A policy gradient whose baseline is the mean of the other responses, with the KL in the reward.
+
+    loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log mu - log ref).
 
     mu is the policy that sampled y_j: the reward of a response is settled when it is sampled. Unbiased for that reward on policy
     only, unless `importance` weighs the tokens, or whole responses, by min(pi / mu, `importance_cap`).

@@ -14,10 +14,12 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class TrajectoryBalanceLearnedZ:
-    """The original GFlowNet form: log Z(x) is a linear head on the prompt's mean hidden state, and learns from the same loss.
+    """Trajectory balance in its original GFlowNet form.
+
+    log Z(x) is a linear head on the prompt's mean hidden state, and learns from the same loss.
 
     loss = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2. Where log Z(x) is what the group itself would say,
-    its gradient is that of `tb`; a group of one prompt needs no second response.
+    its gradient is that of `tb`.
     Trajectory balance (arXiv 2201.13259), equation 14; for language models: arXiv 2310.04363, 2405.18540.
     """
 

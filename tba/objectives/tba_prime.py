@@ -14,7 +14,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class TBAPrime:
-    """loss = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group), A_j = (r_j - mean r) - beta (KL_j - mean KL), both without gradient.
+    """Trajectory balance as a policy gradient with a centred KL in the advantage, per token.
+
+    loss = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group), A_j = (r_j - mean r) - beta (KL_j - mean KL), both without gradient.
 
     KL_j sums the live policy's log-ratios to the reference, each cut at +-`log_ratio_clamp`; w = min(pi / mu, `importance_cap`)
     of each token. Without clamp and weights this is the gradient of `tb` divided by the group's mean length; without the KL,

@@ -15,7 +15,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class VinePpo:
-    """loss = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t], A_t = V(state after t's step) - V(state before it).
+    """Clipped policy gradient whose advantages come from rollouts in search.
+
+    loss = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t], A_t = V(state after t's step) - V(state before it).
 
     A step is `step_tokens` tokens. V of the first state is the mean reward of the prompt's other responses, V of the last is r, and V
     between them the mean reward of `rollouts` new endings, which the searcher samples with the weights that made the response.
