@@ -12,7 +12,7 @@ import numpy as np
 from tba.objective import Vine
 from tba.pretrained import Text
 from tba.rewards import Guard, Rejected, Verdict
-from tba.types import Completion, Group, Sampling, Trajectory
+from tba.types import Answer, Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
 """A prompt, by its place, and the tokens that followed it so far."""
@@ -67,8 +67,8 @@ class Rollouts:
         contexts = [np.concatenate([groups[i].prompt_tokens, head]) for (i, _), head in zip(states, heads, strict=True)]
         left = replace(self.sampling, samples=n, max_tokens=self.sampling.max_tokens - start)
         endings = self.engine.generate(contexts, left, seed + start)
-        whole = [replace(c, tokens=np.concatenate([head, c.tokens])) for head, cs in zip(heads, endings, strict=True) for c in cs]
-        verdicts = self.guard.in_parts([groups[i].prompt for i, _ in states for _ in range(n)], [self.text.answer(c) for c in whole])
+        answers = [Answer(self.text.decode(np.concatenate([head, c.tokens])), c.finished) for head, cs in zip(heads, endings, strict=True) for c in cs]
+        verdicts = self.guard.in_parts([groups[i].prompt for i, _ in states for _ in range(n)], answers)
         return [verdicts[i : i + n] for i in range(0, len(verdicts), n)]
 
     def _valued(self, group: Group, place: int, trajectory: Trajectory, values: dict[State, float]) -> Trajectory:

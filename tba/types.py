@@ -204,10 +204,14 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _left(rows: Sequence[np.ndarray]) -> Tensor:
-    width = max(len(r) for r in rows)
-    return torch.from_numpy(np.stack([np.pad(r, (width - len(r), 0)) for r in rows]))
+    padded = np.zeros((len(rows), max(len(r) for r in rows)), rows[0].dtype)
+    for whole, row in zip(padded, rows, strict=True):
+        whole[len(whole) - len(row) :] = row
+    return torch.from_numpy(padded)
 
 
 def _right(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> Tensor:
-    width = max(len(r) for r in rows)
-    return torch.from_numpy(np.stack([np.pad(r, (0, width - len(r))) for r in rows])).view(*shape, width)
+    padded = np.zeros((len(rows), max(len(r) for r in rows)), rows[0].dtype)
+    for whole, row in zip(padded, rows, strict=True):
+        whole[: len(row)] = row
+    return torch.from_numpy(padded).view(*shape, -1)
