@@ -91,7 +91,7 @@ def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
         "kl": table(grid("lags"), use, lag, "sampled_kl", nats),
         "ess": table(grid("lags"), use, lag, "ess", nats),
         "same_rate": table(grid("same_rate"), use, lag),
-        "larger_beta": table(grid("larger_beta"), use, lag),
+        "replayed": table(grid("replayed"), use, "strategy.recent"),
         "correction": table([{**r, "label": r["label"].split(", lag")[0]} for r in compared], "label", lag),
         "m_and_k": table(grid("m_and_k"), "strategy.recent", "runtime.publish_every"),
         "group_size": listed(grid("group_size"), "trainer.group_size"),
