@@ -108,7 +108,9 @@ def newest(folder: Path) -> Path:
     """The newest generation whose every byte is as it was written. Loud about those that are not; ValueError if none is."""
     found = generations(folder)
     if not found:
-        raise ValueError(f"no checkpoint in {folder}: nothing to resume; start the run anew with `tba train CONFIG.toml`")
+        raise ValueError(
+            f"no checkpoint in {folder}: nothing to resume; start the run anew with `tba train CONFIG.toml`, or its study with study.keep_checkpoints=true"
+        )
     for generation in reversed(found):
         try:
             verify(generation)

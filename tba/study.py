@@ -18,12 +18,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from tba.config import PLUGGED, Config, override, override_all, parse
+from tba.config import PLUGGED, Config, assign_all, override_all, parse
 from tba.plugins import nearest
+from tba.results import SEED, Settings, Trial, phrase
 from tba.table import Positive, Table
 
-SEED = "run.seed"
-Settings = Mapping[str, Any]
+READ = ("policy", "task", "engine", "sampling", "eval", "selection")
+"""Tables that say what is read from disk, and how prompts are chosen from it."""
 
 
 class StudyTable(Table):
@@ -35,58 +36,32 @@ class StudyTable(Table):
 
 
 @dataclass(frozen=True)
-class Point:
-    """One run of a grid. `settings` are all that its grid says, and those that came from the best of another."""
-
-    grid: str
-    slug: str
-    label: str
-    settings: Settings
-    varied: tuple[str, ...]
-    axes: Settings
-    """What tells it from the others of its grid: the values of what is varied, and which variant it is."""
-    inherited: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Grid:
     """All combinations of what is varied. A variant is a bundle of settings that go together; all variants are one more axis."""
 
     name: str
     fixed: Settings
     axes: Mapping[str, Sequence[Any]]
-    variants: Sequence[Settings] = ({},)
-    labels: Sequence[str | None] = (None,)
+    variants: Sequence[tuple[str | None, Settings]] = ((None, {}),)
+    """Each with its label; where there are none, each key is an axis of its own."""
     best: str | None = None
 
     @property
     def varied(self) -> tuple[str, ...]:
-        return (*self.axes, *dict.fromkeys(key for variant in self.variants for key in variant if key not in self.axes))
+        return tuple(dict.fromkeys([*self.axes, *(key for _, bundle in self.variants for key in bundle)]))
 
-    @property
-    def alike(self) -> bool:
-        """Whether the variants set the same keys and have no names, so that each key can be an axis of its own."""
-        return all(label is None and variant.keys() == self.variants[0].keys() for variant, label in zip(self.variants, self.labels, strict=True))
-
-    def points(self) -> Iterator[Point]:
-        for *values, (variant, label) in itertools.product(*self.axes.values(), list(zip(self.variants, self.labels, strict=True))):
-            own = {**dict(zip(self.axes, values, strict=True)), **variant}
-            shown = {key: value for key, value in own.items() if label is None or key not in variant}
-            parts = [f"{self.short(key)}={_safe(value)}" for key, value in shown.items()]
-            named = [_told(self.short(key), value) for key, value in shown.items() if key != SEED]
-            if label is not None:
-                parts, named = [_safe(label), *parts], [*named, label]
-            axes = (
-                own
-                if self.alike
-                else {**dict(zip(self.axes, values, strict=True)), "variant": label or ", ".join(_told(self.short(k), variant[k]) for k in variant)}
-            )
-            yield Point(self.name, ",".join(parts) or "run", ", ".join(named) or self.name, {**self.fixed, **own}, tuple(own), axes)
-
-    def short(self, key: str) -> str:
-        """The key's last part, where no other has the same."""
-        last = key.rpartition(".")[2]
-        return last if [k.rpartition(".")[2] for k in self.varied].count(last) == 1 else key
+    def trials(self) -> Iterator[Trial]:
+        last_parts = Counter(key.rpartition(".")[2] for key in self.varied)
+        for *values, (label, bundle) in itertools.product(*self.axes.values(), self.variants):
+            axes = dict(zip(self.axes, values, strict=True))
+            settings = {**self.fixed, **axes, **bundle}
+            if label is None:
+                axes |= bundle
+            short = {key: last if last_parts[last := key.rpartition(".")[2]] == 1 else key for key in axes}
+            labels = [] if label is None else [label]
+            slug = ",".join([*map(_safe, labels), *(f"{short[key]}={_safe(value)}" for key, value in axes.items())]) or "run"
+            name = ", ".join([*labels, *(phrase(key, value) for key, value in axes.items() if key != SEED)]) or self.name
+            yield Trial(self.name, f"{self.name}/{slug}", name, settings, axes if label is None else {**axes, "variant": label})
 
 
 @dataclass(frozen=True)
@@ -100,45 +75,48 @@ class Study:
     def folder(self) -> Path:
         return Path(self.table.folder or f"runs/{self.name}").expanduser()
 
-    def path(self, point: Point) -> Path:
-        return self.folder / point.grid / point.slug
+    def path(self, trial: Trial) -> Path:
+        return self.folder / trial.folder
 
-    def points(self) -> list[Point]:
-        return [point for grid in self.grids.values() for point in grid.points()]
+    def trials(self) -> list[Trial]:
+        return [trial for grid in self.grids.values() for trial in grid.trials()]
 
-    def config(self, point: Point) -> Config:
-        """Of the point's run; ValueError in one line, with the point's name."""
+    def best_of(self, trial: Trial) -> str | None:
+        """The grid that it inherits from."""
+        return self.grids[trial.grid].best
+
+    def config(self, trial: Trial) -> Config:
+        """Of the trial's run; ValueError in one line, with the trial's name."""
         tables = deepcopy(dict(self.base))
         try:
-            override_all(tables, [f"{key}={toml(value)}" for key, value in point.settings.items()])
-            tables.setdefault("run", {})["folder"] = str(self.path(point))
+            assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
             return parse(tables)
         except ValueError as error:
-            raise ValueError(f"grid {point.grid!r}, {point.slug}: " + "; ".join(str(error).splitlines())) from error
+            raise ValueError(f"{_where(trial)}: " + "; ".join(str(error).splitlines())) from error
 
-    def candidates(self, point: Point) -> list[Point]:
-        """The runs of the grid that `best` names which are like this one: they agree in what both grids vary, seeds aside.
+    def candidates(self, trial: Trial) -> list[Trial]:
+        """Those of the grid that `best` names which are like this one: they agree in what both grids vary, seeds aside.
 
         In what only the other varies and this grid fixes they agree too, if the other has that value at all.
         """
-        grid = self.grids[point.grid]
+        grid = self.grids[trial.grid]
         assert grid.best is not None
-        found, other = list(self.grids[grid.best].points()), self.grids[grid.best]
-        for key in other.varied:
-            if key == SEED or key not in point.settings or len({toml(p.settings[key]) for p in found if key in p.settings}) == 1:
-                continue  # of a single value there is nothing to be alike in
-            alike = [p for p in found if p.settings.get(key) == point.settings[key]]
-            if key in grid.varied and not alike:
-                raise ValueError(
-                    f"grid {grid.name!r}: best = {grid.best!r}, but no run there has {key} = {point.settings[key]!r}; add it to {key!r} of grid {grid.best!r}"
-                )
-            found = alike or found
-        return found
+        source = self.grids[grid.best]
+        left = list(source.trials())
+        for key in source.varied:
+            if key == SEED or key not in trial.settings:
+                continue
+            value, there = trial.settings[key], [t.settings[key] for t in left if key in t.settings]
+            if value in there:
+                left = [t for t in left if t.settings.get(key) == value]
+            elif key in grid.varied and any(other != there[0] for other in there):  # of a single value there is nothing to be alike in
+                raise ValueError(f"grid {grid.name!r}: best = {grid.best!r}, but no run there has {key} = {value!r}; add it to {key!r} of grid {grid.best!r}")
+        return left
 
-    def inherit(self, point: Point, source: Point) -> Point:
+    def inherit(self, trial: Trial, source: Trial) -> Trial:
         """With the settings of `source` that its grid varies, or has inherited itself, and that this grid does not mention."""
-        keys = [k for k in (*source.varied, *source.inherited) if k != SEED and k not in point.settings]
-        return replace(point, settings={**point.settings, **{k: source.settings[k] for k in keys}}, inherited=tuple(keys))
+        handed_on = {k: v for k, v in source.settings.items() if k != SEED and k not in self.grids[source.grid].fixed}
+        return replace(trial, settings={**handed_on, **trial.settings})
 
 
 def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
@@ -150,56 +128,50 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
         raise ValueError(f"{path}: unknown table [{next(iter(tables))}]; a study has [study], [base] and one or more [[grid]]")
     if not isinstance(base, dict) or not isinstance(study["study"], dict) or not isinstance(grids, list):
         raise ValueError(f"{path}: write [study] and [base] once, with single brackets, and each grid as [[grid]]")
-    for setting in settings:
-        if setting.startswith("study."):
-            override(study, setting)
+    override_all(study, [s for s in settings if s.startswith("study.")])
     table = _study_table(study["study"])
-    merged = _read(path.parent / table.base, "config") if table.base is not None else {}
-    override_all(merged, [f"{name}.{key}={toml(v)}" for name, t in base.items() if isinstance(t, dict) for key, v in t.items()])
-    override_all(merged, [f"{name}={toml(t)}" for name, t in base.items() if not isinstance(t, dict)])
+    merged: dict[str, Any] = {"log": {"console": "off", "tensorboard": False}}
+    if table.base is not None:
+        assign_all(merged, _keys(_read(path.parent / table.base, "config"), table.base))
+    assign_all(merged, _keys(base, "[base]"))
     override_all(merged, [s for s in settings if not s.startswith("study.")])
-    merged["log"] = {"console": "off", "tensorboard": False, **merged.get("log", {})}
     name = path.resolve().parent.name if path.stem == "study" else path.stem
     return Study(name, table, merged, _grids(grids))
 
 
 def check_study(study: Study) -> list[Config]:
-    """The config of every point, after all checks that need no run; those that wait for the best of another grid have a value that may come."""
+    """The config of every trial, after all checks that need no run; those that wait for the best of another grid have a value that may come."""
     from tba import build
 
-    points = study.points()
-    paths = Counter(study.path(p) for p in points)
-    for point in points:
-        if paths[study.path(point)] > 1:
-            raise ValueError(f"grid {point.grid!r}: two runs are called {point.slug!r}; leave out the value that is there twice, or give variants a label each")
-        if len(point.slug) > 200:
-            raise ValueError(f"grid {point.grid!r}: the name {point.slug!r} is too long for a folder; give variants a label each")
-    stand_ins: dict[tuple[str, str], Point] = {}
-    for p in points:  # in the order of the file: what a point inherits from is there before it
-        first = study.candidates(p)[0] if study.grids[p.grid].best is not None else None
-        stand_ins[p.grid, p.slug] = p if first is None else study.inherit(p, stand_ins[first.grid, first.slug])
-    configs = [study.config(p) for p in stand_ins.values()]
-    seen: set[str] = set()
-    for point, config in zip(points, configs, strict=True):
-        plugged = json.dumps([config.nested()[name] for name in PLUGGED], sort_keys=True)
+    trials = study.trials()
+    folders = Counter(t.folder for t in trials)
+    for trial in trials:
+        slug = trial.folder.partition("/")[2]
+        if folders[trial.folder] > 1:
+            raise ValueError(f"{_where(trial)}: two runs are called so; leave out the value that is there twice, or give variants a label each")
+        if len(slug) > 200:
+            raise ValueError(f"{_where(trial)}: the name is too long for a folder; give variants a label each")
+    stand_ins: dict[str, Trial] = {}
+    for t in trials:  # in the order of the file: what a trial inherits from is there before it
+        stand_ins[t.folder] = t if study.best_of(t) is None else study.inherit(t, stand_ins[study.candidates(t)[0].folder])
+    configs = [study.config(t) for t in stand_ins.values()]
+    checked: set[str] = set()
+    for trial, config in zip(trials, configs, strict=True):
+        tables = config.nested()
+        read, plugged = (json.dumps([tables[name] for name in names], sort_keys=True) for names in (READ, PLUGGED))
         try:
-            if not seen:
+            if read not in checked:
                 build.check(config)
-            elif plugged not in seen:
+            elif plugged not in checked:
                 build.plugins(config)
         except ValueError as error:
-            raise ValueError(f"grid {point.grid!r}, {point.slug}: {error}") from error
-        seen.add(plugged)
+            raise ValueError(f"{_where(trial)}: {error}") from error
+        checked |= {read, plugged}
     return configs
 
 
-def toml(value: Any) -> str:
-    """As TOML reads it, on one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {toml(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml(v) for v in value) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # inf is TOML, and JSON's Infinity is not
+def _where(trial: Trial) -> str:
+    return f"grid {trial.grid!r}, {trial.folder.partition('/')[2]}"
 
 
 def _read(path: Path, what: str) -> dict[str, Any]:
@@ -212,9 +184,9 @@ def _read(path: Path, what: str) -> dict[str, Any]:
 
 
 def _study_table(table: Mapping[str, Any]) -> StudyTable:
+    known = StudyTable.model_fields
     for key in table:
-        if key not in StudyTable.model_fields:
-            known = StudyTable.model_fields
+        if key not in known:
             raise ValueError(f"unknown key 'study.{key}'{nearest(key, known)}; known: {', '.join(known)}")
     try:
         return StudyTable.model_validate(table)
@@ -239,46 +211,44 @@ def _grids(tables: Sequence[Any]) -> dict[str, Grid]:
 
 
 def _grid(table: dict[str, Any]) -> Grid:
-    name, best, variants = table.pop("name", None), table.pop("best", None), table.pop("variants", [{}])
+    name, best, bundles = table.pop("name", None), table.pop("best", None), table.pop("variants", [{}])
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name) or name == "report":
         raise ValueError(f'grid name = {name!r}: write name = "..." of letters, digits, dots, _ and -, and not "report"; it names a folder')
     where = f"grid {name!r}"
-    if not isinstance(variants, list) or not variants or not all(isinstance(v, dict) for v in variants):
-        raise ValueError(f'{where}: variants = {variants!r}: write a list of tables, such as [{{ "run.steps" = 10, "sampling.samples" = 4 }}]')
-    labels = [v.get("label") for v in variants]
-    settings, bundles = _keys(table, where), [_keys({k: value for k, value in v.items() if k != "label"}, where) for v in variants]
-    for key in (key for bundle in bundles for key in bundle):
-        if key in settings:
-            raise ValueError(f"{where}: {key!r} stands in the grid and in a variant; leave one of them out")
-    for key, value in settings.items():
-        if value == []:
-            raise ValueError(f"{where}: {key!r} = [] has no values; write at least one, or leave the key out")
+    if not isinstance(bundles, list) or not bundles or not all(isinstance(b, dict) for b in bundles):
+        raise ValueError(f'{where}: variants = {bundles!r}: write a list of tables, such as [{{ "run.steps" = 10, "sampling.samples" = 4 }}]')
+    settings = _keys(table, where)
+    variants = [(str(b["label"]) if "label" in b else None, _keys({k: v for k, v in b.items() if k != "label"}, where)) for b in bundles]
+    labels, keys = [label for label, _ in variants], [bundle.keys() for _, bundle in variants]
+    if None in labels and (any(labels) or any(k != keys[0] for k in keys)):
+        raise ValueError(f'{where}: give each of the variants a label = "...", or have all of them set the same keys')
+    if "run.folder" in {*settings, *itertools.chain(*keys)}:
+        raise ValueError(f"{where}: leave out 'run.folder'; each run has a folder of its own in study.folder")
+    if twice := [key for key in itertools.chain(*keys) if key in settings]:
+        raise ValueError(f"{where}: {twice[0]!r} stands in the grid and in a variant; leave one of them out")
+    if [] in settings.values():
+        key = next(key for key, value in settings.items() if value == [])
+        raise ValueError(f"{where}: {key!r} = [] has no values; write at least one, or leave the key out")
     axes = {key: value for key, value in settings.items() if isinstance(value, list)}
-    return Grid(name, {k: v for k, v in settings.items() if k not in axes}, axes, bundles, [None if n is None else str(n) for n in labels], best)
+    return Grid(name, {k: v for k, v in settings.items() if k not in axes}, axes, variants, best)
 
 
 def _keys(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Dotted keys, whether or not they stand in quotes; `objective` is short for `objective.use`."""
-    flat: dict[str, Any] = {}
+    """`table.key` of all there is, whether or not it was written in quotes; `objective` is short for `objective.use`."""
+    keys: dict[str, Any] = {}
     for key, value in table.items():
-        if "." not in key and isinstance(value, dict):
-            flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+        if "." in key:
+            keys[key] = value
+        elif isinstance(value, dict):
+            keys |= {f"{key}.{inner}": v for inner, v in value.items()}
+        elif key in PLUGGED:
+            keys[f"{key}.use"] = value
         else:
-            flat[f"{key}.use" if key in PLUGGED else key] = value
-    for key in flat:
-        if "." not in key or "=" in key:
             raise ValueError(f'{where}: {key!r} is no setting; write "table.key" = [values], for example "trainer.learning_rate" = [1e-4, 3e-4]')
-        if key == "run.folder":
-            raise ValueError(f"{where}: leave out 'run.folder'; each run has a folder of its own in study.folder")
-    return flat
+    return keys
 
 
 def _safe(value: Any) -> str:
     """As part of a file's name that no shell minds."""
-    text = value if isinstance(value, str) else toml(value)
+    text = value if isinstance(value, str) else json.dumps(value)
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text.strip("{}[]/ ")) or "-"
-
-
-def _told(key: str, value: Any) -> str:
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else toml(value)
-    return text if key.rpartition(".")[2] == "use" else f"{key} {text}"

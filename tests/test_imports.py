@@ -20,7 +20,12 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 FOLDERS = {"objectives", "strategies", "engines", "tasks", "selections"}
-HEAVY = {"ray": {"runtime/ray.py", "runtime/actor.py"}, "wandb": {"log.py"}, "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"}, "vllm": set()}
+HEAVY = {
+    "ray": {"runtime/ray.py", "runtime/actor.py"},
+    "wandb": {"log.py"},
+    "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
+    "vllm": set(),
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

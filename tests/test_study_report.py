@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tba.report import report
-from tba.report.figures import _front, styles_for
-from tba.report.layout import Layout, Setting, Value, lay_out
-from tba.results import Told, curve, read_told, write_results
-from tba.study import Point, read_study
+from tba.report.figures import pareto, styles_for
+from tba.report.layout import Layout, Mean, Setting, lay_out
+from tba.results import Choice, Ledger, Trial, curve, read_ledger, write_results
+from tba.study import read_study
 
 GRIDS = """
 [[grid]]
@@ -30,32 +29,32 @@ name = "rates"
 [[grid]]
 name = "faulty"
 "run.seed" = [0, 1]
-variants = [{ "sampling.samples" = 8, label = "few & $mall" }, { "objective.use" = "rloo" }]
+variants = [{ "sampling.samples" = 8, label = "few & $mall" }, { "objective.use" = "rloo", label = "plain" }]
 """
 STEPS = 40
 
 
-def score(point: Point, step: int) -> float:
-    s = point.settings
+def score(trial: Trial, step: int) -> float:
+    s = trial.settings
     base = {"tb": 0.5, "grpo": 0.4, "rloo": 0.3}[s.get("objective.use", "tb")] + 0.01 * s.get("run.seed", 0)
     return base + step / 100 - (0.2 if step == STEPS and s.get("runtime.publish_every") == 4 else 0.0)
 
 
-def write_run(path: Path, point: Point, failed: bool) -> None:
+def write_run(path: Path, trial: Trial, failed: bool) -> None:
     path.mkdir(parents=True)
-    seed = point.settings.get("run.seed", 0)
-    (path / "config.json").write_text(json.dumps({"objective": {"use": point.settings.get("objective.use", "tb")}, "run": {"seed": seed}}))
-    rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(point, 0)}]
+    seed = trial.settings.get("run.seed", 0)
+    (path / "config.json").write_text(json.dumps({"objective": {"use": trial.settings.get("objective.use", "tb")}, "run": {"seed": seed}}))
+    rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(trial, 0)}]
     for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
         rows.append(
             {"step": step, "time": step / 2, "samples_trained": 8 * step, "samples_generated": 10 * step, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0}
         )
         if step % 10 == 0:
-            rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(point, step)})
+            rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(trial, step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if not failed:
         totals = {"steps": STEPS, "seconds": 20.0 + seed, "samples_generated": 400, "samples_trained": 320, "lag_mean": 2.0}
-        (path / "summary.json").write_text(json.dumps({"finished": True, **totals, "eval/last": {"sampled_pass@1": score(point, STEPS), "step": STEPS}}))
+        (path / "summary.json").write_text(json.dumps({"finished": True, **totals, "eval/last": {"sampled_pass@1": score(trial, STEPS), "step": STEPS}}))
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +63,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("study")
     (here / "s.toml").write_text(f'[study]\nfolder = "{here}"\n{GRIDS}')
     study, runs = read_study(here / "s.toml"), []
-    for p in study.points():
-        failed = p.slug in ("use=rloo,publish_every=4,seed=0",) or p.axes.get("variant") == "rloo"
-        pending = p.slug == "use=rloo,publish_every=4,seed=1"
+    for trial in study.trials():
+        failed = trial.folder == "lags/use=rloo,publish_every=4,seed=0" or trial.axes.get("variant") == "plain"
+        pending = trial.folder == "lags/use=rloo,publish_every=4,seed=1"
         if not pending:
-            write_run(study.path(p), p, failed)
-        status = "pending" if pending else "failed" if failed else "finished"
-        runs.append(
-            asdict(Told(p.grid, f"{p.grid}/{p.slug}", p.label, p.settings, p.varied, p.axes, status, "NotFinite: step 21: loss nan" if failed else None))
-        )
-    choice = {"grid": "lags", "best": "rates", "matched": {"objective.use": "tb"}, "settings": {"trainer.learning_rate": 0.1}, "told": "mean score 0.9"}
-    grids: Mapping[str, Mapping[str, object]] = {name: {} for name in study.grids}
-    (here / "study.json").write_text(json.dumps({"name": "pairs", "metric": None, "grids": grids, "choices": [choice], "runs": runs}))
+            write_run(study.path(trial), trial, failed)
+        error = "NotFinite: step 21: loss nan" if failed else None
+        runs.append(replace(trial, status="pending" if pending else "failed" if failed else "finished", error=error))
+    choice = Choice("lags", "rates", {"objective.use": "tb"}, {"trainer.learning_rate": 0.1}, 0.9, 4)
+    Ledger("pairs", None, runs, [choice]).write(here)
     return here
 
 
@@ -88,9 +84,8 @@ def page(folder: Path) -> str:
 
 @pytest.fixture
 def layouts(folder: Path) -> dict[str, Layout]:
-    study, runs = read_told(folder)
-    rows = write_results(folder)
-    return {name: lay_out(folder, name, runs, rows, "sampled_pass@1") for name in study["grids"]}
+    runs, rows = read_ledger(folder).runs, write_results(folder)
+    return {name: lay_out(folder, name, runs, rows, "sampled_pass@1") for name in dict.fromkeys(t.grid for t in runs)}
 
 
 def cells(page: str, *begin: str) -> list[str]:
@@ -103,35 +98,37 @@ def cells(page: str, *begin: str) -> list[str]:
 def test_the_page_asks_for_nothing_outside_itself(folder, page):
     assert not re.search(r"https?://|<script|<link|@import", page)
     assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {"data:image/png;base64"}
-    names = {f"{grid}_{figure}" for grid in ("lags", "rates", "faulty") for figure in ("curves", "against", "fronts")} - {"faulty_against"}
+    names = {f"{grid}_{figure}" for grid in ("lags", "rates", "faulty") for figure in ("curves", "against", "fronts")} - {"faulty_against", "faulty_fronts"}
     assert {p.stem for p in (folder / "report").glob("*.png")} == names
     assert page.count("<img") == len(names)
 
 
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
     # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl over the last 4 of 40 steps: 0.77 + seed; seconds 20, 21, 22
-    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.77 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
+    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.770 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
     assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6%", "81.0% ± 0.6%", "10.0% ± 0.0%"]
     assert re.search(r'<td class="best">91.0%', page.replace("\N{NO-BREAK SPACE}", " "))
 
 
 def test_failed_runs_and_those_to_come_are_counted_and_not_averaged(page):
     assert cells(page, "4", "rloo")[:2] == ["3, 1 failed, 1 to come", "52.0%"]
-    assert cells(page, "rloo")[:2] == ["2, 2 failed", "–"]
+    assert cells(page, "plain")[:2] == ["2, 2 failed", "–"]
     assert "<dd>22 finished, 3 failed, 1 to come</dd>" in page
     assert "<code>lags/use=rloo,publish_every=4,seed=0</code>: NotFinite: step 21: loss nan" in page
 
 
 def test_names_are_text_and_choices_are_told(page):
     assert "few &amp; $mall" in page
-    assert "tb: trainer.learning_rate = 0.1, the best of rates (mean score 0.9)" in page
+    assert "lags, objective.use = tb: trainer.learning_rate = 0.1, from the best of rates (mean score 0.900, the best of 4 settings)" in page
 
 
 def test_lines_are_what_most_strings_tell_apart(layouts):
-    assert (layouts["lags"].lines, layouts["lags"].others, layouts["lags"].numbers) == ("objective.use", ("runtime.publish_every",), ("runtime.publish_every",))
-    assert list(layouts["lags"].panels(layouts["lags"].others)) == ["publish_every 1", "publish_every 4"]
-    assert (layouts["faulty"].lines, layouts["faulty"].others) == ("variant", ())
-    assert set(layouts["rates"].numbers) == {"trainer.learning_rate", "objective.beta"} and layouts["rates"].lines in layouts["rates"].numbers
+    assert (layouts["lags"].keys, layouts["lags"].lines, layouts["lags"].number) == (
+        ["runtime.publish_every", "objective.use"], "objective.use", "runtime.publish_every",
+    )  # fmt: skip
+    assert list(layouts["lags"].panels("objective.use")) == ["publish_every 1", "publish_every 4"]
+    assert (layouts["faulty"].keys, layouts["faulty"].number) == (["variant"], None)
+    assert {layouts["rates"].lines, layouts["rates"].number} == {"trainer.learning_rate", "objective.beta"}
 
 
 def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
@@ -143,37 +140,34 @@ def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
         variants = [{ "trainer.group_size" = 2, "sampling.samples" = 4 }, { "trainer.group_size" = 4, "sampling.samples" = 8 }]
         """
     )
-    runs = [Told(p.grid, p.slug, p.label, p.settings, p.varied, p.axes) for p in read_study(tmp_path / "s.toml").points()]
+    runs = read_study(tmp_path / "s.toml").trials()
     layout = lay_out(tmp_path, "sizes", runs, [{"status": "pending"} for _ in runs], "sampled_pass@1")
     assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.settings) == 2
 
 
 def test_a_curve_is_averaged_where_all_finished_runs_have_been(layouts):
     (half,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "rloo", "runtime.publish_every": 4}]
-    x, mean, low, high = half.average("samples_trained")
-    assert x == [0, 80, 160, 240, 320] and mean == low == high
-    assert half.cut_short("step") == [([0, 10, 20], pytest.approx([0.3, 0.4, 0.5]))]
+    assert [(x, len(scores)) for x, scores in half.evaluations()] == [(0, 1), (80, 1), (160, 1), (240, 1), (320, 1)]
     (whole,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "tb", "runtime.publish_every": 1}]
-    assert [v[1] for v in whole.average("step")] == [10, pytest.approx(0.61), pytest.approx(0.60), pytest.approx(0.62)]
+    assert whole.evaluations()[1] == (80, pytest.approx([0.60, 0.61, 0.62]))
 
 
 def test_no_point_of_the_front_is_beaten_in_both():
-    def point(cost: float, value: float) -> tuple[Value, Value, Setting]:
-        return Value(cost, None), Value(value, None), Setting({}, [], [])
+    def point(cost: float, value: float) -> tuple[Mean, Mean, Setting]:
+        return Mean(cost, None), Mean(value, None), Setting({}, [], [])
 
-    front = _front([point(3.0, 0.9), point(1.0, 0.2), point(2.0, 0.5), point(2.0, 0.4), point(2.5, 0.5), point(4.0, 0.9), point(1.0, 0.1)])
+    front = pareto([point(3.0, 0.9), point(1.0, 0.2), point(2.0, 0.5), point(2.0, 0.4), point(2.5, 0.5), point(4.0, 0.9), point(1.0, 0.1)])
     assert [(c.mean, v.mean) for c, v, _ in front] == [(1, 0.2), (2, 0.5), (3, 0.9)]
 
 
 def test_a_dozen_lines_look_different():
-    assert len({(s.colour, s.dash, s.marker) for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
-    assert len({s.colour for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
+    assert len({s["color"] for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
 
 
 def test_a_resumed_run_that_told_an_evaluation_twice_has_it_once():
     steps = [{"step": s, "samples_trained": s, "samples_generated": s} for s in (1, 2)]
     evaluations = [{"step": 0, "time": 0.0, "eval/x": 0.1}, {"step": 2, "time": 3.0, "eval/x": 0.5}, {"step": 2, "time": 4.0, "eval/x": 0.6}]
-    assert [(p["step"], p["score"], p["time"]) for p in curve(steps + evaluations, "x")] == [(0, 0.1, 0.0), (2, 0.6, 4.0)]
+    assert [(p["step"], p["score"]) for p in curve(steps + evaluations, "x")] == [(0, 0.1), (2, 0.6)]
 
 
 def test_what_cannot_be_drawn_is_refused_with_what_to_type(folder, tmp_path):
@@ -181,7 +175,7 @@ def test_what_cannot_be_drawn_is_refused_with_what_to_type(folder, tmp_path):
         report([tmp_path, folder])
     empty = tmp_path / "empty"
     empty.mkdir()
-    told = json.loads((folder / "study.json").read_text())
-    (empty / "study.json").write_text(json.dumps({**told, "runs": [{**r, "status": "pending"} for r in told["runs"]]}))
+    ledger = read_ledger(folder)
+    replace(ledger, runs=[replace(trial, status="pending") for trial in ledger.runs]).write(empty)
     with pytest.raises(ValueError, match="has no evaluations yet; type"):
         report([empty])

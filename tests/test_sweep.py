@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,12 @@ import pytest
 from toy import Ones
 
 from tba.log import read
-from tba.results import FAILED, write_results
-from tba.study import Study, check_study, read_study, toml
-from tba.sweep import INTERRUPTED, sweep
+from tba.results import FAILED, standing, write_results
+from tba.runtime.placement import available_cores
+from tba.study import Study, check_study, read_study
+from tba.sweep import INTERRUPTED, Sweep, as_left, sweep
 from tba.types import Answer, Prompt
+from tba.workers import start
 
 TBA = Path(sys.executable).with_name("tba")
 BASE = """
@@ -80,6 +81,15 @@ class Unready(Ones):
         return super().score(prompts, answers)
 
 
+@dataclass(frozen=True)
+class Placed(Ones):
+    """Scoring tells where it is."""
+
+    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+        blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        raise RuntimeError(f"{available_cores()} threads: {os.environ['OMP_NUM_THREADS']}, ctrl-c blocked: {blocked}, alone: {os.getsid(0) == os.getpid()}")
+
+
 def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pairs.toml"
@@ -114,8 +124,8 @@ def test_every_run_is_a_plain_run_folder(carried_out):
 def test_the_best_of_an_earlier_grid_is_inherited_by_what_is_alike(carried_out):
     study = read_study(carried_out)
     rows = {r["folder"]: r for r in write_results(study.folder)}
-    told = json.loads((study.folder / "study.json").read_text())
-    assert [c["matched"] for c in told["choices"]] == [{"objective.use": "tb"}, {"objective.use": "rloo"}]
+    choices = json.loads((study.folder / "study.json").read_text())["choices"]
+    assert [c["matched"] for c in choices] == [{"objective.use": "tb"}, {"objective.use": "rloo"}]
     for use in ("tb", "rloo"):
         rates = {rate: rows[f"rates/use={use},learning_rate={rate},seed=0"]["sampled_pass@1"] for rate in (0.001, 0.01)}
         for k in (1, 2):
@@ -128,11 +138,11 @@ def test_the_best_of_an_earlier_grid_is_inherited_by_what_is_alike(carried_out):
 def test_what_is_finished_is_not_done_again(carried_out, capsys):
     study = read_study(carried_out)
     before = {p: p.stat().st_mtime_ns for p in study.folder.rglob("metrics.jsonl")}
-    told = (study.folder / "study.json").read_text()
+    before_it = (study.folder / "study.json").read_text()
     assert sweep(carried_out) == 0
     assert "8 runs, 8 of them ended before" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in study.folder.rglob("metrics.jsonl")} == before
-    assert (study.folder / "study.json").read_text() == told
+    assert (study.folder / "study.json").read_text() == before_it
 
 
 def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
@@ -144,7 +154,7 @@ def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
 def test_a_row_has_what_a_study_is_judged_by(carried_out):
     study = read_study(carried_out)
     row = json.loads((study.folder / "results.json").read_text())[0]
-    assert row["grid"] == "rates" and row["objective"] == "tb" and row["seed"] == 0 and row["trainer.learning_rate"] == 0.001
+    assert row["grid"] == "rates" and row["objective"] == "tb" and row["seed"] == 0 and row["settings"]["trainer.learning_rate"] == 0.001
     assert row["last"] == row["sampled_pass@1"] and row["peak"] >= row["last"] and 0 <= row["drop"] <= row["peak"]
     assert row["steps"] == 3 and row["samples_trained"] == 24 and row["seconds"] > 0 and row["status"] == "finished"
     assert row["kl"] is not None and row["lag_mean"] is not None
@@ -217,10 +227,58 @@ def test_a_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path, tiny_model,
     assert len(losses) == 80 and losses == straight
 
 
+def test_a_run_that_dies_while_the_study_is_stopped_has_not_failed(tmp_path, tiny_model):
+    path = write(tmp_path, tiny_model, LONG)
+    study = read_study(path)
+    (trial,) = study.trials()
+    carried = Sweep(study, {trial.folder: trial}, {trial.folder: check_study(study)[0]})
+    carried.end(trial, "its process died", asked=True)
+    assert carried.trials == {trial.folder: trial} and not (study.path(trial) / FAILED).exists()
+
+
+def test_a_run_begins_with_cores_of_its_own_and_deaf_to_ctrl_c(tmp_path, tiny_model):
+    study = read_study(write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n"task.use" = "test_sweep.Placed"\n"run.seed" = [0]\n'))
+    config, core = check_study(study)[0], available_cores()[0]
+    process = start(config, None, [core], tmp_path / "log")
+    process.join(60)
+    run = Path(config.run.folder)
+    assert process.exitcode == 0
+    assert f"[{core}] threads: 1, ctrl-c blocked: True, alone: True" in json.loads((run / FAILED).read_text())["error"]
+    assert not (run / "summary.json").exists() and standing(run)[0] == "failed"
+
+
+def test_what_does_not_fit_the_best_is_told_at_once(tmp_path, tiny_model, capsys):
+    grids = """
+    [[grid]]
+    name = "lengths"
+    "run.steps" = [3, 2]
+    [[grid]]
+    name = "scheduled"
+    best = "lengths"
+    "trainer.schedule" = "warmup_stable_decay"
+    "trainer.warmup_steps" = [0, 3]
+    "trainer.decay_steps" = 0
+    """
+    path = write(tmp_path, tiny_model, grids)
+    study = read_study(path)
+    lengths, other, *_ = study.trials()
+    for t in (lengths, other):
+        study.path(t).mkdir(parents=True)
+        scores = {"sampled_pass@1": 0.4 if t is lengths else 0.5, "step": 2.0}
+        (study.path(t) / "summary.json").write_text(json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores}))
+    carried = Sweep(
+        study, {t.folder: as_left(study, t, None) for t in study.trials()}, dict(zip([lengths.folder, other.folder], check_study(study), strict=False))
+    )
+    carried.trials[other.folder] = other
+    carried.end(other, "", asked=False)
+    assert "failed: grid 'scheduled', warmup_steps=3: trainer.warmup_steps" in capsys.readouterr().out
+    assert [t.status for t in carried.trials.values()] == ["finished", "finished", "pending", "failed"]
+
+
 def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path, tiny_model, capsys):
     assert sweep(write(tmp_path, tiny_model), dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rates use=tb,learning_rate=0.001,seed=0" and lines[-2] == "often use=rloo,publish_every=2  + the best of rates"
+    assert lines[0] == "rates/use=tb,learning_rate=0.001,seed=0" and lines[-2] == "often/use=rloo,publish_every=2  + the best of rates"
     assert lines[-1] == f"8 runs in {tmp_path / 'runs'}; nothing was started" and not (tmp_path / "runs").exists()
 
 
@@ -256,9 +314,16 @@ MISTAKES = {
         "no run there has objective.use = 'rloo'; add it to 'objective.use' of grid 'rates'",
     ),
     "no values": (('"run.seed" = [0]', '"run.seed" = []'), r"grid 'rates': 'run.seed' = \[\] has no values; write at least one"),
-    "a value twice": (('"run.seed" = [0]', '"run.seed" = [0, 0]'), r"two runs are called 'use=tb,learning_rate=0.001,seed=0'; leave out the value"),
+    "a value twice": (
+        ('"run.seed" = [0]', '"run.seed" = [0, 0]'),
+        "grid 'rates', use=tb,learning_rate=0.001,seed=0: two runs are called so; leave out the value",
+    ),
     "no setting": (('"run.seed" = 1', "seed = 1"), """'seed' is no setting; write "table.key" = """),
     "a folder": (('"run.seed" = 1', '"run.folder" = "x"'), "leave out 'run.folder'"),
+    "variants of which some have no name": (
+        ('"run.seed" = 1', 'variants = [{ label = "x", "run.seed" = 2 }, { "run.seed" = 3 }]'),
+        'give each of the variants a label = "...", or have all of them set the same keys',
+    ),
     "a variant that repeats": (('"run.seed" = 1', '"run.seed" = 1\nvariants = [{ "run.seed" = 2 }]'), "'run.seed' stands in the grid and in a variant"),
     "an unknown table": (('[[grid]]\nname = "often"', '[[grids]]\nname = "often"'), r"unknown table \[grids\]; a study has"),
 }
@@ -288,11 +353,6 @@ def test_no_grid_and_no_file(tmp_path, tiny_model):
         read_study(tmp_path / "nowhere.toml")
 
 
-@pytest.mark.parametrize("value", [True, 3, 1e-05, float("inf"), 'a "quoted" \\ é', [1, [2.5, "x"]], {"start": 0.1, "cut to": [1]}])
-def test_what_is_written_as_toml_is_read_as_it_was(value):
-    assert tomllib.loads(f"v = {toml(value)}")["v"] == value
-
-
 def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_model):
     (tmp_path / "base.toml").write_text('[objective]\nuse = "rloo"\n[run]\nsteps = 7\nseed = 5\n[trainer]\nlearning_rate = 0.5\n')
     path = write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n', 'base = "base.toml"')
@@ -315,14 +375,21 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
         [[grid]]
         name = "schedules"
         "eval.k" = [[1, 2], [4]]
-        variants = [{ "objective.beta" = { start = 0.2, end = 0.1, steps = 9 }, label = "falling" }, { "objective.use" = "rloo", "strategy.use" = "recent" }]
+        variants = [
+            { "objective.beta" = { start = 0.2, end = 0.1, steps = 9 }, label = "falling" },
+            { "objective.use" = "rloo", "strategy.use" = "recent", label = "$ rloo" },
+        ]
+        [[grid]]
+        name = "sizes"
+        variants = [{ "trainer.group_size" = 2, "sampling.samples" = 4 }, { "trainer.group_size" = 4, "sampling.samples" = 4 }]
         """
     )
-    first, second, *_ = points = read_study(tmp_path / "s.toml").points()
-    assert [p.slug for p in points][:2] == ["falling,k=1-2", "k=1-2,objective.use=rloo,strategy.use=recent"]
-    assert first.settings == {"eval.k": [1, 2], "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9}}
-    assert second.settings["eval.k"] == [1, 2] and points[2].settings["eval.k"] == [4]
-    assert (first.axes["variant"], second.axes["variant"]) == ("falling", "rloo, recent")
+    first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials()
+    assert [t.folder for t in (first, second, third)] == ["schedules/falling,k=1-2", "schedules/-rloo,k=1-2", "schedules/falling,k=4"]
+    assert first.settings == {"eval.k": [1, 2], "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9}} and third.settings["eval.k"] == [4]
+    assert (first.axes["variant"], second.label) == ("falling", "$ rloo, k [1, 2]")
+    assert [t.folder for t in sizes] == ["sizes/group_size=2,samples=4", "sizes/group_size=4,samples=4"]
+    assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
 
 
 def test_what_was_inherited_is_handed_on(tmp_path):
@@ -330,7 +397,7 @@ def test_what_was_inherited_is_handed_on(tmp_path):
     text = grid.format("a", '"trainer.learning_rate" = [0.1, 0.2]\n"run.seed" = [0, 1]') + grid.format("b", 'best = "a"\n"runtime.publish_every" = [1, 2]')
     (tmp_path / "s.toml").write_text(text + grid.format("c", 'best = "b"\n"run.seed" = [7]'))
     study = read_study(tmp_path / "s.toml")
-    a, b, c = (list(study.grids[name].points()) for name in "abc")
+    a, b, c = (list(study.grids[name].trials()) for name in "abc")
     b_best = study.inherit(b[1], study.candidates(b[1])[2])
     assert study.candidates(c[0]) == b and a[2].settings["trainer.learning_rate"] == 0.2
     assert study.inherit(c[0], b_best).settings == {"run.seed": 7, "runtime.publish_every": 2, "trainer.learning_rate": 0.2}
@@ -351,4 +418,4 @@ def test_the_best_of_a_key_that_this_grid_fixes_is_that_of_its_value(tmp_path):
         """
     )
     study = read_study(tmp_path / "s.toml")
-    assert {p.settings["objective.use"] for p in study.candidates(study.points()[-1])} == {"rloo"}
+    assert {p.settings["objective.use"] for p in study.candidates(study.trials()[-1])} == {"rloo"}

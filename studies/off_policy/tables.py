@@ -122,8 +122,7 @@ def load() -> tuple[list[Row], list[Row]]:
 
 def take_over(runs: Path) -> None:
     """The rows of the runs, with the settings of each, and the pictures that the page shows."""
-    settings = {r["folder"]: r["settings"] for r in json.loads((runs / "study.json").read_text())["runs"]}
-    rows = [{**row, "settings": settings[row["folder"]]} for row in json.loads((runs / "results.json").read_text())]
+    rows = json.loads((runs / "results.json").read_text())
     lines = (json.dumps({key: rounded(row.get(key)) for key in KEPT}) for row in rows)
     (HERE / "results.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
     for name in ("gradient_variance.json", "gradient_variance.png"):

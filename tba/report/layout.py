@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from tba.log import METRICS, read
-from tba.results import Row, Told, curve
+from tba.results import SEED, Row, Trial, curve, phrase, stderr
 
-SEED = "run.seed"
+Value = str | int | float
+"""Of a setting; what is neither text nor a number stands for itself as text."""
 
 
 @dataclass(frozen=True)
-class Value:
-    """A mean over seeds and its standard error, which takes two of them."""
+class Mean:
+    """Over seeds; the standard error takes two of them."""
 
     mean: float
     stderr: float | None
@@ -27,34 +28,26 @@ class Value:
 class Setting:
     """Runs that differ in their seed only: rows of `results.json`, and the evaluations of each."""
 
-    axes: Mapping[str, Any]
+    axes: Mapping[str, Value]
     rows: Sequence[Row]
     curves: Sequence[Sequence[Row]]
 
-    def value(self, name: str) -> Value | None:
-        """Over the runs that have come to their end."""
+    def mean(self, name: str) -> Mean | None:
         values = self.values(name)
-        if not values:
-            return None
-        return Value(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+        return Mean(fmean(values), stderr(values)) if values else None
 
     def values(self, name: str) -> list[float]:
+        """Of the runs that have come to their end."""
         return [float(r[name]) for r in self.rows if r["status"] == "finished" and r.get(name) is not None]
 
     def count(self, status: str) -> int:
         return sum(r["status"] == status for r in self.rows)
 
-    def average(self, x: str) -> tuple[list[float], list[float], list[float], list[float]]:
-        """x, mean, least and greatest score at each evaluation that all finished runs have had."""
+    def evaluations(self) -> list[tuple[float, list[float]]]:
+        """Samples trained on, and the score of each finished run, at every step where all of them were evaluated."""
         ended = [{p["step"]: p for p in c} for r, c in zip(self.rows, self.curves, strict=True) if r["status"] == "finished"]
         steps = sorted(set.intersection(*(set(c) for c in ended))) if ended else []
-        scores = [[float(c[step]["score"]) for c in ended] for step in steps]
-        return [fmean(c[step][x] for c in ended) for step in steps], [fmean(s) for s in scores], [min(s) for s in scores], [max(s) for s in scores]
-
-    def cut_short(self, x: str) -> list[tuple[list[float], list[float]]]:
-        """x and score of each run that failed."""
-        failed = [c for r, c in zip(self.rows, self.curves, strict=True) if r["status"] == "failed" and c]
-        return [([float(p[x]) for p in c], [float(p["score"]) for p in c]) for c in failed]
+        return [(fmean(c[step]["samples_trained"] for c in ended), [c[step]["score"] for c in ended]) for step in steps]
 
 
 @dataclass(frozen=True)
@@ -63,81 +56,59 @@ class Layout:
 
     name: str
     settings: Sequence[Setting]
-    values: Mapping[str, Sequence[Any]]
+    values: Mapping[str, Sequence[Value]]
     """Of each key that varies, seeds aside; numbers are in order."""
     lines: str | None
 
     @property
-    def others(self) -> tuple[str, ...]:
-        return tuple(key for key in self.values if key != self.lines)
+    def keys(self) -> list[str]:
+        """Those that make panels, and last the one that makes lines."""
+        return [*(key for key in self.values if key != self.lines), *([] if self.lines is None else [self.lines])]
 
     @property
-    def numbers(self) -> tuple[str, ...]:
-        """Keys whose values are numbers, that with the most first."""
-        found = [key for key, values in self.values.items() if all(_number(v) for v in values)]
-        return tuple(sorted(found, key=lambda key: -len(self.values[key])))
+    def number(self) -> str | None:
+        """The key for a number axis: that with the most values, and the lines' own only if there is no other."""
+        numeric = [key for key in self.values if numbers(self.values[key])]
+        return max(numeric, key=lambda key: (key != self.lines, len(self.values[key])), default=None)
 
-    def line(self, setting: Setting) -> Any:
-        return None if self.lines is None else setting.axes.get(self.lines)
+    def line_values(self) -> Sequence[Value]:
+        return [] if self.lines is None else self.values[self.lines]
 
-    def line_values(self) -> Sequence[Any]:
-        return [None] if self.lines is None else self.values[self.lines]
-
-    def panels(self, keys: Sequence[str]) -> dict[str, list[Setting]]:
-        """Settings that agree in `keys`, under a title that says so, in the order of the keys' values."""
-        order = {key: {_hashable(v): i for i, v in enumerate(self.values[key])} for key in keys}
-        found: dict[str, list[Setting]] = {}
-        for s in sorted(self.settings, key=lambda s: [order[key].get(_hashable(s.axes.get(key)), -1) for key in keys]):
-            found.setdefault(", ".join(told(key, s.axes.get(key)) for key in keys), []).append(s)
-        return found
+    def panels(self, *left_out: str | None) -> dict[str, list[Setting]]:
+        """Settings that agree in all keys but these, under a title that says so, in the order of the keys' values."""
+        keys = [key for key in self.values if key not in left_out]
+        panels: dict[str, list[Setting]] = {}
+        for s in sorted(self.settings, key=lambda s: [self.values[key].index(s.axes[key]) for key in keys]):
+            panels.setdefault(", ".join(phrase(key, s.axes[key]) for key in keys), []).append(s)
+        return panels
 
 
-def lay_out(folder: Path, name: str, runs: Sequence[Told], rows: Sequence[Row], metric: str) -> Layout:
+def lay_out(folder: Path, name: str, trials: Sequence[Trial], rows: Sequence[Row], metric: str) -> Layout:
     """The grid's settings in the order of the study."""
-    groups: dict[str, list[tuple[Told, Row]]] = {}
-    for run, row in zip(runs, rows, strict=True):
-        if run.grid == name:
-            groups.setdefault(repr([(k, v) for k, v in run.axes.items() if k != SEED]), []).append((run, row))
+    groups: dict[str, list[tuple[Trial, Row]]] = {}
+    for trial, row in zip(trials, rows, strict=True):
+        if trial.grid == name:
+            groups.setdefault(repr([(k, v) for k, v in trial.axes.items() if k != SEED]), []).append((trial, row))
     settings = [
         Setting(
-            {k: v for k, v in members[0][0].axes.items() if k != SEED},
+            {k: v if isinstance(v, str) or numbers([v]) else json.dumps(v) for k, v in members[0][0].axes.items() if k != SEED},
             [row for _, row in members],
-            [curve(read(folder / run.folder / METRICS), metric) for run, _ in members],
+            [curve(read(folder / trial.folder / METRICS), metric) for trial, _ in members],
         )
         for members in groups.values()
     ]
-    keys = list(dict.fromkeys(key for s in settings for key in s.axes))
-    values = {key: _distinct([s.axes[key] for s in settings if key in s.axes]) for key in keys}
-    varying = _apart({key: found for key, found in values.items() if len(found) > 1}, settings)
-    texts = [key for key, found in varying.items() if not all(_number(v) for v in found)]
-    lines = max(texts or varying, key=lambda key: len(varying[key]), default=None)
-    return Layout(name, settings, varying, lines)
+    values: dict[str, Sequence[Value]] = {}
+    partitions = []
+    for key in settings[0].axes:
+        every = [s.axes[key] for s in settings]
+        distinct = list(dict.fromkeys(every))
+        partition = [distinct.index(v) for v in every]
+        if len(distinct) > 1 and partition not in partitions:  # of keys that go hand in hand, as group_size and samples may, the first is enough
+            values[key] = sorted(distinct) if numbers(distinct) else distinct
+            partitions.append(partition)
+    texts = [key for key in values if not numbers(values[key])]
+    return Layout(name, settings, values, max(texts or values, key=lambda key: len(values[key]), default=None))
 
 
-def told(key: str, value: Any) -> str:
-    """`tb` for objective.use, `lag 4` for runtime.lag."""
-    last = key.rpartition(".")[2]
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if last in ("use", "variant") else f"{last} {text}"
-
-
-def _apart(values: Mapping[str, Sequence[Any]], settings: Sequence[Setting]) -> dict[str, Sequence[Any]]:
-    """Without keys that go hand in hand with one before, such as the samples of a prompt with the size of a group: they are one axis."""
-    found: dict[tuple[int, ...], str] = {}
-    for key in values:
-        seen: dict[str, int] = {}
-        found.setdefault(tuple(seen.setdefault(_hashable(s.axes.get(key)), len(seen)) for s in settings), key)
-    return {key: values[key] for key in found.values()}
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    found = list({_hashable(v): v for v in values}.values())
-    return sorted(found) if all(_number(v) for v in found) else found
-
-
-def _hashable(value: Any) -> str:
-    return repr(value)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)

@@ -6,22 +6,21 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from tba.log import CONFIG, METRICS, SAMPLES, SUMMARY, read
-from tba.report.draw import COLOURS, GREY, dress, png, short, write_page
+from tba.report.draw import COLOURS, GREY, dress, number, plain, png, short, write_page
+from tba.results import Row, flat
 
-Row = dict[str, Any]
 Column = Float[np.ndarray, " rows"]
 Form = Literal["number", "positive", "share", "count"]
 MODES = ("sampled", "greedy")
@@ -38,8 +37,11 @@ class Measure:
     stderr: str
     form: Form
 
-    def told(self, evaluation: Row, mode: str) -> str:
-        return "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}".join(tell(evaluation.get(name.format(mode)), self.form) for name in (self.value, self.stderr))
+    def text(self, evaluation: Row, mode: str) -> str:
+        """With its standard error."""
+        return "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}".join(
+            number(evaluation.get(name.format(mode)), self.form == "share") for name in (self.value, self.stderr)
+        )
 
 
 PASS = Measure("pass@1", "eval/{}_pass@1", "eval/{}_stderr", "share")
@@ -61,12 +63,12 @@ class Record:
     def facts(self, measure: Measure) -> Mapping[str, str]:
         ends = self.evaluations[:1] + self.evaluations[1:][-1:]
         reward, lag_mean, lag_max = (_column(self.steps, name) for name in ("reward", "off_policy/lag_mean", "off_policy/lag_max"))
-        tenth = -(-len(reward) // 10)
+        tenth = ceil(len(reward) / 10)
         return {
             "Objective": self.config["objective"]["use"],
             "Steps": f"{self.steps[-1]['step']:,} of {self.config['run']['steps']:,} ({self.totals['status']})",
             "Time": f"{self.totals['seconds']:,.1f} s",
-            **{f"Held-out {measure.label}, {mode}": " → ".join(measure.told(e, mode) for e in ends) or "–" for mode in MODES},
+            **{f"Held-out {measure.label}, {mode}": " → ".join(measure.text(e, mode) for e in ends) or "–" for mode in MODES},
             "Training reward, first → last tenth": f"{reward[:tenth].mean():.3f} → {reward[-tenth:].mean():.3f}",
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{self.totals['trainer_wait_fraction']:.2%}",
@@ -148,7 +150,7 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     evaluations = [e for r in records for e in r.evaluations]
     measure = PASS if evaluations and all(PASS.value.format("sampled") in e for e in evaluations) else REWARD
     figures = {name: png(_figure(panels, records), folder / f"{name}.png") for name, panels in {"reward": _rewards(measure), **FIGURES}.items()}
-    values = {"runs": records, "measure": measure, "modes": MODES, "figures": figures, "differences": _differences(records), "tell": tell}
+    values = {"runs": records, "measure": measure, "modes": MODES, "figures": figures, "differences": _differences(records), "number": number}
     return write_page(folder, "report.html", values)
 
 
@@ -156,8 +158,7 @@ def _records(paths: Sequence[Path]) -> list[Record]:
     if not paths:
         raise ValueError("name at least one run: tba report RUN")
     same = Counter(p.name for p in paths)
-    colours = COLOURS if len(paths) <= len(COLOURS) else [to_hex(c) for c in matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(paths)))]
-    return [_record(p, p.name if same[p.name] == 1 else str(p), c) for p, c in zip(paths, colours, strict=False)]
+    return [_record(p, p.name if same[p.name] == 1 else str(p), COLOURS[i % len(COLOURS)]) for i, p in enumerate(paths)]
 
 
 def _record(path: Path, name: str, colour: str) -> Record:
@@ -196,15 +197,10 @@ def _share(steps: list[Row], name: str) -> float:
 
 
 def _smooth(values: Column) -> Column:
-    """Twice the mean over a centred window of a twenty-fifth of the run; gaps are left out."""
-    at, n = np.arange(len(values)), len(values)
-    low, high = np.maximum(at - n // 50, 0), np.minimum(at + n // 50 + 1, n)
-    for _ in range(2):
-        known = np.isfinite(values)
-        total, count = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(known, values, 0.0), known))
-        found = count[high] - count[low]
-        values = np.where(found > 0, (total[high] - total[low]) / np.maximum(found, 1.0), np.nan)
-    return values
+    """The mean over a centred window of a twenty-fifth of the run; gaps are left out."""
+    half = len(values) // 50
+    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return np.array([window[np.isfinite(window)].mean() if np.isfinite(window).any() else np.nan for window in windows])
 
 
 def _rewards(measure: Measure) -> tuple[Panel, ...]:
@@ -216,11 +212,14 @@ def _rewards(measure: Measure) -> tuple[Panel, ...]:
 def _figure(panels: Sequence[Panel], records: Sequence[Record]) -> Figure:
     """Three panels a row; those of which no run has anything, or has counted anything, are left out."""
     panels = [p for p in panels if any(p.shows(row) for r in records for row in p.rows(r))]
-    rows = -(-len(panels) // 3)
+    rows = ceil(len(panels) / 3)
     figure = Figure(figsize=(12, 0.4 + 2.8 * rows), layout="constrained")
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(rows, 3, i + 1)
-        _dress(axes, panel)
+        dress(axes, panel.title, AXES[panel.x])
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.form == "share" else FuncFormatter(short))
         for record in records:
             _draw(axes, panel, record, [record.colour] * 2 if len(records) > 1 else COLOURS)
         keys = [Line2D([], [], color=c, linestyle=d) for c, d in zip([GREY] * 2 if len(records) > 1 else COLOURS, DASHES, strict=False)]
@@ -229,41 +228,30 @@ def _figure(panels: Sequence[Panel], records: Sequence[Record]) -> Figure:
         if panel.form != "number":
             axes.set_ylim(0, max(axes.get_ylim()[1], {"positive": 1e-9, "share": 0.1, "count": 1.0}[panel.form]))  # a little waiting is to look like little
     if len(records) > 1:
-        names = [r.name[-60:].lstrip("_").replace("$", r"\$") for r in records]  # matplotlib hides the one and reads formulas in the other
-        figure.legend([Line2D([], [], color=r.colour, linewidth=3) for r in records], names, loc="outside upper left", ncols=4, frameon=False)
+        handles = [Line2D([], [], color=r.colour, linewidth=3) for r in records]
+        figure.legend(handles, [plain(r.name[-60:]) for r in records], loc="outside upper left", ncols=4, frameon=False)
     return figure
-
-
-def _dress(axes: Axes, panel: Panel) -> None:
-    dress(axes, panel.title, AXES[panel.x])
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(short))
-    axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.form == "share" else FuncFormatter(short))
 
 
 def _draw(axes: Axes, panel: Panel, record: Record, colours: Sequence[str]) -> None:
     rows = panel.rows(record)
+    rows = rows[:: 1 + len(rows) // 4000]  # more points than that are not to be seen
     x = _column(rows, panel.x)
     spreads = [_column(rows, name) for name in panel.spread] or [np.zeros(len(x))] * 2
-    thin = slice(None, None, 1 + len(x) // 4000)  # more points than that are not to be seen
     for metric, spread, colour, dash, face in zip(panel.metrics, spreads, colours, DASHES, (colours[0], "white"), strict=False):
         y = _column(rows, metric, absent=0.0 if panel.form == "count" else np.nan)
         if panel.evaluations:
             axes.errorbar(x, y, spread, color=colour, linestyle=dash, marker="o", markersize=4.5, markerfacecolor=face, capsize=2.5, elinewidth=1)
             continue
         smooth = y if panel.form == "count" else _smooth(y)
-        axes.plot(x[thin], y[thin], color=colour, alpha=0.22, linewidth=0.8)
-        axes.plot(x[thin], smooth[thin], color=colour, linestyle=dash, linewidth=1.7)
+        axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.8)
+        axes.plot(x, smooth, color=colour, linestyle=dash, linewidth=1.7)
         if panel.spread:
-            axes.fill_between(x[thin], (smooth - _smooth(spread))[thin], (smooth + _smooth(spread))[thin], color=colour, alpha=0.12, linewidth=0)
-
-
-def tell(value: float | None, form: Form) -> str:
-    return "–" if value is None else f"{value:.1%}" if form == "share" else f"{value:.3f}"
+            axes.fill_between(x, smooth - _smooth(spread), smooth + _smooth(spread), color=colour, alpha=0.12, linewidth=0)
 
 
 def _differences(records: Sequence[Record]) -> Mapping[str, list[str]]:
     """The config keys in which the runs differ, with each one's value."""
-    configs = [{f"{name}.{key}": json.dumps(value) for name, table in r.config.items() for key, value in table.items()} for r in records]
+    configs = [{key: json.dumps(value) for key, value in flat(r.config).items()} for r in records]
     keys = dict.fromkeys(key for config in configs for key in config if key != "run.folder")
     return {key: values for key in keys if len(set(values := [config.get(key, "–") for config in configs])) > 1}

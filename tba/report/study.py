@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba.report.draw import png, write_page
-from tba.report.figures import Styles, draw, styles_for
-from tba.report.layout import Layout, Setting, Value, lay_out, told
-from tba.results import Row, read_told, write_results
+from tba.report.draw import number, png, write_page
+from tba.report.figures import draw, styles_for
+from tba.report.layout import Layout, Mean, Setting, lay_out, numbers
+from tba.results import Row, read_ledger, write_results
 
 Form = Callable[[float], str]
 
@@ -37,73 +36,64 @@ class Section:
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
     """Draws the page of the study in `folder`, by default into its `report`; returns its path. Also writes `results.json` anew."""
-    study, runs = read_told(folder)
-    rows = write_results(folder)
+    ledger, rows = read_ledger(folder), write_results(folder)
     if not any(r["peak"] is not None for r in rows):
         raise ValueError(f"{folder} has no evaluations yet; type `tba report {folder}` again once its first run is done")
     metric = rows[0]["metric"]
     target = out or folder / "report"
     target.mkdir(parents=True, exist_ok=True)
-    layouts = [lay_out(folder, name, runs, rows, metric) for name in study["grids"]]
-    lines = list(dict.fromkeys(v for g in layouts if g.lines not in g.numbers for v in g.line_values()))
-    shared = styles_for([v if isinstance(v, str | bool | None) else repr(v) for v in lines])
-    sections = [
-        Section(
-            layout.name,
-            _counts([r for r in rows if r["grid"] == layout.name]),
-            [_choice(c) for c in study["choices"] if c["grid"] == layout.name],
-            _pictures(target, layout, styles_for(layout.line_values()) if layout.lines in layout.numbers else shared, metric),
-            *_table(layout, metric),
-            {r["folder"]: r["error"] for r in rows if r["grid"] == layout.name and r["status"] == "failed"},
+    begun = dict.fromkeys(r["grid"] for r in rows if r["peak"] is not None)
+    layouts = [lay_out(folder, name, ledger.runs, rows, metric) for name in begun]
+    shared = styles_for(list(dict.fromkeys(v for g in layouts if not numbers(g.line_values()) for v in g.line_values())))
+    sections = []
+    for layout in layouts:
+        own = [r for r in rows if r["grid"] == layout.name]
+        figures = draw(layout, styles_for(layout.line_values()) if numbers(layout.line_values()) else shared, metric)
+        sections.append(
+            Section(
+                layout.name,
+                _counts(own),
+                [str(c) for c in ledger.choices if c.grid == layout.name],
+                {name: png(figure, target / f"{layout.name}_{name}.png") for name, figure in figures.items()},
+                *_table(layout, metric),
+                {r["folder"]: r["error"] for r in own if r["status"] == "failed"},
+            )
         )
-        for layout in layouts
-        if any(r["peak"] is not None for r in rows if r["grid"] == layout.name)
-    ]
-    facts = {"Runs": str(len(runs)), "Ended": _counts(rows), "Compared by": metric.replace("_", " ")}
+    facts = {"Runs": str(len(rows)), "Ended": _counts(rows), "Compared by": metric.replace("_", " ")}
     facts["Time of all runs"] = f"{sum(r['seconds'] or 0 for r in rows) / 3600:.2f} h"
-    return write_page(target, "study.html", {"name": study["name"], "facts": facts, "sections": sections, "metric": metric.replace("_", " ")})
-
-
-def _pictures(target: Path, layout: Layout, styles: Styles, metric: str) -> dict[str, str]:
-    """Of each figure that the grid has something for: the picture as the page holds it."""
-    return {name: png(figure, target / f"{layout.name}_{name}.png") for name, figure in draw(layout, styles, metric).items()}
+    return write_page(target, "study.html", {"name": ledger.name, "facts": facts, "sections": sections, "metric": metric.replace("_", " ")})
 
 
 def _table(layout: Layout, metric: str) -> tuple[list[str], list[list[Cell]]]:
     """A row for each setting. The best end is marked among settings that differ only in what makes a line."""
-    score: Form = (lambda v: f"{v:.1%}") if "pass@" in metric else (lambda v: f"{v:.3f}")
+    score: Form = lambda v: number(v, "pass@" in metric)  # noqa: E731
     columns: dict[str, tuple[str, Form]] = {
         "last": ("end", score),
         "peak": ("peak", score),
         "drop": ("drop after it", score),
-        "kl": ("KL (nats)", lambda v: f"{v:.3g}"),
-        "lag_mean": ("lag (steps)", lambda v: f"{v:.1f}"),
-        "ess": ("effective share", lambda v: f"{v:.1%}"),
-        "seconds": ("time (s)", lambda v: f"{v:.0f}"),
+        "kl": ("KL (nats)", number),
+        "lag_mean": ("lag (steps)", "{:.1f}".format),
+        "ess": ("effective share", "{:.1%}".format),
+        "seconds": ("time (s)", "{:.0f}".format),
     }
-    columns = {name: column for name, column in columns.items() if any(s.value(name) is not None for s in layout.settings)}
-    keys = [*layout.others, *([layout.lines] if layout.lines is not None else [])]
-    heads = [*(key.removesuffix(".use") for key in keys), "runs", *(head for head, _ in columns.values())]
+    columns = {name: column for name, column in columns.items() if any(s.values(name) for s in layout.settings)}
+    heads = [*(key.removesuffix(".use") for key in layout.keys), "runs", *(head for head, _ in columns.values())]
     rows: list[list[Cell]] = []
-    for settings in layout.panels(layout.others).values():
-        ends = sorted(v.mean for s in settings if (v := s.value("last")) is not None)
-        best = ends[-1] if len(ends) > 1 and ends[-1] > ends[-2] else None
+    for settings in layout.panels(layout.lines).values():
+        ends = [end.mean for s in settings if (end := s.mean("last"))]
         for s in settings:
-            marked = best is not None and (end := s.value("last")) is not None and end.mean == best
-            values = [Cell(_told(s.value(name), form), marked and name == "last") for name, (_, form) in columns.items()]
-            rows.append([*(Cell(_text(s, key)) for key in keys), Cell(_runs(s)), *values])
+            end = s.mean("last")
+            best = end is not None and len(ends) > 1 and end.mean == max(ends)
+            cells = [Cell(_with_stderr(s.mean(name), form), best and name == "last") for name, (_, form) in columns.items()]
+            axes = [s.axes[key] for key in layout.keys]
+            rows.append([*(Cell(f"{v:g}" if isinstance(v, float) else str(v)) for v in axes), Cell(_runs(s)), *cells])
     return heads, rows
 
 
-def _told(value: Value | None, form: Form) -> str:
+def _with_stderr(value: Mean | None, form: Form) -> str:
     if value is None:
         return "–"
     return form(value.mean) + ("" if value.stderr is None else f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{form(value.stderr)}")
-
-
-def _text(setting: Setting, key: str) -> str:
-    value = setting.axes.get(key, "–")
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def _runs(setting: Setting) -> str:
@@ -114,12 +104,4 @@ def _runs(setting: Setting) -> str:
 def _counts(rows: Sequence[Row]) -> str:
     """Such as `30 finished, 2 failed`."""
     counts = Counter(r["status"] for r in rows)
-    return ", ".join(
-        f"{counts[status]} {name}" for status, name in {"finished": "finished", "failed": "failed", "pending": "to come"}.items() if counts[status]
-    )
-
-
-def _choice(choice: Row) -> str:
-    like = ", ".join(told(k, v) for k, v in choice["matched"].items())
-    taken = ", ".join(f"{k} = {v}" for k, v in choice["settings"].items())
-    return f"{like or 'all'}: {taken}, the best of {choice['best']} ({choice['told']})"
+    return ", ".join(f"{counts[status]} {name}" for status, name in (("finished", "finished"), ("failed", "failed"), ("pending", "to come")) if counts[status])
