@@ -125,8 +125,8 @@ def take_over(runs: Path) -> None:
     rows = json.loads((runs / "results.json").read_text())
     lines = (json.dumps({key: rounded(row.get(key)) for key in KEPT}) for row in rows)
     (HERE / "results.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    for name in ("gradient_variance.json", "gradient_variance.png"):
-        shutil.copy(runs / name, HERE / name)
+    for name in ("gradient_variance.json", "gradient_variance.png", "report/lags_against.png", "report/lags_curves.png", "report/replayed_curves.png"):
+        shutil.copy(runs / name, HERE)
 
 
 def rounded(value: Any) -> Any:
