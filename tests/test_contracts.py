@@ -282,9 +282,7 @@ def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: to
 
 @pytest.mark.parametrize("distance", [-90.0, 90.0])
 @pytest.mark.parametrize("other", ["behavior_logp", "ref_logp"])
-def test_objective_survives_a_policy_far_away(
-    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None, other: str, distance: float
-) -> None:
+def test_objective_survives_a_policy_far_away(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None, other: str, distance: float) -> None:
     """e^90 at each token, from the policy that sampled or from the reference: more than a float32 holds, and no reason to stop."""
     far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
     loss, metrics = call(objective, logp, far, head)

@@ -18,43 +18,71 @@ from tba.policy import Policy
 from tba.pretrained import load_model
 from tba.replay import ReplayBuffer
 from tba.strategies.uniform import Uniform
+from tba.summary import Summary
 from tba.types import Group, Sampling, collate
 
 LIMIT = 0.02
 
 
-def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Total variation from the optimum of the policy that the run ended with."""
+def by_tb(model: Path, folder: Path, *settings: str) -> Config:
+    return toy_config(model, folder, f"objective.beta={BETA}", *settings)
+
+
+def carried_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The run that the config makes, after its end."""
     ended: list[Run] = []
     carry_out = tba.loop._carry_out
-    monkeypatch.setattr(tba.loop, "_carry_out", lambda run: (ended.append(run), carry_out(run))[1])
-    tba.loop.run(config)
-    (run,) = ended
-    reference = Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
-    return total_variation(run.trainer.policy, reference, run.parts.text, BETA)
+
+    def keeping(run: Run) -> Summary:
+        ended.append(run)
+        return carry_out(run)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tba.loop, "_carry_out", keeping)
+        tba.loop.run(config)
+    return ended[0]
+
+
+def first_policy(config: Config) -> Policy:
+    """What a run began with: its reference."""
+    return Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
+
+
+def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Total variation from the optimum of the policy that the run ended with."""
+    run = carried_out(config, monkeypatch)
+    return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
 def test_local_on_policy(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance_after_run(toy_config(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch) < LIMIT
+    assert distance_after_run(by_tb(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch) < LIMIT
 
 
 def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = toy_config(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
+    config = by_tb(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
     assert distance_after_run(config, monkeypatch) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
 
 
 def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = toy_config(toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent", "strategy.window=4", "runtime.publish_every=4", "run.steps=600")
+    config = by_tb(
+        toy_model,
+        tmp_path / "run",
+        "runtime.use=ray",
+        "strategy=recent",
+        "strategy.window=4",
+        "runtime.publish_every=4",
+        "run.steps=600",
+    )
     assert distance_after_run(config, monkeypatch) < LIMIT
 
 
 def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> None:
     """No sample is ever drawn from the policy or its ancestors: each answer has the same chance, whatever its probability."""
-    parts = build.check(toy_config(toy_model, tmp_path / "run"))
+    parts = build.check(by_tb(toy_model, tmp_path / "run"))
     trainer = build.trainer(parts, "cpu")
-    reference = Policy(load_model(parts.config.policy, torch.float32), 1.0)
+    reference = first_policy(parts.config)
     buffer = ReplayBuffer(per_prompt=10_000)
     buffer.add([group_of_all(parts.text, prompt, reference) for prompt in parts.prompts[:3]], now=0)
     rng = np.random.default_rng(0)
@@ -65,7 +93,7 @@ def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> N
 
 def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_path: Path) -> None:
     """At a temperature other than 1: frequencies match, and the engine's log-probs are the policy's."""
-    parts = build.check(toy_config(toy_model, tmp_path / "run"))
+    parts = build.check(by_tb(toy_model, tmp_path / "run"))
     searcher = build.searcher(parts, "cpu", False)
     prompt = parts.prompts[1]
     (completions,) = searcher.engine.generate([parts.text.encode(prompt)], Sampling(4096, 0.7, MAX_TOKENS), seed=3)
@@ -85,8 +113,8 @@ def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_p
 
 def test_group_is_untouched_by_its_neighbours(toy_model: Path, tmp_path: Path) -> None:
     """Log-probs of a response do not depend on what else is in the batch."""
-    parts = build.check(toy_config(toy_model, tmp_path / "run"))
-    policy = Policy(load_model(parts.config.policy, torch.float32), 1.0)
+    parts = build.check(by_tb(toy_model, tmp_path / "run"))
+    policy = first_policy(parts.config)
     groups = [group_of_all(parts.text, p, policy) for p in parts.prompts[:3]]
     some = [Group(g.prompt, g.prompt_tokens, g.trajectories[i : i + 5]) for i, g in enumerate(groups)]
     together = policy.logp(collate(some))

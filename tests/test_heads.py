@@ -159,13 +159,13 @@ def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> 
 def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
     """With a policy that stands still, the head of `tb_learned_z` ends at what VarGrad says of each prompt."""
     plugin = resolve("objectives", "objective", "tb_learned_z", {})
-    policy = Policy(make("llama"), 0.7, head=Head("prompt", 0.5))
-    t = Trainer(policy, plugin, TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")), steps=200, bf16_weights=False)
+    policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
+    t = Trainer(policy, plugin, TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")), steps=150, bf16_weights=False)
     own = by_vargrad(batch, policy)
     assert own.abs().min() > 2
-    for step in range(200):
+    for step in range(150):
         t.step(batch, step)
-    torch.testing.assert_close(policy(batch).head, own, atol=0.05, rtol=0)
+    torch.testing.assert_close(policy(batch).head, own, atol=0.1, rtol=0)
 
 
 def by_vargrad(batch: Batch, policy: Policy) -> torch.Tensor:

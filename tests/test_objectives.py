@@ -126,6 +126,13 @@ def test_tb_corrected_for_delay_is_tb_on_policy() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_tb_clamps_each_token() -> None:
+    """Log-ratios cut at 1: KL (1, 0, 1), residuals less their mean (-.5, 0, .5), and the token that was cut learns nothing; the other group has none above."""
+    loss = [(0.25 + 0.25) / 3, sum(a * a for a in LEFT[1]) / 3]
+    gradient = per_token([[-1 / 6] * 2, [0] * 4, [0]], [[1 / 9] * 3, [5 / 18], [-7 / 18] * 2])
+    check(solve(TrajectoryBalance(0.5, log_ratio_clamp=1.0), *ragged()), loss, gradient)
+
+
 def test_tb_learned_z_by_hand() -> None:
     """log Z = (1, -1): residuals KL / 2 + log Z / 2 - r are (0, .5, 1.5) and (-1, -.5, -2.5); that of log Z is their mean, 2/3 and -4/3."""
     objective, head = TrajectoryBalanceLearnedZ(0.5), torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -215,6 +222,12 @@ def test_rloo_with_importance_weights_by_hand(importance: str) -> None:
         (-(advantage * (weights * logp).sum(-1)).sum(1) / 3).tolist(),
         -advantage[..., None] * weights / 3,
     )
+
+
+def test_length_normalised_rloo_by_hand() -> None:
+    """A = (1, .25, -1.25), (-.5, -1.25, 1.75) times the mean log-prob, -1; a token of T has 1 / T of its response's gradient."""
+    gradient = per_token([[-1 / 6] * 2, [-0.0625 / 3] * 4, [1.25 / 3]], [[0.5 / 9] * 3, [1.25 / 3], [-0.875 / 3] * 2])
+    check(solve(Rloo(0.5, length_normalised=True), *on_policy()), [0, 0], gradient)
 
 
 def test_proximal_rloo_by_hand() -> None:
@@ -352,6 +365,15 @@ def test_online_dpo_of_the_first_two_by_hand() -> None:
     check(solve(objective, logp, replace(batch, reward=-batch.reward)), [log(1 + exp(0.5)), 0], turned)
 
 
+def test_length_normalised_dpo_by_hand() -> None:
+    """Mean log-ratios 1/2, 0, 2 and 0, 1, 0: margins .5 (1/2 - 0) and .5 (0 - 0)."""
+    s = 1 / (1 + exp(0.25))  # sigmoid(-1/4)
+    gradient = per_token([[-s / 4] * 2, [s / 8] * 4, [0]], [[1 / 12] * 3, [0], [-1 / 8] * 2])
+    objective = OnlineDpo(beta=0.5, length_normalised=True)
+    check(solve(objective, *ragged()), [log(1 + exp(-0.25)), log(2)], gradient)
+    assert metric(objective, "rewards/margins", *ragged()) == [0.25, 0.0]
+
+
 def test_raft_by_hand() -> None:
     """r >= 1/2: the first; all three. The best: the first; the third. r >= 1: the first; the third. Best of equals: none."""
     one, all_three = per_token([[-1 / 3] * 2, [0] * 4, [0]], [[0] * 3, [0], [-1 / 3] * 2]), per_token([[0], [0], [0]], [[-1 / 3] * 3, [-1 / 3], [0] * 2])
@@ -363,6 +385,12 @@ def test_raft_by_hand() -> None:
     several = replace(batch, reward=per_response([[3, 1, 3], [-2, -1, -1]]))
     assert metric(Raft("best"), "raft/accepted", logp, several) == pytest.approx([2 / 3, 2 / 3])
     assert metric(Raft(0.5), "raft/accepted", logp, batch) == pytest.approx([1 / 3, 1])
+
+
+def test_length_normalised_raft_by_hand() -> None:
+    """Every response has a mean log-prob of -1; one of three is good, then three of three. A token of T has 1 / T of its response's gradient."""
+    gradient = per_token([[-1 / 6] * 2, [0] * 4, [0]], [[-1 / 9] * 3, [-1 / 3], [-1 / 6] * 2])
+    check(solve(Raft(length_normalised=True), *drifted()), [1 / 3, 1.0], gradient)
 
 
 # Identities
@@ -593,7 +621,14 @@ def test_other_options_without_a_sense_are_refused() -> None:
         (TrajectoryBalance, {"importance_cap": 0.0}),
         (TBAPrime, {"log_ratio_clamp": 0.0}),
         (TBAPrime, {"importance_cap": -1.0}),
+        (Rloo, {"importance_cap": 0.0}),
+        (ProximalRloo, {"clip": 0.0}),
+        (DrGrpo, {"clip": -0.2}),
+        (Grpo, {"clip": 0.0}),
+        (Grpo, {"clip_high": 0.0}),
+        (Ppo, {"clip": 0.0}),
         (Ppo, {"head_learning_rate": 0.0}),
+        (VinePpo, {"clip": 0.0}),
         (TrajectoryBalanceLearnedZ, {"head_learning_rate": 0.0}),
         (VinePpo, {"rollouts": 0}),
         (VinePpo, {"step_tokens": 0}),
@@ -601,38 +636,3 @@ def test_other_options_without_a_sense_are_refused() -> None:
     for objective, options in refused:
         with pytest.raises(ValueError, match=rf"objective\.{next(iter(options))}"):
             objective(**options)
-
-
-def test_tb_clamp_by_hand() -> None:
-    """Tokens of group 0 have log-ratios .5 .5 | 0 0 0 0 | 2, the last cut at 1. beta = .5, residuals -.5, 0, .5: the cut token learns nothing."""
-    logp, batch = ragged()
-    logp.requires_grad_()
-    loss, _ = TrajectoryBalance(beta=0.5, log_ratio_clamp=1.0)(logp, batch)
-    torch.testing.assert_close(loss[0].detach(), torch.tensor((0.25 + 0 + 0.25) / 3, dtype=torch.float64))
-    (grad,) = torch.autograd.grad(loss[0], logp)
-    torch.testing.assert_close(grad[0], torch.tensor([[-1 / 6, -1 / 6, 0, 0], [0.0] * 4, [0.0] * 4], dtype=torch.float64))
-
-
-def test_length_normalised_rloo_by_hand() -> None:
-    """Advantages 1, 1/4, -5/4 and -1/2, -5/4, 7/4; each token has the response's A_j / (K T_j)."""
-    logp, batch = ragged()
-    logp.requires_grad_()
-    loss, _ = Rloo(beta=0.5, length_normalised=True)(logp, replace(batch, behavior_logp=logp.detach()))
-    loss.sum().backward()
-    expected = torch.tensor([[1 / 2, 1 / 16, -5 / 4], [-1 / 6, -5 / 4, 7 / 8]], dtype=torch.float64) / -3
-    torch.testing.assert_close(logp.grad, expected[..., None] * batch.mask)
-
-
-def test_length_normalised_raft_by_hand() -> None:
-    """Every response has a mean log-prob of -1; one of three is good, then three of three."""
-    logp, batch = ragged()
-    loss, _ = Raft(length_normalised=True)(logp, batch)
-    torch.testing.assert_close(loss, torch.tensor([1 / 3, 1.0], dtype=torch.float64))
-
-
-def test_length_normalised_dpo_by_hand() -> None:
-    """Mean log-ratios 1/2, 0, 2 and 0, 1, 0: margins .5 (1/2 - 0) and .5 (0 - 0)."""
-    logp, batch = ragged()
-    loss, extras = OnlineDpo(beta=0.5, length_normalised=True)(logp, batch)
-    torch.testing.assert_close(extras["rewards/margins"], torch.tensor([0.25, 0.0], dtype=torch.float64))
-    torch.testing.assert_close(loss, torch.tensor([log(1 + exp(-0.25)), log(2)], dtype=torch.float64))

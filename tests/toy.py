@@ -70,11 +70,11 @@ class Delayed:
 
 
 def toy_config(model: Path, folder: Path, *settings: str) -> Config:
-    """A local run on the toy, by `tb` unless another objective is named."""
+    """A local run on the toy."""
     return load(
         None,
         [
-            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"objective.beta={BETA}", f"sampling.max_tokens={MAX_TOKENS}",
+            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"sampling.max_tokens={MAX_TOKENS}",
             "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
             "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
             "log.tensorboard=false", *settings,
@@ -82,19 +82,19 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
     )  # fmt: skip
 
 
-def every_answer(text: Text) -> list[np.ndarray]:
-    """All token sequences an engine can return: ended by EOS, or cut at MAX_TOKENS."""
+def every_answer(text: Text, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
+    """All token sequences an engine can return: ended by EOS, or cut at `max_tokens`."""
     vocabulary = range(len(text.tokenizer))
     (eos,) = text.eos_ids
     others = [v for v in vocabulary if v != eos]
-    finished = [[*head, eos] for n in range(MAX_TOKENS) for head in product(others, repeat=n)]
-    cut = [list(head) for head in product(others, repeat=MAX_TOKENS)]
+    finished = [[*head, eos] for n in range(max_tokens) for head in product(others, repeat=n)]
+    cut = [list(head) for head in product(others, repeat=max_tokens)]
     return [np.array(a, np.int32) for a in [*finished, *cut]]
 
 
-def group_of_all(text: Text, prompt: Prompt, reference: Policy) -> Group:
+def group_of_all(text: Text, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS) -> Group:
     """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
-    answers = every_answer(text)
+    answers = every_answer(text, max_tokens)
     finished = [a[-1] in text.eos_ids for a in answers]
     rewards = Toy().score([prompt] * len(answers), [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)])
     zeros = [np.zeros(len(a), np.float32) for a in answers]
@@ -113,17 +113,42 @@ def log_probs(policy: Policy, group: Group) -> Tensor:
     return policy.logp(collate([group]))[0]
 
 
+@dataclass(frozen=True)
+class Enumerated:
+    """A prompt with the probability of its every answer, under the policy and under the reference."""
+
+    policy: Tensor
+    reference: Tensor
+    reward: Tensor
+
+    @property
+    def expected_reward(self) -> float:
+        return (self.policy * self.reward).sum().item()
+
+    def target(self, beta: float) -> Tensor:
+        """ref(y) exp(r(y) / beta) / Z."""
+        return torch.softmax(self.reference.log() + self.reward / beta, 0)
+
+    def distance(self, other: Tensor) -> float:
+        """Total variation between the policy and another distribution."""
+        return 0.5 * (self.policy - other).abs().sum().item()
+
+
+def enumerate_answers(policy: Policy, reference: Policy, text: Text, max_tokens: int = MAX_TOKENS) -> list[Enumerated]:
+    """For each of the toy's prompts."""
+    found = []
+    for prompt in Toy().prompts()[: len(TEXTS)]:
+        group = group_of_all(text, prompt, reference, max_tokens)
+        batch = collate([group])
+        one = Enumerated(log_probs(policy, group).sum(-1).exp(), batch.ref_logp[0].sum(-1).exp(), batch.reward[0])
+        torch.testing.assert_close(one.policy.sum(), torch.tensor(1.0), atol=1e-4, rtol=0)  # the enumeration is complete
+        found.append(one)
+    return found
+
+
 def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) -> float:
     """Largest over the prompts: distance of the policy from ref(y) exp(r(y) / beta) / Z."""
-    distances = []
-    for prompt in Toy().prompts()[: len(TEXTS)]:
-        group = group_of_all(text, prompt, reference)
-        batch = collate([group])
-        target = torch.softmax(batch.ref_logp[0].sum(-1) + batch.reward[0] / beta, 0)
-        policy_p = log_probs(policy, group).sum(-1).exp()
-        torch.testing.assert_close(policy_p.sum(), torch.tensor(1.0), atol=1e-4, rtol=0)  # the enumeration is complete
-        distances.append(0.5 * (policy_p - target).abs().sum().item())
-    return max(distances)
+    return max(one.distance(one.target(beta)) for one in enumerate_answers(policy, reference, text))
 
 
 def save_model(folder: Path) -> Path:

@@ -15,7 +15,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 
 import torch
@@ -23,11 +25,12 @@ import torch
 from tba import build
 from tba.build import Parts
 from tba.config import load
+from tba.objective import Objective
 from tba.policy import Policy
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Answer, Batch, Prompt, collate
 
-RESPONSES = 64
+RESPONSES, FOLDS = 64, 10
 KS, LENGTHS = (2, 4, 8, 16, 32), (1, 2, 3, 4, 5)
 OBJECTIVES = {
     "tb": ".beta=0.1",
@@ -63,21 +66,23 @@ def batches(parts: Parts, count: int) -> Iterator[Batch]:
         yield collate(searcher.search(stream.take(parts.config.trainer.groups), seed).groups)
 
 
-def noise_and_signal(policy: Policy, objective: object, found: Sequence[Batch]) -> tuple[float, float]:
-    """Trace of the covariance of the gradient of one batch, and the squared norm of its mean, both unbiased."""
+def noise_and_signal(policy: Policy, objective: Objective, found: Sequence[Batch]) -> tuple[float, float, float]:
+    """Trace of the covariance of the gradient of one batch, the squared norm of its mean, both unbiased, and the latter's standard error.
+
+    The signal is the mean product of the mean gradients of two folds of the batches; the standard error is over the pairs of folds.
+    """
     parameters = list(policy.model.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
+    totals = [[torch.zeros_like(p) for p in parameters] for _ in range(FOLDS)]
     squares = 0.0
-    for batch in found:
-        loss, _ = objective(policy.logp(batch), batch)  # type: ignore[operator]
+    for i, batch in enumerate(found):
+        loss, _ = objective(policy.logp(batch), batch)
         grads = torch.autograd.grad(loss.mean(), parameters)
         squares += sum(float(g.square().sum()) for g in grads)
-        for t, g in zip(total, grads, strict=True):
-            t += g
-    n = len(found)
-    mean = sum(float((t / n).square().sum()) for t in total)
-    noise = (squares - n * mean) / (n - 1)
-    return noise, mean - noise / n
+        for t, g in zip(totals[i % FOLDS], grads, strict=True):
+            t += g * FOLDS / len(found)
+    products = [sum(float((x * y).sum()) for x, y in zip(a, b, strict=True)) for a, b in combinations(totals, 2)]
+    signal = fmean(products)
+    return squares / len(found) - signal, signal, stdev(products) / FOLDS**0.5
 
 
 def measure(count: int) -> list[dict[str, float | str]]:
@@ -88,9 +93,11 @@ def measure(count: int) -> list[dict[str, float | str]]:
         found = list(batches(parts, count))
         policy = build.trainer(parts, "cpu").policy
         for name in OBJECTIVES:
-            noise, signal = noise_and_signal(policy, parts_for(name, k, length).objective.at(0), found)
-            rows.append({"axis": axis, "objective": name, "k": k, "length": length, "noise": noise, "signal": signal, "ratio": noise / signal})
-            print(f"{axis:<7} K {k:<3} length {length}  {name:<11} noise {noise:9.3g}  signal {signal:9.3g}  noise / signal {noise / signal:7.2f}", flush=True)
+            noise, signal, error = noise_and_signal(policy, parts_for(name, k, length).objective.at(0), found)
+            spread = {"ratio": noise / signal, "ratio_stderr": noise / signal * error / signal}
+            rows.append({"axis": axis, "objective": name, "k": k, "length": length, "noise": noise, "signal": signal, **spread})
+            told = f"noise {noise:9.3g}  signal {signal:9.3g} ± {error:.2g}  noise / signal {spread['ratio']:6.2f} ± {spread['ratio_stderr']:.2f}"
+            print(f"{axis:<7} K {k:<3} length {length}  {name:<11} {told}", flush=True)
     return rows
 
 
@@ -103,19 +110,20 @@ def draw(rows: Sequence[dict[str, float | str]], path: Path) -> None:
     ):
         for name in OBJECTIVES:
             own = [r for r in rows if r["axis"] == axis and r["objective"] == name]
-            axes.plot([r[key] for r in own], [r["ratio"] for r in own], marker="o", label=name)
-        axes.set_yscale("log")
+            axes.errorbar([r[key] for r in own], [r["ratio"] for r in own], [r["ratio_stderr"] for r in own], marker="o", capsize=3, label=name)
+        axes.set_ylim(bottom=0)
         axes.set_xlabel(label)
         axes.set_ylabel("noise / signal of the gradient")
         axes.grid(color="#e4e8ee")
     figure.axes[0].set_xscale("log", base=2)
+    figure.axes[1].set_xticks(LENGTHS)
     figure.axes[1].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/off_policy")
-    rows = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 100)
+    rows = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 200)
     out.mkdir(parents=True, exist_ok=True)
     (out / "gradient_variance.json").write_text(json.dumps(rows, indent=1) + "\n")
     draw(rows, out / "gradient_variance.png")

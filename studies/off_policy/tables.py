@@ -74,7 +74,11 @@ def variances(found: Sequence[Row], axis: str, key: str) -> str:
     columns = list(dict.fromkeys(r[key] for r in own))
     text = ["| objective | " + " | ".join(f"{axis} {c}" for c in columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for name in dict.fromkeys(r["objective"] for r in own):
-        text.append(f"| {name} | " + " | ".join(f"{r['ratio']:.2f}" for c in columns for r in own if r["objective"] == name and r[key] == c) + " |")
+        text.append(
+            f"| {name} | "
+            + " | ".join(f"{r['ratio']:.1f} ± {r['ratio_stderr']:.1f}" for c in columns for r in own if r["objective"] == name and r[key] == c)
+            + " |"
+        )
     return "\n".join(text)
 
 

@@ -1,0 +1,69 @@
+"""Whole runs with each objective: resuming is exact, with its head and all that a constant lag holds back; and the lag is constant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load
+from test_loop import config, newest_files, resumes_exactly
+
+from tba.cli import _config
+from tba.log import METRICS, read
+from tba.loop import run
+from tba.plugins import names
+
+HEADED = {"ppo", "tb_learned_z"}
+PLAIN = ("eval.prompts=0", "log.sample_every=0")
+HELD_BACK = (*PLAIN, "strategy=recent", "runtime.lag=2", "policy.reset_reference_every=2")
+OPTIONS = {"vineppo": ("objective.step_tokens=2", "objective.rollouts=2")}
+
+
+def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[str, bytes]:
+    """The files that the uninterrupted run ended with; those of the resumed one are the same, bit for bit, but for its clock and its config."""
+    resumes_exactly(model, folder, f"objective={objective}", *OPTIONS.get(objective, ()), *settings)
+    whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
+    assert whole.keys() == part.keys()
+    assert not [name for name in whole if name not in ("state.json", "manifest.json") and whole[name] != part[name]]
+    return whole
+
+
+@pytest.mark.parametrize("objective", names("objectives"))
+def test_a_run_that_holds_groups_back_resumes_exactly(objective: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Killed after step 5 of 8, with two batches on their way and a reference that was reset at step 4."""
+    files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
+    assert {"held.safetensors", "reference.safetensors", "search_weights.safetensors"} <= files.keys()
+    assert ("head.safetensors" in files) == (objective in HEADED)
+    if objective in HEADED:
+        assert all(weights.any() for weights in load(files["head.safetensors"]).values())  # it has learned
+    lags = [row["off_policy/lag_mean"] for row in read(tmp_path / "part" / METRICS)]
+    assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("objective", [*sorted(HEADED), "vineppo"])
+def test_heads_and_values_resume_exactly_without_a_lag(objective: str, tiny_model: Path, tmp_path: Path) -> None:
+    resumes(tiny_model, tmp_path, objective, "strategy=mixture", *PLAIN)
+
+
+def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
+    """Nor one with a head a checkpoint without; one without the other's can."""
+    for objective in ("tb", "ppo"):
+        run(config(tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN))
+    for before, after, has in (("ppo", "tb", "with"), ("tb", "ppo", "without"), ("tb", "tb_learned_z", "without")):
+        with pytest.raises(ValueError, match=f"another objective, {has} a head"):
+            run(_config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before)
+    assert run(_config(["objective=rloo", "run.steps=2"], tmp_path / "tb"), tmp_path / "tb").steps == 2
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_lag_is_constant(lag: int, tiny_model: Path, tmp_path: Path) -> None:
+    """Step v learns from what version v - lag found, all of it; and on policy every importance weight is 1."""
+    run(config(tiny_model, tmp_path / "run", f"runtime.lag={lag}", "strategy=recent", "run.steps=10", *PLAIN))
+    rows = read(tmp_path / "run" / METRICS)
+    assert [r["off_policy/lag_mean"] for r in rows] == [r["off_policy/lag_max"] for r in rows] == [min(step, lag) for step in range(10)]
+    for row in rows:
+        if row["off_policy/lag_max"] == 0:
+            assert row["off_policy/ess"] == pytest.approx(1, abs=1e-4)
+            assert row["off_policy/log_ratio"] == pytest.approx(0, abs=1e-4)
+        else:
+            assert row["off_policy/ess"] < 1 - 1e-4

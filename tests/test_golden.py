@@ -1,0 +1,52 @@
+"""Twelve steps of every objective, number for number as they were when they were last looked at.
+
+Searching is scripted, so that the same responses come whatever the machine. What is left to differ, from one CPU or release of torch to another,
+is the rounding of float32 products: about 1e-7 each. A change of every weight by 1e-6 of itself moves each number by less than a quarter
+of what is allowed here, 1e-3 of itself or 1e-4 of its curve's largest; a changed constant, mask or mean moves the first step by 1e-2 or more.
+After a change that is meant, `TBA_GOLDEN=write pytest tests/test_golden.py` writes them anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from toy import toy_config
+
+import tba.loop
+from tba.log import METRICS, read
+from tba.plugins import names
+
+GOLDEN = Path(__file__).parent / "golden"
+STEPS = 12
+CURVES = ("loss", "grad_norm", "reward", "kl")
+SETTINGS = (
+    "engine=scripted", "engine.answers=['1', '1', '', '27', '1+1', '371']", "sampling.max_tokens=4", "sampling.samples=8", "trainer.batch_size=18",
+    "trainer.group_size=6", f"run.steps={STEPS}", "strategy=uniform", "trainer.learning_rate=1e-3", "log.sample_every=0",
+)  # fmt: skip
+"""Uniform search of six answers, one of which is there twice, and a buffer that keeps all: the ratios pi / mu are far from 1."""
+OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coefficient=0.5",)}
+
+
+@pytest.mark.parametrize("objective", names("objectives"))
+def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
+    tba.loop.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, f"objective={objective}", *OPTIONS.get(objective, ())))
+    rows = read(tmp_path / "run" / METRICS)
+    found = {name: [float(f"{row[name]:.7g}") for row in rows] for name in CURVES}
+    assert all(len(curve) == STEPS for curve in found.values())
+    file = GOLDEN / f"{objective}.json"
+    if os.environ.get("TBA_GOLDEN") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    if not file.is_file():
+        pytest.fail(f"no {file}: a new objective's curves are written by TBA_GOLDEN=write pytest tests/test_golden.py")
+    golden = json.loads(file.read_text())
+    assert found.keys() == golden.keys()
+    for name, curve in golden.items():
+        assert found[name] == pytest.approx(curve, rel=1e-3, abs=1e-4 * max(map(abs, curve))), name
+
+
+def test_golden_curves_are_of_objectives_that_exist() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.json")} == set(names("objectives"))
