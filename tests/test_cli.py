@@ -174,7 +174,7 @@ def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) 
     assert (ended.status, ended.err) == (0, "")
     found = json.loads(ended.out)
     assert {kind: list(plugins) for kind, plugins in found.items()} == {kind: names(kind) for kind in KINDS}
-    assert found["objectives"]["tb"]["options"] == {"beta": {"type": "float", "required": False, "default": 0.05}}
+    assert found["objectives"]["tb"]["options"]["beta"] == {"type": "float", "required": False, "default": 0.05}
     assert found["tasks"]["custom"]["options"]["data"] == {"type": "str", "required": True, "default": None}
     assert found["objectives"]["tb"]["class"] == "tba.objectives.tb.TrajectoryBalance"
 

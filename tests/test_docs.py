@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -39,3 +40,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_experiments_in_the_readme_exist() -> None:
     for name in re.findall(r"(?:experiments|examples)/\w+\.\w+", (ROOT / "README.md").read_text()):
         assert (ROOT / name).is_file(), name
+
+
+def test_the_results_are_those_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table of the page, from the rows that are kept beside the study."""
+    monkeypatch.syspath_prepend(str(ROOT / "studies" / "off_policy"))
+    tables = importlib.import_module("tables")
+    page = (ROOT / "docs" / "results.md").read_text()
+    found = tables.tables(*tables.load())
+    assert all(f"<!-- {name} -->" in page for name in found)
+    assert tables.written(page, found) == page

@@ -15,7 +15,7 @@ from tba.plugins import names
 
 HEADED = {"ppo", "tb_learned_z"}
 PLAIN = ("eval.prompts=0", "log.sample_every=0")
-HELD_BACK = (*PLAIN, "strategy=recent", "runtime.lag=2", "policy.reset_reference_every=2")
+HELD_BACK = (*PLAIN, "strategy=recent", "runtime.lag=2", "policy.reset_reference_every=4")
 OPTIONS = {"vineppo": ("objective.step_tokens=2", "objective.rollouts=2")}
 
 
