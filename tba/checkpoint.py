@@ -27,7 +27,7 @@ from tba.runtime import SearchState
 from tba.searcher import Searcher
 from tba.trainer import Trainer
 from tba.types import Group
-from tba.weights import Weights, adopt
+from tba.weights import Weights, adopt, as_array
 
 MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = "manifest.json", "state.json", "optimizer.safetensors", "search_weights.safetensors"
 REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safetensors"
@@ -170,7 +170,7 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
 
 def hand_over(generation: Path, searcher: Searcher, bf16: bool) -> None:
     """The generation's model for the searcher's engine, and its reference if it had been reset."""
-    arrays = {n: t.bfloat16().view(torch.uint16).numpy() if bf16 else t.float().numpy() for n, t in _load_model(generation / "model").items()}
+    arrays = {n: as_array(t, bf16) for n, t in _load_model(generation / "model").items()}
     step = json.loads((generation / STATE).read_text())["progress"]["step"]
     searcher.engine.adopt(Weights(step, arrays))
     reference = _load_weights(generation / REFERENCE)

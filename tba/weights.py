@@ -34,9 +34,14 @@ def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> We
     """A copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
     arrays = {}
     for name, parameter in model.named_parameters():
-        value = parameter.detach().cpu()
-        arrays[name] = value.bfloat16().view(torch.uint16).numpy() if bf16 else value.float().numpy().copy()
+        arrays[name] = as_array(parameter.detach(), bf16)
     return Weights(version, arrays, probe)
+
+
+def as_array(tensor: torch.Tensor, bf16: bool) -> np.ndarray:
+    """A copy of its own, in fp32 or as the bits of bf16."""
+    value = tensor.cpu()
+    return value.bfloat16().view(torch.uint16).numpy() if bf16 else value.float().numpy().copy()
 
 
 @torch.no_grad()

@@ -13,8 +13,10 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
+
+from tba.results import stderr
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
@@ -29,7 +31,8 @@ def told(rows: Sequence[Row], name: str, form: Callable[[float], str]) -> str:
     values = [r[name] for r in rows if r[name] is not None]
     if not values:
         return "–"
-    spread = f" ± {form(stdev(values) / len(values) ** 0.5)}" if len(values) > 1 else ""
+    error = stderr(values)
+    spread = "" if error is None else f" ± {form(error)}"
     return form(fmean(values)) + spread + (f" ({len(rows) - len(values)} failed)" if len(values) < len(rows) else "")
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tba.plugins import GIVEN
+from tba.selections._counted import Counted
 from tba.types import Group, Prompt
 
 
 @dataclass
-class Difficulty:
+class Difficulty(Counted):
     """Of a random pool of `candidates` times as many prompts as wanted, those whose predicted success rate is nearest to `target`.
 
     MoPPS (arXiv 2507.04632): each prompt's success rate has a Beta posterior, from which it is drawn anew at each choice (Thompson
@@ -22,14 +21,10 @@ class Difficulty:
     `prior` is [alpha_0, beta_0], a right answer has at least the task's `pass_reward`.
     """
 
-    prompts: Sequence[Prompt] = field(metadata=GIVEN)
-    seed: int = field(metadata=GIVEN)
-    pass_reward: float | None = field(metadata=GIVEN)
     target: float = 0.5
     forgetting: float = 0.5
     candidates: int = 8
     prior: tuple[float, float] = (1.0, 1.0)
-    _chosen: int = field(default=0, init=False)
     _posterior: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
     """(alpha, beta) by prompt id; prompts of which nothing is known have the prior."""
 
@@ -64,8 +59,8 @@ class Difficulty:
         self._posterior[group.prompt.id] = (alpha, beta)
 
     def state(self) -> dict[str, Any]:
-        return {"chosen": self._chosen, "posterior": {prompt: list(counts) for prompt, counts in self._posterior.items()}}
+        return super().state() | {"posterior": {prompt: list(counts) for prompt, counts in self._posterior.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._chosen = state["chosen"]
+        super().restore(state)
         self._posterior = {prompt: (alpha, beta) for prompt, (alpha, beta) in state["posterior"].items()}

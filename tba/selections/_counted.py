@@ -1,0 +1,29 @@
+"""What selections share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba.plugins import GIVEN
+from tba.types import Group, Prompt
+
+
+@dataclass
+class Counted:
+    """A selection whose every choice follows from the seed and from how many it has made before; it learns nothing."""
+
+    prompts: Sequence[Prompt] = field(metadata=GIVEN)
+    seed: int = field(metadata=GIVEN)
+    pass_reward: float | None = field(metadata=GIVEN)
+    _chosen: int = field(default=0, init=False)
+
+    def learn(self, group: Group) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {"chosen": self._chosen}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._chosen = state["chosen"]
