@@ -78,6 +78,14 @@ def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
     return difference.exp() - difference - 1
 
 
+def penalised(
+    logp: Float[Tensor, "B K T"], batch: Batch, advantage: Float[Tensor, "B K #T"], beta: float, low: float, high: float
+) -> tuple[Float[Tensor, "B K"], Float[Tensor, " B"]]:
+    """sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, rho = pi / mu of a token, KL by k3; and the share of tokens outside."""
+    rho = ratio(log_ratio(logp, batch))
+    return total(clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch), batch), outside(rho, low, batch)
+
+
 def positive(name: str, value: float, instead: float) -> None:
     """ValueError unless above 0."""
     if not value > 0:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, positive, ratio, total
+from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
 
@@ -30,7 +30,5 @@ class DrGrpo:
         positive("clip", self.clip, 0.2)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        rho = ratio(log_ratio(logp, batch))
-        surrogate = clipped(rho, centred(batch.reward)[..., None], self.clip, self.clip)
-        loss = -total(surrogate - self.beta * kl_k3(logp, batch), batch).mean(1)
-        return loss, {"clip_ratio": outside(rho, self.clip, batch)}
+        summed, outside = penalised(logp, batch, centred(batch.reward)[..., None], self.beta, self.clip, self.clip)
+        return -summed.mean(1), {"clip_ratio": outside}

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss
-from tba.objectives._terms import centred, clipped, kl_k3, log_ratio, outside, positive, ratio, total
+from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
 
@@ -34,8 +34,5 @@ class Grpo:
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = (centred(batch.reward) / (batch.reward.std(1, keepdim=True) + 1e-4))[..., None]
-        rho = ratio(log_ratio(logp, batch))
-        surrogate = clipped(rho, advantage, self.clip, self.clip if self.clip_high is None else self.clip_high)
-        length = batch.mask.sum(-1)
-        loss = -(total(surrogate - self.beta * kl_k3(logp, batch), batch) / length).mean(1)
-        return loss, {"clip_ratio": outside(rho, self.clip, batch)}
+        summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip if self.clip_high is None else self.clip_high)
+        return -(summed / batch.mask.sum(-1)).mean(1), {"clip_ratio": outside}

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objective import Loss, Vine
-from tba.objectives._terms import clipped, kl_k3, log_ratio, outside, positive, ratio, total
+from tba.objectives._terms import penalised, positive
 from tba.types import Batch
 
 
@@ -42,10 +42,8 @@ class VinePpo:
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         if batch.value[batch.mask].isnan().any():
             raise ValueError("these responses were found without rollouts, for another objective; begin a new run for vineppo")
-        rho = ratio(log_ratio(logp, batch))
-        surrogate = clipped(rho, self.advantages(batch), self.clip, self.clip)
-        loss = -total(surrogate - self.beta * kl_k3(logp, batch), batch).mean(1)
-        return loss, {"clip_ratio": outside(rho, self.clip, batch)}
+        summed, outside = penalised(logp, batch, self.advantages(batch), self.beta, self.clip, self.clip)
+        return -summed.mean(1), {"clip_ratio": outside}
 
     def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
         """Of the step that each token belongs to; `batch.value` has, at each token, V of the state before its step."""
