@@ -28,7 +28,6 @@ def train(run: Run) -> None:
     """Synchronous or asynchronous, one machine or forty: this loop. What differs is `searchers` and how long to wait for them."""
     c, clock = run.config, run.tracker
     if run.start == 0:
-        run.evaluate()
         with clock.first_fill():
             run.buffer.add(run.gather(at_least=max(0, c.first_fill - run.buffer.prompts)), now=0)
     for step in range(run.start, c.run.steps):
@@ -99,6 +98,12 @@ class Run:
         """Asks for an evaluation, if there is anything to evaluate on."""
         if self.parts.held_out:
             self.searchers.evaluate()
+
+    def evaluate_at_start(self) -> None:
+        """The model that everything begins with; of a resumed run the one whose evaluation was due, and lost, where it stopped."""
+        c = self.config
+        if self.start == 0 or (due(self.start, c.eval.every) and not self.tracker.evaluated_after(self.start - c.runtime.publish_every)):
+            self.evaluate()
 
     def tell_evaluations(self, finish: bool = False) -> None:
         for e in self.searchers.evaluations(finish=finish):
@@ -186,6 +191,7 @@ def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer,
 
 def _carry_out(run: Run) -> Summary:
     with run.tracker.clock():
+        run.evaluate_at_start()
         train(run)
     step = run.tracker.steps
     run.save(step)

@@ -12,11 +12,12 @@ import inspect
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from tba.schedule import Schedule
+from tba.table import truth_is_no_number
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the others are its options."""
@@ -105,7 +106,7 @@ def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
             raise ValueError(f"{name}.{unknown[0]}: a schedule has no such key{nearest(unknown[0], known)}; it has {', '.join(known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     try:
-        return TypeAdapter(kind, config=config).validate_python(value)
+        return TypeAdapter(Annotated[kind, BeforeValidator(lambda v: truth_is_no_number(v, kind))], config=config).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join([name, *(str(p) for p in first["loc"])])

@@ -124,6 +124,9 @@ class Tracker:
         self._last, self._synced = now, 0.0
         return metrics
 
+    def evaluated_after(self, version: int) -> bool:
+        return any(v > version for v, _ in self._evaluations)
+
     def evaluation(self, version: int, scores: dict[str, float]) -> None:
         self._evaluations.append((version, scores))
 

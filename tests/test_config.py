@@ -16,6 +16,8 @@ WRONG = {
     "trainer.grop_size=4": "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
     "trianer.group_size=4": "unknown key 'trianer'; did you mean 'trainer'?",
     "run.steps=many": "run.steps = 'many': Input should be a valid integer",
+    "run.steps=true": "run.steps = True: true and false are for switches; write a value",
+    "runtime.lag=false": "runtime.lag = False: true and false are for switches",
     "run.steps=2.5": "run.steps = 2.5: Input should be a valid integer",
     "policy.model=3": "policy.model = 3: Input should be a valid string",
     "sampling.temperature=0": "sampling.temperature = 0: Input should be greater than 0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,20 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
     whole, part = newest_files(tmp_path / "whole"), newest_files(tmp_path / "part")
     for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors"):
         assert whole[name] == part[name], name
+
+
+def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model: Path, tmp_path: Path) -> None:
+    """That of step 6 was due where the run was saved, but had not been told: a searcher was still at it."""
+    settings = ("run.steps=12", "checkpoint.every=6", "checkpoint.keep=5")
+    metrics = tmp_path / "run" / METRICS
+    run(config(tiny_model, tmp_path / "run", *settings))
+    whole = without_clock(read(metrics))
+    for path in (checkpoint.newest(tmp_path / "run" / "checkpoints"), tmp_path / "run" / "summary.json"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines() if not ("eval/" in line and json.loads(line)["step"] == 6)))
+    run(_config([], tmp_path / "run"), tmp_path / "run")
+    by_step = [sorted(rows, key=lambda row: (row["step"], "loss" in row)) for rows in (whole, without_clock(read(metrics)))]
+    assert by_step[0] == by_step[1]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 5])
