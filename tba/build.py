@@ -12,7 +12,7 @@ import torch
 
 from tba.config import Config, PolicyTable
 from tba.evaluate import Evaluation, evaluate
-from tba.objective import Headed, Vined
+from tba.objective import Headed, Vine, Vined
 from tba.plugins import Plugin, resolve
 from tba.policy import Policy, gains_from_bf16
 from tba.pretrained import Text, load_config, load_model, load_text
@@ -41,13 +41,18 @@ class Parts:
 
 def plugins(config: Config) -> dict[str, Plugin]:
     """The five plug-ins, their options checked. ValueError tells what to write instead."""
-    return {
+    found = {
         "task": resolve("tasks", "task", config.task.use, config.task.options),
         "engine": resolve("engines", "engine", config.engine.use, config.engine.options),
         "objective": resolve("objectives", "objective", config.objective.use, config.objective.options, scheduled=True),
         "strategy": resolve("strategies", "strategy", config.strategy.use, config.strategy.options),
         "selection": resolve("selections", "selection", config.selection.use, config.selection.options),
     }
+    found["strategy"].build()
+    first, last = (found["objective"].at(step) for step in (0, config.run.steps))
+    if isinstance(first, Headed) and first.head != last.head:
+        raise ValueError("objective.head_learning_rate follows trainer.schedule; give a number, not a schedule of its own")
+    return found
 
 
 def assemble(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Parts:
@@ -62,9 +67,6 @@ def check(config: Config) -> Parts:
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError("log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false")
     parts = assemble(config, [], [])
-    first, last = (parts.objective.at(step) for step in (0, config.run.steps))
-    if isinstance(first, Headed) and first.head != last.head:
-        raise ValueError("objective.head_learning_rate follows trainer.schedule; give a number, not a schedule of its own")
     prompts = parts.task.prompts()
     held_out = parts.task.held_out()[: config.eval.prompts] if config.eval.prompts else []
     if not prompts:
@@ -73,6 +75,17 @@ def check(config: Config) -> Parts:
     parts = replace(parts, prompts=prompts, held_out=held_out)
     prompt_stream(parts)  # for its mistakes
     return parts
+
+
+def check_resumed(config: Config, before: Config) -> None:
+    """ValueError for a change that what is in the replay buffer could not follow."""
+    now, then = config.sampling.temperature, before.sampling.temperature
+    if now != then:
+        raise ValueError(f"sampling.temperature = {now}, but the run's log-probabilities are of temperature {then}; leave it so, or start a new run")
+    wanted, there = (vine(plugins(c)["objective"]) for c in (config, before))
+    if wanted is not None and (there is None or there.step_tokens != wanted.step_tokens):
+        earlier = "none" if there is None else f"one every {there.step_tokens} tokens"
+        raise ValueError(f"objective: values are wanted every {wanted.step_tokens} tokens, the run has {earlier}; leave the objective as it was, or start anew")
 
 
 def prompt_stream(parts: Parts) -> PromptStream:
@@ -104,9 +117,14 @@ def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
     config = parts.config
     engine: Engine = parts.engine.build(config.policy, parts.text, device, bf16)
     reference = Policy(load_model(config.policy, torch.float32).to(device), config.sampling.temperature, bf16)
-    objective = parts.objective.at(0)
-    vine = objective.vine if isinstance(objective, Vined) else None
-    return Searcher(engine, reference, parts.text, guard(parts), sampling(config), config.trainer.token_budget, config.faults, vine)
+    budget, faults = config.trainer.token_budget, config.faults
+    return Searcher(engine, reference, parts.text, guard(parts), sampling(config), budget, faults, vine(parts.objective))
+
+
+def vine(objective: Plugin) -> Vine | None:
+    """What the objective wants of search beside samples."""
+    found = objective.at(0)
+    return found.vine if isinstance(found, Vined) else None
 
 
 def evaluation(parts: Parts, searcher: Searcher) -> Evaluation:

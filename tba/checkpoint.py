@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import safetensors
+import safetensors.numpy
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tba.pretrained import Text
@@ -35,7 +35,7 @@ REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safet
 log = logging.getLogger(__name__)
 
 
-FORMAT = 2
+FORMAT = 3
 """Of a generation's files; those of another number are not resumed."""
 
 
@@ -45,9 +45,10 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the next step, the random state of sampling, and what the summary counts."""
+    """Where a run stands: the next step, the groups that are still to come before it, the random state of sampling, and what the summary counts."""
 
     step: int
+    missing: int
     rng: Mapping[str, Any]
     counts: Mapping[str, float]
 
@@ -59,24 +60,22 @@ def save(folder: Path, keep: int, trainer: Trainer, text: Text, buffer: ReplayBu
     aside.mkdir(parents=True)
     trainer.policy.model.save_pretrained(aside / "model")
     text.tokenizer.save_pretrained(aside / "model")
-    tensors, optimizer = _flat(trainer.optimizer.state_dict())
-    save_file(tensors | {"torch_rng": torch.get_rng_state()}, aside / OPTIMIZER)
+    save_file(_flat(trainer.optimizer.state_dict()["state"]) | {"torch_rng": torch.get_rng_state()}, aside / OPTIMIZER)
     buffer.save(aside)
     if trainer.policy.readout is not None:
         save_file(trainer.policy.readout.state_dict(), aside / HEAD)
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
-            _save_weights(weights, aside / name)
+            safetensors.numpy.save_file(dict(weights.arrays), aside / name, {"version": str(weights.version)})
     save_groups(list(held), aside / HELD)
     state = {
         "format": FORMAT,
         "progress": asdict(progress),
-        "optimizer": optimizer,
         "schedule": trainer.schedule.state_dict(),
         "cursor": search.cursor,
         "tasks": search.tasks,
     }
-    (aside / STATE).write_text(json.dumps(state, default=_refuse))
+    (aside / STATE).write_text(json.dumps(state))
     files = sorted(p for p in aside.rglob("*") if p.is_file())
     manifest = {str(p.relative_to(aside)): _sha256(p) for p in files}
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -161,8 +160,7 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
         readout.load_state_dict(load_file(head))
     tensors = load_file(generation / OPTIMIZER)
     torch.set_rng_state(tensors.pop("torch_rng"))
-    trainer.optimizer.load_state_dict(_unflat(tensors, state["optimizer"]))
-    trainer.schedule.load_state_dict(state["schedule"])
+    trainer.restore(_unflat(tensors), state["schedule"])
     buffer.load(generation)
     searching, reference = (_load_weights(generation / name) for name in (SEARCH_WEIGHTS, REFERENCE))
     return Progress(**state["progress"]), SearchState(state["cursor"], state["tasks"], searching, reference), load_groups(generation / HELD)
@@ -178,35 +176,28 @@ def hand_over(generation: Path, searcher: Searcher, bf16: bool) -> None:
         adopt(searcher.reference.model, reference)
 
 
-def _save_weights(weights: Weights, file: Path) -> None:
-    arrays = {n: torch.from_numpy(np.array(a).view(np.int16) if a.dtype == np.uint16 else np.array(a)) for n, a in weights.arrays.items()}
-    save_file(arrays, file, {"version": str(weights.version)})
-
-
 def _load_weights(file: Path) -> Weights | None:
     if not file.is_file():
         return None
-    with safe_open(file, "pt") as opened:
-        version = int(opened.metadata()["version"])
-    return Weights(version, {n: t.numpy().view(np.uint16) if t.dtype == torch.int16 else t.numpy() for n, t in load_file(file).items()})
+    with safetensors.safe_open(file, "numpy") as opened:
+        return Weights(int(opened.metadata()["version"]), {name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
 
 
 def _load_model(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for part in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(part).items()}
 
 
-def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by `parameter.name`, and the rest as JSON."""
-    tensors = {f"{p}.{name}": torch.as_tensor(v).contiguous() for p, values in state["state"].items() for name, v in values.items()}
-    return tensors, {"param_groups": state["param_groups"]}
+def _flat(state: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """An optimizer's state by `parameter.name`."""
+    return {f"{p}.{name}": torch.as_tensor(v).contiguous() for p, values in state.items() for name, v in values.items()}
 
 
-def _unflat(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+def _unflat(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         parameter, _, name = key.partition(".")
         state.setdefault(int(parameter), {})[name] = value
-    return {"state": state, **rest}
+    return state
 
 
 def _sha256(path: Path) -> str:
@@ -220,7 +211,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} in a checkpoint's state: only JSON is written")

@@ -66,7 +66,7 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs; several are compared")],
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs, which are compared, or of one study")],
     out: Annotated[Path | None, typer.Option(help="folder for the page and its pictures")] = None,
 ) -> None:
     """Draw one self-contained HTML page, and PNGs."""

@@ -1,7 +1,7 @@
 """What a run is told: TOML and `table.key=value` overrides -> one frozen, validated `Config`.
 
-Every table that says `use` names a plug-in; its other keys are that plug-in's options. `docs/configuration.md` lists all.
-This module imports no torch, so that a mistake is told at once.
+`[task]`, `[engine]`, `[objective]`, `[strategy]` and `[selection]` name a plug-in by `use`; their other keys are its options.
+`docs/configuration.md` lists all. This module imports no torch, so that a mistake is told at once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RuntimeTable(Table):
     publish_every: Positive = Field(1, description="k: steps between two publications of the weights")
     fresh: Count | None = Field(None, description="new groups to wait for at each step; default 0 on ray (never wait), a batch's worth on local")
     lag: Count | None = Field(
-        None, description="search and learning take turns, and each batch is this many batches older than the weights; 0: on policy; default: no turns on ray"
+        None, description="each batch is exactly this many versions old, search and learning taking turns; 0: on policy; default: no such control"
     )
     prompts_per_task: Positive = Field(8, description="prompts a searcher answers in one go")
     address: str | None = Field(None, description="of a Ray cluster to join; default: a private one on loopback")

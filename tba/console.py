@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
@@ -33,68 +33,55 @@ SHOWN = (
 )
 
 
-@runtime_checkable
-class Console(Protocol):
-    def note(self, text: str) -> None: ...
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def evaluation(self, version: int, scores: Mapping[str, float]) -> None: ...
-    def sample(self, prompt: str, completion: str, reward: float) -> None: ...
-    def end(self, summary: Summary, folder: Path) -> None: ...
-    def close(self) -> None: ...
+say = partial(print, flush=True)
 
 
 def open_console(config: Config) -> Console:
     kind = config.log.console
     if kind == "auto":
         kind = "live" if sys.stdout.isatty() else "plain"
-    kinds: dict[str, Callable[[int], Console]] = {"live": LiveConsole, "plain": PlainConsole, "off": SilentConsole}
-    return kinds[kind](config.run.steps)
+    steps = config.run.steps
+    return LiveConsole(steps) if kind == "live" else Console(steps) if kind == "plain" else Console(steps, say=lambda text: None)
 
 
-class PlainConsole:
-    """A line at the first steps, and then every few seconds."""
+class Console:
+    """Plain lines: one at each of the first steps, and then one every few seconds. `say` is given each."""
 
     EVERY = 5.0
 
-    def __init__(self, steps: int):
-        self._steps = steps
+    def __init__(self, steps: int, say: Callable[[str], None] = say):
+        self._steps, self._say = steps, say
         self._told = 0.0
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        self._say(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > 2 and step < self._steps and time.monotonic() - self._told < self.EVERY:
             return
         self._told = time.monotonic()
         shown = "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN)
-        print(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {shown}", flush=True)
+        self._say(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {shown}")
 
     def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        print(f"evaluation at step {version}: {told(scores)}", flush=True)
+        self._say(f"evaluation at step {version}: {told(scores)}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        print(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}", flush=True)
+        self._say(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, summary: Summary, folder: Path) -> None:
-        print("\n".join(closing(summary, folder)), flush=True)
+        self.close()
+        self._say("\n".join(closing(summary, folder)))
 
     def close(self) -> None:
-        pass
+        """Leaves the terminal as it was."""
 
 
-class SilentConsole(PlainConsole):
-    def note(self, text: str) -> None: ...
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def evaluation(self, version: int, scores: Mapping[str, float]) -> None: ...
-    def sample(self, prompt: str, completion: str, reward: float) -> None: ...
-    def end(self, summary: Summary, folder: Path) -> None: ...
-
-
-class LiveConsole:
+class LiveConsole(Console):
     """Progress and time left, the last step's numbers, the evaluations so far, and a sample now and then."""
 
     def __init__(self, steps: int):
+        super().__init__(steps)
         self._progress = Progress(TextColumn("step"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._task = self._progress.add_task("steps", total=steps)
         self._metrics: Mapping[str, float] = {}
@@ -117,10 +104,6 @@ class LiveConsole:
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         self._sample = f"{_short(prompt)} -> {_short(completion)}   (reward {reward:g})"
-
-    def end(self, summary: Summary, folder: Path) -> None:
-        self.close()
-        print("\n".join(closing(summary, folder)), flush=True)
 
     def close(self) -> None:
         self._live.stop()

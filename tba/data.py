@@ -32,7 +32,8 @@ def rows(key: str, source: str, split: str, subset: str | None = None, required:
     if missing := [c for c in required if c not in columns]:
         raise ValueError(f"{key} = {source!r} has no column {missing[0]!r}; it has {', '.join(columns)}. Rename one to {missing[0]!r}")
     try:
-        json.dumps(found[0])
+        for row in found:
+            json.dumps(row)
     except TypeError as error:
         raise ValueError(f"{key} = {source!r}: {error}; keep only columns of text, numbers, lists and tables") from error
     return [{name: row.get(name) for name in columns} for row in found]

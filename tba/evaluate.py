@@ -66,7 +66,7 @@ def evaluate(
     if reference is not None:
         scores["sampled_kl"] = _kl(prompts, tokens, completions, reference)
     if guard.task.pass_reward is not None:
-        right = [sum(_reward(v) >= guard.task.pass_reward for v in vs) for vs in verdicts]
+        right = [sum(_right(v, guard.task.pass_reward) for v in vs) for vs in verdicts]
         for k in settings.k:
             passed = [pass_at_k(settings.samples, c, k) for c in right]
             scores |= {f"pass@{k}": fmean(passed), f"pass@{k}_stderr": stderr(passed)}
@@ -100,7 +100,7 @@ def _summary(verdicts: list[list[Verdict]], pass_reward: float | None) -> dict[s
     reward = [fmean(_reward(v) for v in vs) for vs in verdicts]
     found = {"reward": fmean(reward), "reward_stderr": stderr(reward), "rejected": fmean(isinstance(v, Rejected) for vs in verdicts for v in vs)}
     if pass_reward is not None:
-        right = [fmean(_reward(v) >= pass_reward for v in vs) for vs in verdicts]
+        right = [fmean(_right(v, pass_reward) for v in vs) for vs in verdicts]
         found |= {"pass@1": fmean(right), "stderr": stderr(right)}
     return found
 
@@ -112,6 +112,10 @@ def stderr(values: Sequence[float]) -> float:
 
 def _reward(verdict: Verdict) -> float:
     return 0.0 if isinstance(verdict, Rejected) else verdict
+
+
+def _right(verdict: Verdict, pass_reward: float) -> bool:
+    return not isinstance(verdict, Rejected) and verdict >= pass_reward
 
 
 def _shown(prompt: Prompt) -> str:

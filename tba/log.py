@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl always, TensorBoard and Weights & Biases on request, sample completions to read."""
+"""What a run writes down: metrics.jsonl, TensorBoard unless switched off, Weights & Biases on request, sample completions to read."""
 
 from __future__ import annotations
 

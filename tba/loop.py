@@ -11,7 +11,7 @@ import numpy as np
 
 from tba import build, checkpoint
 from tba.build import Parts
-from tba.config import Config
+from tba.config import Config, parse
 from tba.console import Console, open_console
 from tba.log import Journal
 from tba.replay import ReplayBuffer
@@ -27,9 +27,8 @@ from tba.types import Group, collate
 def train(run: Run) -> None:
     """Synchronous or asynchronous, one machine or forty: this loop. What differs is `searchers` and how long to wait for them."""
     c, clock = run.config, run.tracker
-    if run.start == 0:
-        with clock.first_fill():
-            run.buffer.add(run.gather(at_least=max(0, c.first_fill - run.buffer.prompts)), now=0)
+    with clock.first_fill():
+        run.buffer.add(run.gather(at_least=run.missing), now=run.start)
     for step in range(run.start, c.run.steps):
         if run.stop.requested:
             break
@@ -70,7 +69,9 @@ class Run:
     console: Console
     tracker: Tracker
     stop: Stop
-    start: int = 0
+    start: int
+    missing: int
+    """Groups to wait for before anything is learned: the first fill, or what a stop kept from coming."""
     held: deque[Group] = field(default_factory=deque)
     """Groups on their way to the buffer, with a constant lag."""
     _saved: int | None = field(default=None, init=False)
@@ -79,7 +80,9 @@ class Run:
         """New groups; with `runtime.lag`, those found so many batches ago: step v then learns from what version v - lag found."""
         behind = (self.config.runtime.lag or 0) * self.config.trainer.groups
         self.held.extend(self.searchers.gather(at_least + max(0, behind - len(self.held))))
-        return [self.held.popleft() for _ in range(len(self.held) - behind)]
+        found = [self.held.popleft() for _ in range(len(self.held) - behind)]
+        self.missing = max(0, at_least - len(found))
+        return found
 
     def tell(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """To the journal and the console; with evaluations that have ended, and a sample now and then."""
@@ -101,8 +104,9 @@ class Run:
 
     def evaluate_at_start(self) -> None:
         """The model that everything begins with; of a resumed run the one whose evaluation was due, and lost, where it stopped."""
-        c = self.config
-        if self.start == 0 or (due(self.start, c.eval.every) and not self.tracker.evaluated_after(self.start - c.runtime.publish_every)):
+        c, start = self.config, self.start
+        lost = due(start, c.eval.every) and start < c.run.steps and not self.tracker.evaluated_after(start - c.runtime.publish_every)
+        if start == 0 or lost:
             self.evaluate()
 
     def tell_evaluations(self, finish: bool = False) -> None:
@@ -117,7 +121,7 @@ class Run:
     def save(self, step: int) -> None:
         if step == self._saved:
             return
-        progress = checkpoint.Progress(step, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
+        progress = checkpoint.Progress(step, self.missing, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
         keep = self.config.checkpoint.keep
         checkpoint.save(self.folder.checkpoints, keep, self.trainer, self.parts.text, self.buffer, self.searchers.state(), self.held, progress)
         self._saved = step
@@ -126,7 +130,11 @@ class Run:
 def run(config: Config, resume: Path | None = None) -> Summary:
     """A whole run, from the check of its config to its summary. ValueError before anything starts if the config cannot work."""
     parts = build.check(config)
-    folder = RunFolder.reopen(resume) if resume is not None else RunFolder.create(config)
+    if resume is None:
+        folder = RunFolder.create(config)
+    else:
+        folder = RunFolder.reopen(resume)
+        build.check_resumed(config, before=parse(folder.config()))
     generation = checkpoint.newest(folder.checkpoints) if resume is not None else None
     with ExitStack() as opened:
         assembled = assemble(parts, folder, generation, opened)
@@ -148,12 +156,12 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
         opened.enter_context(place.taken())
     trainer = build.trainer(parts, place.device)
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
-    tracker, rng, resumed, start = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0
+    tracker, rng, resumed, start, missing = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0, config.first_fill
     held: deque[Group] = deque()
     if generation is not None:
         progress, resumed, groups = checkpoint.restore(generation, trainer, buffer)
         held.extend(groups)
-        start, rng.bit_generator.state = progress.step, progress.rng
+        start, missing, rng.bit_generator.state = progress.step, progress.missing, progress.rng
         folder.rewind(start)
         folder.write_config(config)  # with what was changed on resuming
         tracker.resume(progress.counts, folder.evaluations())
@@ -162,7 +170,7 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
     opened.callback(journal.close)
     searchers = _searchers(parts, place.device, places, trainer, stop, resumed, start)
     opened.callback(searchers.close)
-    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start, held)
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start, missing, held)
 
 
 def places_for(config: Config) -> tuple[Place, list[Place]]:
@@ -177,7 +185,10 @@ def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer,
     if parts.config.runtime.use == "local":
         from tba.runtime.local import LocalSearchers
 
-        return LocalSearchers(parts, build.searcher(parts, device, trainer.bf16_weights), resumed)
+        local = LocalSearchers(parts, build.searcher(parts, device, trainer.bf16_weights), resumed)
+        if resumed is not None and resumed.weights is None and start >= parts.config.runtime.publish_every:  # the run was on Ray before
+            local.publish(trainer.weights(version=start))
+        return local
     from tba.runtime.bind import bind_ray
 
     bind_ray(parts.config.runtime.address)
@@ -195,13 +206,14 @@ def _carry_out(run: Run) -> Summary:
         train(run)
     step = run.tracker.steps
     run.save(step)
-    finished = step == run.config.run.steps
-    if finished:
+    through = step == run.config.run.steps
+    if through:
         if not due(step, run.config.runtime.publish_every):  # else the loop has just done so
             run.searchers.publish(run.trainer.weights(version=step))
         run.evaluate()
-    run.tell_evaluations(finish=finished)
-    summary = run.tracker.summary(run.searchers.account, finished)
+    run.tell_evaluations(finish=through)
+    evaluated = not run.parts.held_out or run.tracker.evaluated_after(step - 1)
+    summary = run.tracker.summary(run.searchers.account, finished=through and evaluated)
     run.folder.write_summary(summary)
     run.console.end(summary, run.folder.path)
     return summary

@@ -1,7 +1,7 @@
 """What an objective is, and what it may ask for: parameters of its own from the trainer, rollouts from the searchers.
 
 An objective is a plug-in: a frozen dataclass that is called with log-probabilities and a batch. It gives one loss for each
-group and looks at that group only, so that micro-batches, accumulation and data parallelism cannot change the result.
+group and looks at that group only, so that micro-batches cannot change the result.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Strategy(Protocol):
     """What to replay."""
 
     def draw(self, shelves: list[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
-        """`groups` groups of exactly `size` trajectories; `shelves` is not empty and ordered by newest arrival, oldest first."""
+        """`groups` groups of exactly `size` trajectories; `shelves` is not empty, in the order of each one's latest arrival, the stalest first."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ReplayBuffer:
     per_prompt: int = 100
     capacity: int = 100_000
     counts: Counter[str] = field(default_factory=Counter)
-    _shelves: dict[str, Shelf] = field(default_factory=dict)  # by newest arrival, oldest first
+    _shelves: dict[str, Shelf] = field(default_factory=dict)  # by latest arrival, the stalest first
     _order: dict[tuple[str, bytes], None] = field(default_factory=dict)  # every response by arrival, oldest first
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the runs of `grid` that agree in `matched` have inherited from `best`: the settings with the highest mean score of `of`."""
+    """What the runs of `grid` that agree in `matched` have inherited from `best`: the settings with the highest mean score, of so many (`of`)."""
 
     grid: str
     best: str

@@ -28,7 +28,7 @@ READ = ("policy", "task", "engine", "sampling", "eval", "selection")
 
 
 class StudyTable(Table):
-    folder: str = Field("", description="where the runs are written; empty: runs/<name of the study>")
+    folder: str = Field("", description="where the runs are written; empty: runs/<name of the file, or of its folder for a study.toml>")
     parallel: Positive = Field(1, description="runs at once, each on cores of its own")
     keep_checkpoints: bool = Field(True, description="false: a finished run keeps its metrics, samples and summary only")
     metric: str | None = Field(None, description="what the best is known by: a score of eval/last; default sampled_pass@1, or else sampled_reward")

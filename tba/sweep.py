@@ -37,6 +37,8 @@ class Sweep:
     running: dict[int, tuple[Trial, BaseProcess]] = field(default_factory=dict)
     """At most `study.parallel`, each with a number of its own, to which cores and a log belong."""
     died: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    """Runs that cannot begin with what they would inherit."""
     began: float = field(default_factory=time.monotonic)
     ended_here: int = 0
 
@@ -105,7 +107,7 @@ class Sweep:
         mistakes: list[str] = []
         for trial in list(self.trials.values()):
             best = self.study.best_of(trial)
-            if trial.folder in self.configs or trial.status == "failed" or not all(self.known(t) for t in self.trials.values() if t.grid == best):
+            if trial.folder in self.configs or trial.folder in self.refused or not all(self.known(t) for t in self.trials.values() if t.grid == best):
                 continue
             try:
                 source, choice = choose(self.study, trial, [self.trials[t.folder] for t in self.study.candidates(trial)])
@@ -117,12 +119,13 @@ class Sweep:
                 self.trials[trial.folder], self.configs[trial.folder] = as_left(self.study, trial, config), config
             except ValueError as error:
                 self.trials[trial.folder] = replace(trial, status="failed", error=str(error))
+                self.refused.add(trial.folder)
                 mistakes.append(str(error))
         return mistakes
 
     def known(self, trial: Trial) -> bool:
         """Whether another can inherit from it: it has ended, and what it has inherited itself has been chosen."""
-        return trial.status == "failed" or (trial.status == "finished" and trial.folder in self.configs)
+        return trial.folder in self.refused or (trial.status != "pending" and trial.folder in self.configs)
 
     def announce(self, trial: Trial) -> None:
         ended = sum(t.status != "pending" for t in self.trials.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,14 @@ class Trainer:
             owned.append({"params": list(self.policy.readout.parameters()), "lr": self.policy.head.learning_rate})
         self.optimizer = torch.optim.AdamW(owned, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay)
         self.schedule = learning_rate(self.optimizer, s, self.steps)
+
+    def restore(self, state: Mapping[int, Mapping[str, Tensor]], schedule: Mapping[str, Any]) -> None:
+        """Goes on from AdamW's `state` and from where the schedule was, with this run's settings: they may have been changed on resuming."""
+        rates = [base * factor(schedule["last_epoch"]) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)]
+        self.schedule.load_state_dict({**schedule, "base_lrs": self.schedule.base_lrs, "_last_lr": rates})
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer step on the mean of the groups' losses. NotFinite before anything has moved."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Int32
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
@@ -73,7 +74,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one prompt. Atomic: in the buffer's results, in a batch and on a rank it is never divided."""
+    """Trajectories of one prompt. Atomic: in a draw, a batch and a loss it is never divided."""
 
     prompt: Prompt
     prompt_tokens: Int32[np.ndarray, " P"]
@@ -204,14 +205,8 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _left(rows: Sequence[np.ndarray]) -> Tensor:
-    padded = np.zeros((len(rows), max(len(r) for r in rows)), rows[0].dtype)
-    for whole, row in zip(padded, rows, strict=True):
-        whole[len(whole) - len(row) :] = row
-    return torch.from_numpy(padded)
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _right(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> Tensor:
-    padded = np.zeros((len(rows), max(len(r) for r in rows)), rows[0].dtype)
-    for whole, row in zip(padded, rows, strict=True):
-        whole[: len(row)] = row
-    return torch.from_numpy(padded).view(*shape, -1)
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).view(*shape, -1)

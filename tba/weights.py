@@ -32,10 +32,7 @@ class Weights:
 
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
     """A copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
-    arrays = {}
-    for name, parameter in model.named_parameters():
-        arrays[name] = as_array(parameter.detach(), bf16)
-    return Weights(version, arrays, probe)
+    return Weights(version, {name: as_array(parameter.detach(), bf16) for name, parameter in model.named_parameters()}, probe)
 
 
 def as_array(tensor: torch.Tensor, bf16: bool) -> np.ndarray:

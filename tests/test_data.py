@@ -96,6 +96,9 @@ def test_a_column_that_is_not_json_is_told(tmp_path: Path) -> None:
     source = write(tmp_path / "a.parquet", [{"prompt": "1", "when": datetime(2025, 3, 25)}])
     with pytest.raises(ValueError, match="datetime is not JSON serializable; keep only columns of text, numbers, lists and tables"):
         rows("task.data", source, "train")
+    (tmp_path / "late.csv").write_text("prompt,when\n1,\n2,2024-01-02\n")
+    with pytest.raises(ValueError, match="date is not JSON serializable"):
+        rows("task.data", str(tmp_path / "late.csv"), "train")
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere.parquet"])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from safetensors.torch import load_file
 
 import tba
-from tba import checkpoint
+from tba import build, checkpoint
 from tba.cli import _config
 from tba.config import Config, load, parse
 from tba.log import METRICS, read
 from tba.loop import run
+from tba.replay import ReplayBuffer
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 """For processes of their own: with the tests' tasks on the path."""
@@ -116,6 +118,39 @@ def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: i
     run(config(tiny_model, tmp_path / "run", "run.steps=6", "checkpoint.every=1", f"checkpoint.keep={keep}", "eval.prompts=0"))
     kept = [g.name for g in checkpoint.generations(tmp_path / "run" / "checkpoints")]
     assert kept == [f"step-{n:08d}" for n in range(7 - keep, 7)]
+
+
+def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model: Path, tmp_path: Path) -> None:
+    """Moments and the place in the schedule go on; rate, betas and decay are those given on resuming. Halfway through a warm-up of 2."""
+    run(config(tiny_model, tmp_path / "run", "run.steps=1", "trainer.learning_rate=0.1", "trainer.warmup_steps=2"))
+    told = _config(["run.steps=3", "trainer.weight_decay=0.3", "trainer.betas=[0.5, 0.9]", "trainer.learning_rate=3e-3"], tmp_path / "run")
+    trainer = build.trainer(build.check(told), "cpu")
+    checkpoint.restore(checkpoint.newest(tmp_path / "run" / "checkpoints"), trainer, ReplayBuffer(10, 100))
+    (group,) = trainer.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.0015, (0.5, 0.9), 0.3)
+    assert all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in group["params"][:3])
+    run(told, tmp_path / "run")
+    assert [r["learning_rate"] for r in read(tmp_path / "run" / METRICS) if "loss" in r] == [0.0, 0.0015, 0.003]
+
+
+def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(tiny_model: Path, tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=1"))
+    for change, why in (("sampling.temperature=0.5", "are of temperature 1.0"), ("objective=vineppo", "the run has none")):
+        with pytest.raises(ValueError, match=why):
+            run(_config([change], tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's checkpoints have no weights of the searchers: what is found after step 5 is of version 4, not of the model on disk."""
+    from tba.runtime.local import LocalSearchers
+
+    state = LocalSearchers.state
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalSearchers, "state", lambda self: replace(state(self), weights=None))
+        run(config(tiny_model, tmp_path / "run", "run.steps=4", "runtime.publish_every=2", "strategy=recent"))
+    run(_config(["run.steps=6"], tmp_path / "run"), tmp_path / "run")
+    lags = [r["off_policy/lag_max"] for r in read(tmp_path / "run" / METRICS) if "loss" in r]
+    assert lags[4:] == [0, 1]
 
 
 def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -195,6 +195,9 @@ def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> Non
     _, tb = solve(TrajectoryBalance(0.3), *drifted())
     _, prime = solve(TBAPrime(0.3, log_ratio_clamp=1e9, importance="none"), *drifted())
     torch.testing.assert_close(prime, tb / torch.tensor([7 / 3, 6 / 3])[:, None, None])
+    _, free = solve(TBAPrime(1e-9, importance="none"), *on_policy())
+    _, without_kl = solve(DrGrpo(beta=0.0), *on_policy())
+    torch.testing.assert_close(free, without_kl / torch.tensor([7 / 3, 6 / 3])[:, None, None])
 
 
 # Policy gradients
@@ -264,6 +267,8 @@ def test_grpo_by_hand(clip_high: float | None, bound: float, slope: float) -> No
     )
     pulled = per_token([[0.05 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]], [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2])
     check(solve(Grpo(0.3, clip_high=clip_high), *drifted()), [a + b for a, b in zip(loss, penalty, strict=True)], gradient + pulled)
+    outside = {None: [2 / 3, 7 / 9], 0.6: [2 / 3, 2 / 3], 1.5: [1 / 2, 2 / 3]}[clip_high]  # 1.5 is within .6, 2 within 1.5, 3 is not
+    assert metric(Grpo(clip_high=clip_high), "clip_ratio", *drifted()) == pytest.approx(outside)
 
 
 VALUES = per_token([[0.5, 1], [0, 1, 0, 2], [-1]], [[1, 2, -1], [0.5], [0, 4]])

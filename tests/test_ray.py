@@ -124,6 +124,32 @@ def test_search_and_learning_take_turns(tiny_model: Path, tmp_path: Path, monkey
     assert all(t.value is not None and np.isfinite(t.value).all() and len(t.value) == len(t.tokens) for t in stored)
 
 
+def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking turns: stopped while a batch is found, no batch is learned from twice. Stopped during the last evaluation, the run is not finished."""
+    slow = ("engine=scripted", "engine.latency=0.5", "engine.answers=['1','2','33']", "eval.every=0")
+    turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent", "run.steps=5")
+    folder = tmp_path / "run"
+
+    def stop_after(step: int) -> Callable[[Run], None]:
+        def stop(_: Run) -> None:
+            assert wait_until(lambda: any(r["step"] == step and "loss" in r for r in read(folder / METRICS)), 60)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        return stop
+
+    for steps, finished in ((2, False), (5, False), (None, True)):
+        resume = folder if (folder / "config.json").exists() else None
+        told = config(tiny_model, folder, *slow, *turns) if resume is None else _config([], resume)
+        run_and_keep(told, monkeypatch, resume, stop_after(steps) if steps else None)
+        summary = json.loads((folder / SUMMARY).read_text())
+        assert summary["finished"] == finished, steps
+    rows = [r for r in read(folder / METRICS) if "loss" in r]
+    assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [(step, 0) for step in range(1, 6)]
+    assert summary["eval/last"]["step"] == 5
+    assert summary["samples_generated"] == 6 * 12
+
+
 def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 while it generates: replaced, its prompts issued again, nothing twice, and the run completes."""
     settings = ("engine=scripted", "engine.latency=0.2", "engine.answers=['1','2','3','4','5','6']", "run.steps=400", "task.size=3000", "eval.every=0")

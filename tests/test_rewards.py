@@ -6,11 +6,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tba.config import EvalTable, PolicyTable
+from tba.engines.scripted import Scripted
+from tba.evaluate import evaluate
+from tba.pretrained import load_text
 from tba.rewards import Guard, Rejected, Tally, Verdict
 from tba.types import Answer, Prompt
 
@@ -147,3 +152,15 @@ def test_only_the_last_samples_count() -> None:
         tally.add(16, Counter(raised=16), "broken")
     with pytest.raises(RuntimeError, match="48 of the last 64 samples"):
         tally.add(16, Counter(raised=16), "broken")
+
+
+def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path) -> None:
+    """Of the scripted answers -1, 0 and "?", at a bar of -1, those two that have a number are right."""
+    policy = PolicyTable(model=str(tiny_model))
+    text = load_text(policy)
+    engine = Scripted(policy, text, "cpu", False, answers=("?", "-1", "0"))
+    guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
+    scores = evaluate(engine, text, guard, [Prompt(str(i), "1+1=") for i in range(40)], EvalTable(samples=4, k=(4,)), 4, None).scores
+    assert scores["greedy_pass@1"] == 0.0 and scores["greedy_rejected"] == 1.0
+    assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"]) == pytest.approx(2 / 3, abs=0.15)
+    assert scores["pass@4"] > scores["sampled_pass@1"]

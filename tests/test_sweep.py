@@ -17,7 +17,7 @@ import pytest
 from toy import Ones
 
 from tba.log import read
-from tba.results import FAILED, standing, write_results
+from tba.results import FAILED, standing, write_failed, write_results
 from tba.runtime.placement import available_cores
 from tba.study import Study, check_study, read_study
 from tba.sweep import INTERRUPTED, Sweep, as_left, sweep
@@ -275,6 +275,40 @@ def test_what_does_not_fit_the_best_is_told_at_once(tmp_path, tiny_model, capsys
     assert [t.status for t in carried.trials.values()] == ["finished", "finished", "pending", "failed"]
 
 
+def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):
+    """A seed of b that failed, before this call, has inherited from a as its sibling has: together they are one setting, and not the best for c."""
+    grids = """
+    [[grid]]
+    name = "a"
+    "trainer.learning_rate" = [1e-3, 1e-2]
+    [[grid]]
+    name = "b"
+    best = "a"
+    "objective.beta" = [0.1, 0.2]
+    "run.seed" = [0, 1]
+    [[grid]]
+    name = "c"
+    best = "b"
+    "run.seed" = 7
+    """
+    study = read_study(write(tmp_path, tiny_model, grids))
+    *ended, c = study.trials()
+    for t, score in zip(ended, (0.3, 0.4, 0.9, None, 0.5, 0.5), strict=True):
+        study.path(t).mkdir(parents=True)
+        if score is None:
+            write_failed(study.path(t), "NotFinite: step 2: the loss")
+        else:
+            scores = {"sampled_pass@1": score, "step": 3.0}
+            (study.path(t) / "summary.json").write_text(json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores}))
+    configs = dict(zip([t.folder for t in ended[:2]], check_study(study), strict=False))
+    carried = Sweep(study, {t.folder: as_left(study, t, configs.get(t.folder)) for t in study.trials()}, configs)
+    assert carried.inherit() == []
+    assert [carried.trials[t.folder].settings.get("trainer.learning_rate") for t in ended[2:]] == [1e-2] * 4
+    assert [t.status for t in carried.trials.values()] == ["finished"] * 3 + ["failed"] + ["finished"] * 2 + ["pending"]
+    assert carried.trials[c.folder].settings == {"run.seed": 7, "objective.beta": 0.2, "trainer.learning_rate": 1e-2}
+    assert carried.choices[-1].of == 2
+
+
 def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path, tiny_model, capsys):
     assert sweep(write(tmp_path, tiny_model), dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -305,6 +339,10 @@ MISTAKES = {
     "a value out of range": (
         ("1e-3, 1e-2", "1e-3, -1"),
         "grid 'rates', use=tb,learning_rate=-1,seed=0: trainer.learning_rate = -1: Input should be greater than 0",
+    ),
+    "a value that an option cannot have": (
+        ('"runtime.publish_every" = [1, 2]', '"strategy.recent" = [0.5, 1.5]'),
+        "grid 'often', use=tb,recent=1.5: .*1.5",
     ),
     "a name twice": (('name = "often"', 'name = "rates"'), "two grids are called 'rates'; give each a name of its own"),
     "no name": (('name = "often"', ""), 'grid name = None: write name = "..."'),

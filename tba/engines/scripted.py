@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class Scripted:
         return None
 
     def _completion(self, answer: str, max_tokens: int) -> Completion:
-        share = {a: len(list(same)) / len(self.answers) for a, same in groupby(sorted(self.answers))}[answer]
+        share = self.answers.count(answer) / len(self.answers)
         whole = [*self.text.tokenizer(answer, add_special_tokens=False)["input_ids"], min(self.text.eos_ids)]
         tokens = np.asarray(whole[:max_tokens], np.int32)
         logp = np.zeros(len(tokens), np.float32)

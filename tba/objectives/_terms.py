@@ -56,9 +56,9 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def outside(ratio: Float[Tensor, "B K T"], clip: float, batch: Batch) -> Float[Tensor, " B"]:
-    """TRL's `clip_ratio`: the share of a response's tokens whose ratio is off by more than `clip`."""
-    return (((ratio - 1).abs() > clip) * batch.mask).sum(-1).div(batch.mask.sum(-1)).mean(1)
+def outside(ratio: Float[Tensor, "B K T"], low: float, high: float, batch: Batch) -> Float[Tensor, " B"]:
+    """TRL's `clip_ratio`: the share of a response's tokens whose ratio is not in [1 - low, 1 + high]."""
+    return (((ratio < 1 - low) | (ratio > 1 + high)) * batch.mask).sum(-1).div(batch.mask.sum(-1)).mean(1)
 
 
 def importance(kind: Importance, logp: Float[Tensor, "B K T"], batch: Batch, cap: float) -> Float[Tensor, "B K T"]:
@@ -83,7 +83,7 @@ def penalised(
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, " B"]]:
     """sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, rho = pi / mu of a token, KL by k3; and the share of tokens outside."""
     rho = ratio(log_ratio(logp, batch))
-    return total(clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch), batch), outside(rho, low, batch)
+    return total(clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch), batch), outside(rho, low, high, batch)
 
 
 def positive(name: str, value: float, instead: float) -> None:

@@ -20,8 +20,8 @@ class Ppo:
     loss = -mean_j sum_t min(rho_t A_t, clip(rho_t) A_t) + value_coefficient / 2 mean_j sum_t (V_t - (A_t + V_t without gradient))^2.
 
     A token is an action and its reward is -beta (log mu - log ref), plus r at the last one. A_t is the generalised advantage
-    estimate (arXiv 1506.02438) with the live value head, which stands on the policy's own hidden states. A policy gradient
-    where pi = mu, for then rho is 1.
+    estimate (arXiv 1506.02438) with the live value head, which stands on the policy's own hidden states. Where
+    pi = mu rho is 1, and this is a plain policy gradient.
     Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9, 11; for language models arXiv 2203.02155.
     """
 
@@ -46,7 +46,7 @@ class Ppo:
         error = (head - (advantage + head.detach())) * batch.mask
         loss = total(-clipped(rho, advantage, self.clip, self.clip) + self.value_coefficient / 2 * error.square(), batch).mean(1)
         value_error = (total(error.detach().square(), batch) / batch.mask.sum(-1)).mean(1)
-        return loss, {"clip_ratio": outside(rho, self.clip, batch), "ppo/value_error": value_error}
+        return loss, {"clip_ratio": outside(rho, self.clip, self.clip, batch), "ppo/value_error": value_error}
 
     def advantages(self, value: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
         """Generalised advantage estimates from V of the state before each token; the state after the last is worth 0."""

@@ -19,9 +19,9 @@ class TBAPrime:
     loss = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group), A_j = (r_j - mean r) - beta (KL_j - mean KL), both without gradient.
 
     KL_j sums the live policy's log-ratios to the reference, each cut at +-`log_ratio_clamp`; w = min(pi / mu, `importance_cap`)
-    of each token. Without clamp and weights this is the gradient of `tb` divided by the group's mean length; without the KL,
-    Dr. GRPO's. The paper resets the reference to the policy every 50 steps (`policy.reset_reference_every`), keeps the lag
-    constant (`runtime.lag`) and replays nothing.
+    of each token. Without clamp and weights this is the gradient of `tb` divided by the group's mean length; as beta goes to 0,
+    and on policy, that of `dr_grpo` divided by the same. The paper resets the reference to the policy every 50 steps
+    (`policy.reset_reference_every`), keeps the lag constant (`runtime.lag`) and replays nothing.
     Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in its section on MATH.
     """
 

@@ -27,7 +27,7 @@ class Account:
     """Samples whose reward was made wrong, as `[faults]` says."""
     rejected: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """`generate`, `reward`, `reference`, `adopt`, and `idle`: between two tasks."""
+    """`generate`, `rollouts`, `reward`, `reference`, `adopt`, and `idle`: between two tasks."""
     logp_gap: float = float("nan")
     """Mean |log-prob of an engine - of the trainer| on the last publication's probe."""
 

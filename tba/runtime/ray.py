@@ -1,4 +1,4 @@
-"""Searchers in processes of their own, on this machine or a cluster. Nobody waits for anybody.
+"""Searchers in processes of their own, on this machine or a cluster. Nobody waits for anybody, unless `runtime.lag` asks for turns.
 
 A collector thread keeps two tasks in flight for each searcher and takes in what comes back; the train loop only empties
 its tray. Weights travel through Ray's object store and are adopted between two tasks. Whatever waits has a deadline, and

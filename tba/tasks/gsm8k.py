@@ -20,7 +20,7 @@ def last_number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Reward 1 when the last number of the answer equals the one after `####` of the solution, else 0; none where that has no number.
+    """Reward 1 when the last number of the answer equals the one after `####` of the solution, else 0; None where the solution has no number.
 
     Prompt and grader are those of the paper's GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare
     question through the tokenizer's chat template instead, for instruction-tuned models.
