@@ -7,10 +7,12 @@ What is written by hand stands above the line `<!-- generated -->` and stays.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import types
 from dataclasses import MISSING
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -54,10 +56,27 @@ def _plugins(table: str) -> str:
     parts = [f'## [{table}]\n\n`use = "{default}"` is the default. What ships:\n']
     for name in names(KIND[table]):
         cls = find(KIND[table], name)
-        rows = [(f"`{option}`", _type(kind), "(required)" if default is MISSING else _value(default)) for option, (kind, default) in options_of(cls).items()]
+        told = _told(cls)
+        header = ("option", "type", "default", "meaning") if told else ("option", "type", "default")
+        rows = [
+            (f"`{option}`", _type(kind), "(required)" if default is MISSING else _value(default), told.get(option, ""))[: len(header)]
+            for option, (kind, default) in options_of(cls).items()
+        ]
         about = f'### {table}.use = "{name}"\n\n{inspect.getdoc(cls)}'
-        parts.append(_section(about, ("option", "type", "default"), rows) if rows else f"{about}\n\nNo options.\n")
+        parts.append(_section(about, header, rows) if rows else f"{about}\n\nNo options.\n")
     return "\n".join(parts)
+
+
+def _told(cls: type) -> dict[str, str]:
+    """The strings that stand below fields of the class."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    told = {}
+    for field, below in pairwise(definition.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                told[name] = " ".join(text.split())
+    return told
 
 
 def _section(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

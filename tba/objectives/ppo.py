@@ -31,6 +31,7 @@ class Ppo:
     gae_lambda: float = 0.95
     value_coefficient: float = 0.1
     head_learning_rate: float = 0.01
+    """Of AdamW for the head; it follows the schedule of the policy's rate."""
 
     def __post_init__(self) -> None:
         for name, value, instead in (("clip", self.clip, 0.2), ("head_learning_rate", self.head_learning_rate, 0.01)):

@@ -25,6 +25,7 @@ class TrajectoryBalanceLearnedZ:
 
     beta: float = 0.05
     head_learning_rate: float = 0.05
+    """Of AdamW for the head; it follows the schedule of the policy's rate."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.05)

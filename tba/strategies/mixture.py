@@ -24,7 +24,9 @@ class Mixture:
     recent: float = 0.5
     reward: float = 0.5
     temperature: float = 1.0
+    """Of `reward`."""
     window: int = 1
+    """Of `recent`, in steps."""
 
     def __post_init__(self) -> None:
         for name, share in (("recent", self.recent), ("reward", self.reward)):

@@ -34,11 +34,14 @@ class Custom:
     reward: str | list[str]
     reward_weights: list[float] | None = None
     split: str = "train"
+    """Of a folder or hub data set, as `held_out_split`."""
     subset: str | None = None
+    """Of a hub data set (its `name` or configuration)."""
     held_out_data: str | None = None
     held_out_split: str = "test"
     held_out_size: int = 64
     pass_reward: float | None = None
+    """An answer with at least this reward is right, for pass@1 and pass@k."""
 
     def __post_init__(self) -> None:
         if not self._names:
