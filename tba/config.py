@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -38,6 +38,7 @@ def _several(value: Any) -> Any:
 
 
 Plug = Annotated[Use, BeforeValidator(_named)]
+Parsed = TypeVar("Parsed", bound=Table)
 
 
 class RunTable(Table):
@@ -89,9 +90,7 @@ class TrainerTable(Table):
             raise ValueError(f"trainer.group_size = {k}: a group's own baseline needs at least 2 trajectories; set trainer.group_size=2 or more")
         if size % k:
             near = max(k, round(size / k) * k)
-            raise ValueError(
-                f"trainer.batch_size = {size} is not made of whole groups of {k}; set trainer.batch_size={near}, or a group_size that divides {size}"
-            )
+            raise ValueError(f"trainer.batch_size = {size} is not made of whole groups of {k}; set trainer.batch_size={near}, or another group_size")
         return self
 
     @property
@@ -133,10 +132,9 @@ class EvalTable(Table):
 
     @model_validator(mode="after")
     def enough_samples(self) -> EvalTable:
-        if max(self.k, default=1) > self.samples:
-            raise ValueError(
-                f"eval.k = {list(self.k)} asks for pass@{max(self.k)} of eval.samples = {self.samples} answers; set eval.samples={max(self.k)} or more"
-            )
+        most = max(self.k, default=1)
+        if most > self.samples:
+            raise ValueError(f"eval.k = {list(self.k)} asks for pass@{most} of eval.samples = {self.samples} answers; set eval.samples={most} or more")
         return self
 
 
@@ -184,28 +182,23 @@ class Config(Table):
 
     @model_validator(mode="after")
     def consistent(self) -> Config:
-        if self.sampling.samples < self.trainer.group_size:
-            k = self.trainer.group_size
-            raise ValueError(f"sampling.samples = {self.sampling.samples} is less than trainer.group_size = {k}; set sampling.samples={k} or more")
+        t, k = self.trainer, self.trainer.group_size
+        for name, size in (("sampling.samples", self.sampling.samples), ("replay.per_prompt", self.replay.per_prompt)):
+            if size < k:
+                raise ValueError(f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more")
         if self.runtime.use == "local" and self.runtime.fresh == 0:
             raise ValueError("runtime.fresh = 0 with runtime.use = 'local' would never search; set runtime.fresh=1 or more, or runtime.use=ray")
-        if self.runtime.lag is not None and self.runtime.fresh not in (None, self.trainer.groups):
-            raise ValueError(
-                f"runtime.lag = {self.runtime.lag} waits for a batch's worth at each step, not for runtime.fresh = {self.runtime.fresh}; drop one of them"
-            )
-        if self.runtime.lag is not None and self.runtime.publish_every != 1:
-            raise ValueError(f"runtime.lag = {self.runtime.lag} needs new weights at each step; set runtime.publish_every=1, or drop runtime.lag")
+        lag, fresh = self.runtime.lag, self.runtime.fresh
+        if lag is not None and fresh not in (None, self.trainer.groups):
+            raise ValueError(f"runtime.lag = {lag} waits for a batch's worth at each step, not for runtime.fresh = {fresh}; drop one of them")
+        if lag is not None and self.runtime.publish_every != 1:
+            raise ValueError(f"runtime.lag = {lag} needs new weights at each step; set runtime.publish_every=1, or drop runtime.lag")
         if self.runtime.use == "local" and self.runtime.searchers > 1:
             raise ValueError(f"runtime.searchers = {self.runtime.searchers}, but runtime.use = 'local' has one; set runtime.use=ray")
-        if self.replay.per_prompt < self.trainer.group_size:
-            k = self.trainer.group_size
-            raise ValueError(f"replay.per_prompt = {self.replay.per_prompt} is less than trainer.group_size = {k}; set replay.per_prompt={k} or more")
-        t = self.trainer
         if t.schedule == "warmup_stable_decay" and t.warmup_steps + t.decay_steps > self.run.steps:
-            raise ValueError(
-                f"trainer.warmup_steps + trainer.decay_steps = {t.warmup_steps + t.decay_steps} is more than run.steps = {self.run.steps}; shorten them"
-            )
-        if self.replay.capacity < self.trainer.group_size:
+            both = t.warmup_steps + t.decay_steps
+            raise ValueError(f"trainer.warmup_steps + trainer.decay_steps = {both} is more than run.steps = {self.run.steps}; shorten them")
+        if self.replay.capacity < k:
             raise ValueError(f"replay.capacity = {self.replay.capacity} cannot hold one group; set replay.capacity={self.trainer.batch_size} or more")
         return self
 
@@ -227,23 +220,31 @@ class Config(Table):
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file and applies `table.key=value`; ValueError names the key and what to write instead."""
-    tables: dict[str, Any] = {}
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"no such config file: {path}")
-        try:
-            tables = tomllib.loads(path.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path}: {error}") from error
+    tables = {} if path is None else read_toml(path, "config")
     override_all(tables, overrides)
     return parse(tables)
 
 
-def parse(tables: Mapping[str, Any]) -> Config:
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """ValueError if there is no such file, or no TOML in it."""
+    if not path.is_file():
+        raise ValueError(f"no such {what} file: {path}")
     try:
-        return Config.model_validate(tables)
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse(tables: Mapping[str, Any]) -> Config:
+    return parse_as(Config, tables)
+
+
+def parse_as(model: type[Parsed], tables: Mapping[str, Any]) -> Parsed:
+    """The tables as a `model`, whose fields are tables; ValueError with a line for each mistake."""
+    try:
+        return model.model_validate(tables)
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(dict(e)) for e in error.errors())) from error
+        raise ValueError("\n".join(_explain(model, dict(e)) for e in error.errors())) from error
 
 
 PLUGGED = ("task", "engine", "objective", "strategy", "selection")
@@ -283,11 +284,11 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(model: type[Table], error: dict[str, Any]) -> str:
     where = ".".join(str(p) for p in error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        table = Config
+        table = model
         for name in error["loc"][:-1]:
             table = table.model_fields[name].annotation  # type: ignore[assignment]
         return f"unknown key {where!r}{nearest(str(error['loc'][-1]), table.model_fields)}; known: {', '.join(table.model_fields)}"

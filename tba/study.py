@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -16,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from tba.config import PLUGGED, Config, assign_all, override_all, parse
+from tba.config import PLUGGED, Config, assign_all, override_all, parse, parse_as, read_toml
 from tba.plugins import nearest
 from tba.results import SEED, Settings, Trial, phrase
 from tba.table import Positive, Table
@@ -33,6 +32,12 @@ class StudyTable(Table):
     keep_checkpoints: bool = Field(True, description="false: a finished run keeps its metrics, samples and summary only")
     metric: str | None = Field(None, description="what the best is known by: a score of eval/last; default sampled_pass@1, or else sampled_reward")
     base: str | None = Field(None, description="a config file, relative to this one; [base] goes on top of it")
+
+
+class StudyFile(Table):
+    """What stands in [study]; grids and [base] are read apart."""
+
+    study: StudyTable = StudyTable()
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Study:
 
 def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     """Reads a study; settings `study.key=value` go on top of [study], all others on top of [base]. ValueError tells what to type instead."""
-    tables = _read(path, "study")
+    tables = read_toml(path, "study")
     study: dict[str, Any] = {"study": tables.pop("study", {})}
     base, grids = tables.pop("base", {}), tables.pop("grid", [])
     if tables:
@@ -129,10 +134,10 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     if not isinstance(base, dict) or not isinstance(study["study"], dict) or not isinstance(grids, list):
         raise ValueError(f"{path}: write [study] and [base] once, with single brackets, and each grid as [[grid]]")
     override_all(study, [s for s in settings if s.startswith("study.")])
-    table = _study_table(study["study"])
+    table = parse_as(StudyFile, study).study
     merged: dict[str, Any] = {"log": {"console": "off", "tensorboard": False}}
     if table.base is not None:
-        assign_all(merged, _keys(_read(path.parent / table.base, "config"), table.base))
+        assign_all(merged, _keys(read_toml(path.parent / table.base, "config"), table.base))
     assign_all(merged, _keys(base, "[base]"))
     override_all(merged, [s for s in settings if not s.startswith("study.")])
     name = path.resolve().parent.name if path.stem == "study" else path.stem
@@ -172,27 +177,6 @@ def check_study(study: Study) -> list[Config]:
 
 def _where(trial: Trial) -> str:
     return f"grid {trial.grid!r}, {trial.folder.partition('/')[2]}"
-
-
-def _read(path: Path, what: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"no such {what} file: {path}")
-    try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _study_table(table: Mapping[str, Any]) -> StudyTable:
-    known = StudyTable.model_fields
-    for key in table:
-        if key not in known:
-            raise ValueError(f"unknown key 'study.{key}'{nearest(key, known)}; known: {', '.join(known)}")
-    try:
-        return StudyTable.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"study.{first['loc'][0]} = {first['input']!r}: {first['msg']}") from error
 
 
 def _grids(tables: Sequence[Any]) -> dict[str, Grid]:
