@@ -105,8 +105,8 @@ class Run:
     def evaluate_at_start(self) -> None:
         """The model that everything begins with; of a resumed run the one whose evaluation was due, and lost, where it stopped."""
         c, start = self.config, self.start
-        lost = due(start, c.eval.every) and start < c.run.steps and not self.tracker.evaluated_after(start - c.runtime.publish_every)
-        if start == 0 or lost:
+        wanted = start == 0 or (due(start, c.eval.every) and start < c.run.steps)
+        if wanted and not self.tracker.evaluated_after(start - c.runtime.publish_every):
             self.evaluate()
 
     def tell_evaluations(self, finish: bool = False) -> None:
