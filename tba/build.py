@@ -12,7 +12,7 @@ import torch
 
 from tba.config import Config, PolicyTable
 from tba.evaluate import Evaluation, evaluate
-from tba.objective import Headed, Vine, Vined
+from tba.objective import Head, Headed, Vine, Vined
 from tba.plugins import Plugin, resolve
 from tba.policy import Policy, gains_from_bf16
 from tba.pretrained import Text, load_config, load_model, load_text
@@ -82,7 +82,12 @@ def check_resumed(config: Config, before: Config) -> None:
     now, then = config.sampling.temperature, before.sampling.temperature
     if now != then:
         raise ValueError(f"sampling.temperature = {now}, but the run's log-probabilities are of temperature {then}; leave it so, or start a new run")
-    wanted, there = (vine(plugins(c)["objective"]) for c in (config, before))
+    objectives = [plugins(c)["objective"] for c in (config, before)]
+    heads = [None if (h := head(objective)) is None else h.on for objective in objectives]
+    if heads[0] != heads[1]:
+        owned = ["no head" if on is None else f"a head on the {on}" for on in heads]
+        raise ValueError(f"objective.use = {config.objective.use!r} has {owned[0]}, but the run has {owned[1]}; leave the objective as it was, or start anew")
+    wanted, there = map(vine, objectives)
     if wanted is not None and (there is None or there.step_tokens != wanted.step_tokens):
         earlier = "none" if there is None else f"one every {there.step_tokens} tokens"
         raise ValueError(f"objective: values are wanted every {wanted.step_tokens} tokens, the run has {earlier}; leave the objective as it was, or start anew")
@@ -99,9 +104,7 @@ def trainer(parts: Parts, device: str) -> Trainer:
     if config.policy.gradient_checkpointing:
         checkpoint_layers(model)
     autocast = bf16(config.policy, device)
-    objective = parts.objective.at(0)
-    head = objective.head if isinstance(objective, Headed) else None
-    policy = Policy(model, config.sampling.temperature, autocast, share_prompt=not config.policy.gradient_checkpointing, head=head)
+    policy = Policy(model, config.sampling.temperature, autocast, share_prompt=not config.policy.gradient_checkpointing, head=head(parts.objective))
     return Trainer(policy, parts.objective, config.trainer, config.run.steps, autocast)
 
 
@@ -119,6 +122,12 @@ def searcher(parts: Parts, device: str, bf16: bool) -> Searcher:
     reference = Policy(load_model(config.policy, torch.float32).to(device), config.sampling.temperature, bf16)
     budget, faults = config.trainer.token_budget, config.faults
     return Searcher(engine, reference, parts.text, guard(parts), sampling(config), budget, faults, vine(parts.objective))
+
+
+def head(objective: Plugin) -> Head | None:
+    """What the objective owns."""
+    found = objective.at(0)
+    return found.head if isinstance(found, Headed) else None
 
 
 def vine(objective: Plugin) -> Vine | None:

@@ -45,10 +45,13 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the next step, the groups that are still to come before it, the random state of sampling, and what the summary counts."""
+    """Where a run stands: the next step, what the summary counts, the random state of sampling, and what is still to come."""
 
     step: int
     missing: int
+    """Groups to wait for before the next step."""
+    evaluating: int
+    """Evaluations that have been asked for and not told."""
     rng: Mapping[str, Any]
     counts: Mapping[str, float]
 
@@ -151,13 +154,8 @@ def restore(generation: Path, trainer: Trainer, buffer: ReplayBuffer) -> tuple[P
     tied = set(trainer.policy.model.state_dict()) - {n for n, _ in trainer.policy.model.named_parameters(remove_duplicate=True)}
     if unexpected or set(missing) - tied:
         raise ValueError(f"{generation} holds another model than policy.model: {[*unexpected, *missing][:3]}")
-    head, readout = generation / HEAD, trainer.policy.readout
-    if head.is_file() != (readout is not None):
-        raise ValueError(
-            f"{generation} was written with another objective, {'with' if head.is_file() else 'without'} a head; resume with that one, or start anew"
-        )
-    if readout is not None:
-        readout.load_state_dict(load_file(head))
+    if trainer.policy.readout is not None:
+        trainer.policy.readout.load_state_dict(load_file(generation / HEAD))
     tensors = load_file(generation / OPTIMIZER)
     torch.set_rng_state(tensors.pop("torch_rng"))
     trainer.restore(_unflat(tensors), state["schedule"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class Journal:
         if self.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start or None)
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start + 1 if self.start else None)
         if self.config.log.wandb:
             self._wandb = _wandb_run(self.folder, self.config)
 
@@ -83,4 +84,7 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
 def _wandb_run(folder: Path, config: Config) -> Any:
     import wandb
 
-    return wandb.init(project=config.log.wandb_project, name=folder.name, id=folder.name, dir=str(folder), config=config.nested(), resume="allow")
+    own = folder / "wandb_id"  # runs of different studies may have folders of the same name
+    if not own.is_file():
+        write_whole(own, uuid.uuid4().hex)
+    return wandb.init(project=config.log.wandb_project, name=folder.name, id=own.read_text(), dir=str(folder), config=config.nested(), resume="allow")

@@ -72,6 +72,8 @@ class Run:
     start: int
     missing: int
     """Groups to wait for before anything is learned: the first fill, or what a stop kept from coming."""
+    evaluating: int
+    """Evaluations that have been asked for and not told."""
     held: deque[Group] = field(default_factory=deque)
     """Groups on their way to the buffer, with a constant lag."""
     _saved: int | None = field(default=None, init=False)
@@ -101,16 +103,11 @@ class Run:
         """Asks for an evaluation, if there is anything to evaluate on."""
         if self.parts.held_out:
             self.searchers.evaluate()
-
-    def evaluate_at_start(self) -> None:
-        """The model that everything begins with; of a resumed run the one whose evaluation was due, and lost, where it stopped."""
-        c, start = self.config, self.start
-        wanted = start == 0 or (due(start, c.eval.every) and start < c.run.steps)
-        if wanted and not self.tracker.evaluated_after(start - c.runtime.publish_every):
-            self.evaluate()
+            self.evaluating += 1
 
     def tell_evaluations(self, finish: bool = False) -> None:
         for e in self.searchers.evaluations(finish=finish):
+            self.evaluating -= 1
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.tracker.evaluation(e.version, scores)
             self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
@@ -121,7 +118,7 @@ class Run:
     def save(self, step: int) -> None:
         if step == self._saved:
             return
-        progress = checkpoint.Progress(step, self.missing, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
+        progress = checkpoint.Progress(step, self.missing, self.evaluating, self.rng.bit_generator.state, self.tracker.counts(self.searchers.account))
         keep = self.config.checkpoint.keep
         checkpoint.save(self.folder.checkpoints, keep, self.trainer, self.parts.text, self.buffer, self.searchers.state(), self.held, progress)
         self._saved = step
@@ -156,21 +153,22 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
         opened.enter_context(place.taken())
     trainer = build.trainer(parts, place.device)
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
-    tracker, rng, resumed, start, missing = Tracker(), np.random.default_rng([config.run.seed, 7]), None, 0, config.first_fill
-    held: deque[Group] = deque()
+    tracker, rng, resumed, held = Tracker(), np.random.default_rng([config.run.seed, 7]), None, deque[Group]()
+    progress = checkpoint.Progress(0, config.first_fill, 1, rng.bit_generator.state, {})
     if generation is not None:
         progress, resumed, groups = checkpoint.restore(generation, trainer, buffer)
         held.extend(groups)
-        start, missing, rng.bit_generator.state = progress.step, progress.missing, progress.rng
-        folder.rewind(start)
+        rng.bit_generator.state = progress.rng
+        folder.rewind(progress.step)
         folder.write_config(config)  # with what was changed on resuming
         tracker.resume(progress.counts, folder.evaluations())
         console.note(f"resumed from {generation.name}")
-    journal = Journal(folder.path, config, start)
+    journal = Journal(folder.path, config, progress.step)
     opened.callback(journal.close)
-    searchers = _searchers(parts, place.device, places, trainer, stop, resumed, start)
+    searchers = _searchers(parts, place.device, places, trainer, stop, resumed, progress.step)
     opened.callback(searchers.close)
-    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, start, missing, held)
+    at = (progress.step, progress.missing, progress.evaluating)
+    return Run(config, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop, *at, held)
 
 
 def places_for(config: Config) -> tuple[Place, list[Place]]:
@@ -201,8 +199,10 @@ def _searchers(parts: Parts, device: str, places: list[Place], trainer: Trainer,
 
 
 def _carry_out(run: Run) -> Summary:
+    wanted, run.evaluating = run.evaluating, 0  # at the beginning; of a resumed run, those that were lost with the searchers at them
     with run.tracker.clock():
-        run.evaluate_at_start()
+        if wanted and run.start < run.config.run.steps:
+            run.evaluate()
         train(run)
     step = run.tracker.steps
     run.save(step)
@@ -212,8 +212,7 @@ def _carry_out(run: Run) -> Summary:
             run.searchers.publish(run.trainer.weights(version=step))
         run.evaluate()
     run.tell_evaluations(finish=through)
-    evaluated = not run.parts.held_out or run.tracker.evaluated_after(step - 1)
-    summary = run.tracker.summary(run.searchers.account, finished=through and evaluated)
+    summary = run.tracker.summary(run.searchers.account, finished=through and run.evaluating == 0)
     run.folder.write_summary(summary)
     run.console.end(summary, run.folder.path)
     return summary

@@ -22,6 +22,8 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     override_all(tables, settings)
     generation = None if reference else checkpoint.newest(folder.checkpoints)
     parts = build.check(parse(tables))
+    if not parts.held_out:
+        raise ValueError("there is nothing to evaluate on: set eval.prompts=128, and hold prompts out in the task")
     device = "cuda:0" if build.gpus() else "cpu"
     bf16 = build.bf16(parts.config.policy, device)
     searcher = build.searcher(parts, device, bf16)

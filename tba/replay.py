@@ -111,7 +111,7 @@ class ReplayBuffer:
             del self._order[group.prompt.id, key]
         shelf.stored[key] = new
         self._order[group.prompt.id, key] = None
-        if len(shelf.stored) > self.per_prompt:
+        while len(shelf.stored) > self.per_prompt:  # by more than one if a resumed run is to keep fewer
             self._drop(group.prompt.id, next(iter(shelf.stored)), "evicted_per_prompt")
 
     def _drop(self, prompt: str, key: bytes, reason: str) -> None:

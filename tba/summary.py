@@ -26,6 +26,8 @@ class Summary:
     samples_trained: int
     trainer_wait_fraction: float
     """Share of the loop's time after the first fill in which the trainer waited for groups."""
+    searcher_wait_fraction: float
+    """Share of the searchers' time in which they had no task."""
     lag_mean: float
     """Steps between the weights that made a trajectory and those it trained."""
     lag_max: float
@@ -47,7 +49,7 @@ class Tracker:
         self._stopped: float | None = None
         self._before: Mapping[str, float] = {}
         self._last = time.perf_counter()
-        self._waited = self._synced = 0.0
+        self._waited = self._synced = self._idle = 0.0
 
     @property
     def seconds(self) -> float:
@@ -103,6 +105,10 @@ class Tracker:
         seconds = dict(account.seconds)  # a copy: the collector thread goes on adding
         searching = {k: v - self._before.get(k, 0.0) for k, v in seconds.items()}
         self._before = seconds
+        idle, total = searching.get("idle", 0.0), sum(searching.values())
+        self._sum["idle"] += idle
+        self._sum["searching"] += total
+        self._idle = idle / total if total else self._idle  # a task that takes several steps is told at its end
         metrics = {
             "time": self.seconds,
             "samples_generated": self._base["samples_generated"] + account.samples,
@@ -114,7 +120,7 @@ class Tracker:
             "buffer/distinct_per_group": fmean(len({id(t) for t in g.trajectories}) for g in groups),
             **{f"buffer/{name}": count for name, count in buffer.counts.items()},
             "wait/trainer": self._waited / max(1e-9, now - self._last),
-            "wait/searchers": searching.get("idle", 0.0) / total if (total := sum(searching.values())) else 0.0,
+            "wait/searchers": self._idle,
             "sync/seconds": self._synced,
             "sync/logp_gap": account.logp_gap,
             "searchers/restarts": self._base["restarts"] + account.restarts,
@@ -123,9 +129,6 @@ class Tracker:
         metrics |= {name: count for name, count in (("reward/faulty", self._faulty(account)), ("rollouts_generated", self._rollouts(account))) if count}
         self._last, self._synced = now, 0.0
         return metrics
-
-    def evaluated_after(self, version: int) -> bool:
-        return any(v > version for v, _ in self._evaluations)
 
     def evaluation(self, version: int, scores: dict[str, float]) -> None:
         self._evaluations.append((version, scores))
@@ -145,7 +148,7 @@ class Tracker:
 
     def resume(self, counts: Mapping[str, float], evaluations: list[tuple[int, dict[str, float]]]) -> None:
         """Goes on from what `counts` gave."""
-        own = ("steps", "samples_trained", "lag", "waited", "first_fill")
+        own = ("steps", "samples_trained", "lag", "waited", "first_fill", "idle", "searching")
         self._sum.update({k: v for k, v in counts.items() if k in own})
         self._base.update({k: v for k, v in counts.items() if k not in own})
         self._lag_max = counts["lag_max"]
@@ -164,6 +167,7 @@ class Tracker:
             samples_generated=int(self._base["samples_generated"] + account.samples),
             samples_trained=int(self._sum["samples_trained"]),
             trainer_wait_fraction=self._sum["waited"] / training if training > 0 else 0.0,
+            searcher_wait_fraction=self._sum["idle"] / max(1e-9, self._sum["searching"]),
             lag_mean=self._sum["lag"] / self.steps if self.steps else 0.0,
             lag_max=self._lag_max,
             searcher_restarts=int(self._base["restarts"] + account.restarts),

@@ -98,13 +98,14 @@ class Sweep:
         self.announce(ended)
         if status == "finished" and not self.study.table.keep_checkpoints:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
-        for mistake in self.inherit():
-            print(f"failed: {mistake}", flush=True)
+        self.inherit()
         self.write()
 
-    def inherit(self) -> list[str]:
-        """Chooses from grids of which all runs have ended what others inherit; returns what does not work, or does not fit the runs there are."""
-        mistakes: list[str] = []
+    def inherit(self) -> None:
+        """Chooses from grids of which all runs have ended what others inherit. A run that cannot begin with that has failed.
+
+        ValueError if a run has begun, in an earlier call, with something else.
+        """
         for trial in list(self.trials.values()):
             best = self.study.best_of(trial)
             if trial.folder in self.configs or trial.folder in self.refused or not all(self.known(t) for t in self.trials.values() if t.grid == best):
@@ -116,12 +117,12 @@ class Sweep:
                     print(choice, flush=True)
                 trial = self.study.inherit(trial, source)
                 config = self.study.config(trial)
-                self.trials[trial.folder], self.configs[trial.folder] = as_left(self.study, trial, config), config
             except ValueError as error:
                 self.trials[trial.folder] = replace(trial, status="failed", error=str(error))
                 self.refused.add(trial.folder)
-                mistakes.append(str(error))
-        return mistakes
+                print(f"failed: {error}", flush=True)
+            else:
+                self.trials[trial.folder], self.configs[trial.folder] = as_left(self.study, trial, config), config
 
     def known(self, trial: Trial) -> bool:
         """Whether another can inherit from it: it has ended, and what it has inherited itself has been chosen."""
@@ -165,8 +166,7 @@ def sweep(path: Path, settings: Sequence[str] = (), dry_run: bool = False, retry
         carried = Sweep(study, {t.folder: as_left(study, t, configs.get(t.folder)) for t in trials}, configs)
         ended = sum(t.status != "pending" for t in carried.trials.values())
         print(f"study {study.folder}: {len(trials)} runs, {ended} of them ended before", flush=True)
-        if mistakes := carried.inherit():
-            raise ValueError(mistakes[0])
+        carried.inherit()
         done = carried.carry_out()
         write_results(study.folder)
     return _farewell(carried, done, " ".join(["tba sweep", str(path), *settings]))

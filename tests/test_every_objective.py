@@ -46,11 +46,13 @@ def test_heads_and_values_resume_exactly_without_a_lag(objective: str, tiny_mode
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
-    """Nor one with a head a checkpoint without; one without the other's can."""
+    """Nor one with a head a checkpoint without, or with another kind of head; one without the other's can."""
     for objective in ("tb", "ppo"):
         run(config(tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN))
-    for before, after, has in (("ppo", "tb", "with"), ("tb", "ppo", "without"), ("tb", "tb_learned_z", "without")):
-        with pytest.raises(ValueError, match=f"another objective, {has} a head"):
+    response, prompt, none = "a head on the response", "a head on the prompt", "no head"
+    pairs = (("ppo", "tb", none, response), ("tb", "ppo", response, none), ("tb", "tb_learned_z", prompt, none), ("ppo", "tb_learned_z", prompt, response))
+    for before, after, wanted, there in pairs:
+        with pytest.raises(ValueError, match=f"'{after}' has {wanted}, but the run has {there}; leave the objective"):
             run(_config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before)
     assert run(_config(["objective=rloo", "run.steps=2"], tmp_path / "tb"), tmp_path / "tb").steps == 2
 

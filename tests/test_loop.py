@@ -26,6 +26,7 @@ from tba.cli import _config
 from tba.config import Config, load, parse
 from tba.log import METRICS, read
 from tba.loop import run
+from tba.offline import evaluate_run, export_run
 from tba.replay import ReplayBuffer
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
@@ -99,18 +100,17 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
         assert whole[name] == part[name], name
 
 
-def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model: Path, tmp_path: Path) -> None:
-    """That of step 6 was due where the run was saved, but had not been told: a searcher was still at it."""
-    settings = ("run.steps=12", "checkpoint.every=6", "checkpoint.keep=5")
+def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searchers were at it for so long that nothing had been told by step 7: then of version 7, and of none that has been told."""
+    from tba.runtime.local import LocalSearchers
+
     metrics = tmp_path / "run" / METRICS
-    run(config(tiny_model, tmp_path / "run", *settings))
-    whole = without_clock(read(metrics))
-    for path in (checkpoint.newest(tmp_path / "run" / "checkpoints"), tmp_path / "run" / "summary.json"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines() if not ("eval/" in line and json.loads(line)["step"] == 6)))
-    run(_config([], tmp_path / "run"), tmp_path / "run")
-    by_step = [sorted(rows, key=lambda row: (row["step"], "loss" in row)) for rows in (whole, without_clock(read(metrics)))]
-    assert by_step[0] == by_step[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalSearchers, "evaluations", lambda self, finish=False: [])
+        assert not run(config(tiny_model, tmp_path / "run", "run.steps=7")).finished
+    assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == []
+    assert run(_config(["run.steps=10"], tmp_path / "run"), tmp_path / "run").finished
+    assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == [7, 9, 10]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 5])
@@ -131,6 +131,23 @@ def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model: Path, tm
     assert all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in group["params"][:3])
     run(told, tmp_path / "run")
     assert [r["learning_rate"] for r in read(tmp_path / "run" / METRICS) if "loss" in r] == [0.0, 0.0015, 0.003]
+
+
+def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(config(tiny_model, tmp_path / "run", "run.steps=6", "log.tensorboard=true", "checkpoint.every=4"))
+    shutil.rmtree(checkpoint.newest(tmp_path / "run" / "checkpoints"))  # as if it had been killed after step 6
+    run(_config(["run.steps=8"], tmp_path / "run"), tmp_path / "run")
+    told = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    told.Reload()
+    assert [event.step for event in told.Scalars("loss")] == list(range(1, 9))
+
+
+def test_evaluating_without_prompts_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0"))
+    with pytest.raises(ValueError, match=r"nothing to evaluate on: set eval\.prompts=128"):
+        evaluate_run(tmp_path / "run", [], reference=False)
 
 
 def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(tiny_model: Path, tmp_path: Path) -> None:
@@ -233,8 +250,6 @@ def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
 def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path) -> None:
     """Through transformers alone, as a user of the exported folder would."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tba.offline import evaluate_run, export_run
 
     run(config(tiny_model, tmp_path / "run"))
     out = export_run(tmp_path / "run", tmp_path / "out")

@@ -155,6 +155,18 @@ def test_loads_what_it_saved(tmp_path: Path) -> None:
             assert (x.reward, x.version, x.finished) == (y.reward, y.version, y.finished)
 
 
+def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path: Path) -> None:
+    """Of a prompt, as soon as it comes again."""
+    buffer = ReplayBuffer(per_prompt=10, capacity=100)
+    buffer.add([group("a", *map(trajectory, range(1, 6)))], now=0)
+    buffer.save(tmp_path)
+    fewer = ReplayBuffer(per_prompt=3, capacity=100)
+    fewer.load(tmp_path)
+    fewer.add([group("a", trajectory(6))], now=1)
+    assert [int(s.trajectory.tokens[0]) for s in fewer.shelves[0].stored.values()] == [4, 5, 6]
+    assert fewer.counts["evicted_per_prompt"] == 3
+
+
 def test_an_empty_buffer_can_be_saved(tmp_path: Path) -> None:
     ReplayBuffer().save(tmp_path)
     loaded = ReplayBuffer()

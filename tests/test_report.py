@@ -36,7 +36,7 @@ def write(path: Path, steps: int = 12, evaluations: tuple[int, ...] = (0, 5, 12)
 
 
 def summarize(path: Path, finished: bool, steps: int) -> None:
-    totals = {"seconds": 31.5, "samples_generated": 512, "samples_trained": 360, "trainer_wait_fraction": 0.0625}
+    totals = {"seconds": 31.5, "samples_generated": 512, "samples_trained": 360, "trainer_wait_fraction": 0.0625, "searcher_wait_fraction": 0.25}
     (path / SUMMARY).write_text(json.dumps({"finished": finished, "steps": steps, **totals}))
 
 

@@ -103,6 +103,19 @@ def test_the_page_asks_for_nothing_outside_itself(folder, page):
     assert page.count("<img") == len(names)
 
 
+def test_a_grid_of_which_no_run_has_finished_has_a_table_and_no_curves(tmp_path):
+    """One diverged, one goes on, and both have been evaluated."""
+    (tmp_path / "s.toml").write_text(f'[study]\nfolder = "{tmp_path}"\n[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n')
+    study = read_study(tmp_path / "s.toml")
+    going, diverged = study.trials()
+    for trial in (going, diverged):
+        write_run(study.path(trial), trial, failed=True)
+    Ledger("begun", None, [going, replace(diverged, status="failed", error="NotFinite: step 21: loss nan")], []).write(tmp_path)
+    page = report([tmp_path]).read_text()
+    assert page.count("<img") == 0
+    assert cells(page, "0.0001")[0] == "1, 1 to come" and cells(page, "0.001")[0] == "1, 1 failed"
+
+
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
     # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl over the last 4 of 40 steps: 0.77 + seed; seconds 20, 21, 22
     assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.770 ± 0.577", "2.0 ± 0.0", "21 ± 1"]

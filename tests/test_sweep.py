@@ -17,7 +17,7 @@ import pytest
 from toy import Ones
 
 from tba.log import read
-from tba.results import FAILED, standing, write_failed, write_results
+from tba.results import FAILED, read_ledger, standing, write_failed, write_results
 from tba.runtime.placement import available_cores
 from tba.study import Study, check_study, read_study
 from tba.sweep import INTERRUPTED, Sweep, as_left, sweep
@@ -273,6 +273,8 @@ def test_what_does_not_fit_the_best_is_told_at_once(tmp_path, tiny_model, capsys
     carried.end(other, "", asked=False)
     assert "failed: grid 'scheduled', warmup_steps=3: trainer.warmup_steps" in capsys.readouterr().out
     assert [t.status for t in carried.trials.values()] == ["finished", "finished", "pending", "failed"]
+    assert sweep(path) == 2  # a study called again goes on with what can begin
+    assert [t.status for t in read_ledger(study.folder).runs] == ["finished", "finished", "finished", "failed"]
 
 
 def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):

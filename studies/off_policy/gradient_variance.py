@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 
 import torch
@@ -67,22 +67,28 @@ def batches(parts: Parts, count: int) -> Iterator[Batch]:
 
 
 def noise_and_signal(policy: Policy, objective: Objective, found: Sequence[Batch]) -> tuple[float, float, float]:
-    """Trace of the covariance of the gradient of one batch, the squared norm of its mean, both unbiased, and the latter's standard error.
+    """Trace of the covariance of the gradient of one batch, the squared norm of its mean, both unbiased, and the standard error of their ratio.
 
-    The signal is the mean product of the mean gradients of two folds of the batches; the standard error is over the pairs of folds.
+    The signal is the mean product of the mean gradients of two folds of the batches; the error is a jackknife over the folds.
     """
     parameters = list(policy.model.parameters())
     totals = [[torch.zeros_like(p) for p in parameters] for _ in range(FOLDS)]
-    squares = 0.0
+    squares = [0.0] * FOLDS
     for i, batch in enumerate(found):
         loss, _ = objective(policy.logp(batch), batch)
         grads = torch.autograd.grad(loss.mean(), parameters)
-        squares += sum(float(g.square().sum()) for g in grads)
+        squares[i % FOLDS] += sum(float(g.square().sum()) for g in grads) * FOLDS / len(found)
         for t, g in zip(totals[i % FOLDS], grads, strict=True):
             t += g * FOLDS / len(found)
-    products = [sum(float((x * y).sum()) for x, y in zip(a, b, strict=True)) for a, b in combinations(totals, 2)]
-    signal = fmean(products)
-    return squares / len(found) - signal, signal, stdev(products) / FOLDS**0.5
+    products = {(a, b): sum(float((x * y).sum()) for x, y in zip(totals[a], totals[b], strict=True)) for a, b in combinations(range(FOLDS), 2)}
+
+    def estimate(folds: Sequence[int]) -> tuple[float, float]:
+        signal = fmean(products[pair] for pair in combinations(folds, 2))
+        return fmean(squares[f] for f in folds) - signal, signal
+
+    noise, signal = estimate(range(FOLDS))
+    ratios = [noise / signal for noise, signal in (estimate([f for f in range(FOLDS) if f != left_out]) for left_out in range(FOLDS))]
+    return noise, signal, pstdev(ratios) * (FOLDS - 1) ** 0.5
 
 
 def measure(count: int) -> list[dict[str, float | str]]:
@@ -94,9 +100,9 @@ def measure(count: int) -> list[dict[str, float | str]]:
         policy = build.trainer(parts, "cpu").policy
         for name in OBJECTIVES:
             noise, signal, error = noise_and_signal(policy, parts_for(name, k, length).objective.at(0), found)
-            spread = {"ratio": noise / signal, "ratio_stderr": noise / signal * error / signal}
+            spread = {"ratio": noise / signal, "ratio_stderr": error}
             rows.append({"axis": axis, "objective": name, "k": k, "length": length, "noise": noise, "signal": signal, **spread})
-            told = f"noise {noise:9.3g}  signal {signal:9.3g} ± {error:.2g}  noise / signal {spread['ratio']:6.2f} ± {spread['ratio_stderr']:.2f}"
+            told = f"noise {noise:9.3g}  signal {signal:9.3g}  noise / signal {noise / signal:6.2f} ± {error:.2f}"
             print(f"{axis:<7} K {k:<3} length {length}  {name:<11} {told}", flush=True)
     return rows
 

@@ -37,9 +37,11 @@ def draw(layout: Layout, styles: Mapping[Value, Style], metric: str) -> dict[str
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure:
-    """A line for each setting, a panel for each value of what else was varied."""
+def curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
+    """A line for each setting, a panel for each value of what else was varied; None while no run has finished."""
     panels = {title: with_curves for title, settings in layout.panels(layout.lines).items() if (with_curves := [s for s in settings if s.evaluations()])}
+    if not panels:
+        return None
     figure, all_axes = _axes(len(panels), metric, layout, styles)
     for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
         dress(axes, title, "samples trained on")
@@ -51,9 +53,9 @@ def curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure
 
 
 def against(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
-    """The metric at the end against a number that was varied; None where no number was."""
+    """The metric at the end against a number that was varied; None where no number was, or no run has ended."""
     key = layout.number
-    if key is None:
+    if key is None or not any(s.values("last") for s in layout.settings):
         return None
     lines: list[Value | None] = [None] if key == layout.lines else list(layout.line_values())
     panels = layout.panels(layout.lines, key)

@@ -72,7 +72,7 @@ class Record:
             "Training reward, first → last tenth": f"{reward[:tenth].mean():.3f} → {reward[-tenth:].mean():.3f}",
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{self.totals['trainer_wait_fraction']:.2%}",
-            "Searchers waited": f"{_share(self.steps, 'wait/searchers'):.2%}",
+            "Searchers waited": f"{self.totals['searcher_wait_fraction']:.2%}",
             "Samples generated": f"{self.totals['samples_generated']:,.0f}",
             "Samples trained on": f"{self.totals['samples_trained']:,.0f}",
             "Samples rejected": f"{self.steps[-1]['searchers/rejected']:,.0f}",
@@ -182,7 +182,8 @@ def _totals(path: Path, steps: list[Row]) -> Row:
     summary = json.loads((path / SUMMARY).read_text()) if (path / SUMMARY).is_file() else {"steps": None}
     if summary["steps"] == steps[-1]["step"]:
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
-    return {**steps[-1], "seconds": steps[-1]["time"], "trainer_wait_fraction": _share(steps, "wait/trainer"), "status": "unfinished"}
+    waits = {f"{who}_wait_fraction": _share(steps, f"wait/{who}s" if who == "searcher" else f"wait/{who}") for who in ("trainer", "searcher")}
+    return {**steps[-1], **waits, "seconds": steps[-1]["time"], "status": "unfinished"}
 
 
 def _column(rows: Sequence[Row], name: str, absent: float = np.nan) -> Column:

@@ -46,11 +46,11 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     """The trainer's place and each searcher's.
 
     GPUs: the first for the trainer and the rest for searchers in turn; one GPU, or none, is shared. Cores: half for the
-    trainer and the rest for searchers, none of them shared; where there are too few for that, searchers share theirs.
+    trainer, or as many as leave one for each searcher, and the rest for searchers; where there are too few, searchers share theirs.
     """
     if not cores:
         return Place("cuda:0" if gpus else "cpu"), [Place(d) for d in _devices(gpus, searchers)]
-    half = max(1, len(cores) // 2) if searchers < len(cores) - 1 else max(1, len(cores) - searchers)
+    half = max(1, min(len(cores) // 2, len(cores) - searchers))
     rest = list(cores[half:]) or list(cores)
     each = max(1, len(rest) // searchers)
     slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
