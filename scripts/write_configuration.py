@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -111,6 +112,10 @@ def _bound(constraint: Any) -> str:
             return f"above {least}"
         case Le(le=most):
             return f"at most {most}"
+        case Lt(lt=limit):
+            return f"below {limit}"
+        case AllowInfNan():
+            return "finite"
     raise ValueError(f"no words for {constraint}: give it some here")
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from tba.config import Config, PolicyTable
+from tba.config import Config, PolicyTable, Use
 from tba.evaluate import Evaluation, evaluate
 from tba.objective import Head, Headed, Vine, Vined
-from tba.plugins import Plugin, resolve
+from tba.plugins import Plugin, options_of, resolve
 from tba.policy import Policy, gains_from_bf16
 from tba.pretrained import Text, load_config, load_model, load_text
 from tba.prompts import PromptStream
@@ -55,6 +55,16 @@ def plugins(config: Config) -> dict[str, Plugin]:
     return found
 
 
+def completed(config: Config) -> Config:
+    """With every option of its plug-ins, so that what is written down says all, whatever the defaults will be one day."""
+    tables = {}
+    for table, plugin in plugins(config).items():
+        options = {name: default for name, (_, default) in options_of(plugin.cls).items() if default is not MISSING and default is not None}
+        given: Use = getattr(config, table)
+        tables[table] = Use(use=given.use, **(options | given.options))
+    return config.model_copy(update=tables)
+
+
 def assemble(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Parts:
     """Everything but the data set, which a searcher need not read again."""
     found = plugins(config)
@@ -66,6 +76,7 @@ def check(config: Config) -> Parts:
     """Reads all that the config names: plug-ins, tokenizer, data. ValueError for what could not work; no process starts."""
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError("log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false")
+    config = completed(config)
     parts = assemble(config, [], [])
     prompts = parts.task.prompts()
     held_out = parts.task.held_out()[: config.eval.prompts] if config.eval.prompts else []

@@ -31,7 +31,7 @@ def train(
         from tba import build
 
         parts = build.check(config)
-        print(json.dumps(config.nested(), indent=1))
+        print(json.dumps(parts.config.nested(), indent=1))
         print(f"sound: {len(parts.prompts)} training prompts, {len(parts.held_out)} held out; nothing was started", file=sys.stderr)
         return
     from tba.loop import run

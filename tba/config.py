@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 
 from tba.faults import FaultsTable
 from tba.plugins import nearest
-from tba.table import Count, Positive, Seconds, Table
+from tba.table import Count, Positive, Seconds, Share, Table
 
 
 class Use(Table):
@@ -73,12 +73,12 @@ class ReplayTable(Table):
 class TrainerTable(Table):
     batch_size: Positive = Field(160, description="trajectories a step: whole groups")
     group_size: int = Field(20, description="K, trajectories of one prompt in a batch")
-    learning_rate: float = Field(1e-5, gt=0, description="of AdamW, after the warm-up")
+    learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False, description="of AdamW, after the warm-up")
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field("constant", description="of the learning rate, over run.steps")
     warmup_steps: Count = Field(0, description="the first so many steps rise from 0, with every schedule")
     decay_steps: Count = Field(0, description="of warmup_stable_decay: the last so many steps fall to min_lr_ratio; 0: a tenth of run.steps")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="of cosine and warmup_stable_decay: their end, as a share of learning_rate; linear ends at 0")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="of AdamW")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm; inf: no clipping")
     token_budget: Positive = Field(16_384, description="tokens, padding included, in one forward and backward pass")
@@ -257,7 +257,7 @@ def override_all(tables: dict[str, Any], settings: Sequence[str]) -> None:
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if not equals or ("." not in key and key not in PLUGGED):
-            raise ValueError(f"{setting!r}: write `table.key=value`, for example `trainer.learning_rate=1e-4`")
+            raise ValueError(f"{setting!r}: write `table.key=value`, such as `trainer.learning_rate=1e-4`; a config file comes first, and ends in .toml")
         values[f"{key}.use" if key in PLUGGED else key] = _value(text)
     assign_all(tables, values)
 
@@ -297,4 +297,4 @@ def _explain(model: type[Table], error: dict[str, Any]) -> str:
     if error["type"] == "model_type":
         content = "a plug-in's name, or a table, [{}], with `use` and its options" if where in PLUGGED else "a table, [{}], with keys of its own"
         return f"{where} = {error['input']!r}: write {content.format(where)}"
-    return f"{where} = {error['input']!r}: {message}"
+    return f"{where} is missing" if error["type"] == "missing" else f"{where} = {error['input']!r}: {message}"

@@ -120,10 +120,13 @@ class LiveConsole(Console):
 def told(scores: Mapping[str, float]) -> str:
     """An evaluation in a line: pass@1 where the task has it, else the reward."""
     s = {k.removeprefix("eval/"): v for k, v in scores.items()}
+    rejected = f"  rejected {s['sampled_rejected']:.1%}" if s.get("sampled_rejected") else ""
     if "sampled_pass@1" in s:
         rest = "".join(f"  {k} {v:.3f}" for k, v in s.items() if k.startswith("pass@") and not k.endswith("stderr"))
-        return f"pass@1 sampled {s['sampled_pass@1']:.3f} ± {s['sampled_stderr']:.3f}  greedy {s['greedy_pass@1']:.3f} ± {s['greedy_stderr']:.3f}{rest}"
-    return f"reward sampled {s['sampled_reward']:.3f} ± {s['sampled_reward_stderr']:.3f}  greedy {s['greedy_reward']:.3f}"
+        return (
+            f"pass@1 sampled {s['sampled_pass@1']:.3f} ± {s['sampled_stderr']:.3f}  greedy {s['greedy_pass@1']:.3f} ± {s['greedy_stderr']:.3f}{rest}{rejected}"
+        )
+    return f"reward sampled {s['sampled_reward']:.3f} ± {s['sampled_reward_stderr']:.3f}  greedy {s['greedy_reward']:.3f}{rejected}"
 
 
 def closing(summary: Summary, folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ def rows(key: str, source: str, split: str, subset: str | None = None, required:
         found = _from_file(path) if path.is_file() else _from_hub(source, subset, split)
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0]
-        raise ValueError(f"{key} = {source!r} cannot be read: {why}; give a .jsonl or .parquet file, a folder of them, or a hub name") from error
+        raise ValueError(f"{key} = {source!r} cannot be read: {why}; give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name") from error
     if not found:
         raise ValueError(f"{key} = {source!r} has no rows")
     columns = list(dict.fromkeys(name for row in found for name in row))

@@ -127,6 +127,7 @@ class Run:
 def run(config: Config, resume: Path | None = None) -> Summary:
     """A whole run, from the check of its config to its summary. ValueError before anything starts if the config cannot work."""
     parts = build.check(config)
+    config = parts.config
     if resume is None:
         folder = RunFolder.create(config)
     else:
@@ -158,11 +159,14 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
     if generation is not None:
         progress, resumed, groups = checkpoint.restore(generation, trainer, buffer)
         held.extend(groups)
+        if progress.step > config.run.steps:
+            raise ValueError(f"run.steps = {config.run.steps}, but the run is at step {progress.step}; set run.steps={progress.step} or more")
         rng.bit_generator.state = progress.rng
         folder.rewind(progress.step)
         folder.write_config(config)  # with what was changed on resuming
         tracker.resume(progress.counts, folder.evaluations())
         console.note(f"resumed from {generation.name}")
+    console.note(f"{len(parts.prompts):,} prompts to train on, {len(parts.held_out):,} held out")
     journal = Journal(folder.path, config, progress.step)
     opened.callback(journal.close)
     searchers = _searchers(parts, place.device, places, trainer, stop, resumed, progress.step)

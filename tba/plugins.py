@@ -12,12 +12,13 @@ import inspect
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from tba.schedule import Schedule
-from tba.table import truth_is_no_number
+from tba.table import plain_number
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the others are its options."""
@@ -106,8 +107,11 @@ def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
             raise ValueError(f"{name}.{unknown[0]}: a schedule has no such key{nearest(unknown[0], known)}; it has {', '.join(known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     try:
-        return TypeAdapter(Annotated[kind, BeforeValidator(lambda v: truth_is_no_number(v, kind))], config=config).validate_python(value)
+        return TypeAdapter(Annotated[kind, BeforeValidator(lambda v: plain_number(v, kind))], config=config).validate_python(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([name, *(str(p) for p in first["loc"])])
-        raise ValueError(f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}") from error
+        errors = error.errors()
+        if get_origin(kind) in (Union, UnionType):  # one for each kind that it might have been of
+            what = " or ".join(e["msg"][:1].lower() + e["msg"][1:] for e in errors)
+            raise ValueError(f"{name} = {value!r}: {what}") from error
+        where, message = ".".join([name, *(str(p) for p in errors[0]["loc"])]), errors[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where} is missing" if errors[0]["type"] == "missing" else f"{where} = {errors[0]['input']!r}: {message}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from tba.types import Group, Prompt
@@ -34,6 +37,8 @@ class Cursor(TypedDict):
     selection: str
     state: dict[str, Any]
     outstanding: list[str]
+    data: str
+    """sha256 of all prompts: what is in the buffer belongs to them."""
 
 
 class PromptStream:
@@ -43,6 +48,7 @@ class PromptStream:
         if not prompts:
             raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
+        self._data = hashlib.sha256(json.dumps([asdict(p) for p in prompts], sort_keys=True).encode()).hexdigest()
         self._selection = selection
         self._again: list[str] = []
         self._outstanding: list[str] = []
@@ -68,12 +74,13 @@ class PromptStream:
         self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
-        return Cursor(selection=_name(self._selection), state=self._selection.state(), outstanding=self._outstanding + self._again)
+        state, outstanding = self._selection.state(), self._outstanding + self._again
+        return Cursor(selection=_name(self._selection), state=state, outstanding=outstanding, data=self._data)
 
     def seek(self, cursor: Cursor) -> None:
         """Goes on from there; what was outstanding is handed out first. ValueError when the data set has changed."""
-        if unknown := [i for i in cursor["outstanding"] if i not in self._prompts]:
-            raise ValueError(f"the checkpoint waits for prompt {unknown[0]!r}, which the data set no longer has; resume with the data it was started with")
+        if cursor["data"] != self._data:
+            raise ValueError("the task's training prompts have changed since the run began; resume with the data it was started with, or start anew")
         if cursor["selection"] == _name(self._selection):
             self._selection.restore(cursor["state"])
         else:

@@ -70,6 +70,9 @@ class ReplayBuffer:
         if not self._shelves:
             raise ValueError("the replay buffer is empty: nothing has been found yet")
         drawn = strategy.draw(self.shelves, groups, size, now, rng)
+        sizes = [len(g.trajectories) for g in drawn]
+        if sizes != [size] * groups:
+            raise ValueError(f"strategy {type(strategy).__name__} drew groups of {sizes} trajectories; it must draw {groups} groups of {size}")
         held = (sum(s.count for s in self._shelves[g.prompt.id].stored.values()) for g in drawn)
         self.counts["short_groups"] += sum(samples < size for samples in held)
         return drawn

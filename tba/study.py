@@ -141,7 +141,13 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     assign_all(merged, _keys(base, "[base]"))
     override_all(merged, [s for s in settings if not s.startswith("study.")])
     name = path.resolve().parent.name if path.stem == "study" else path.stem
-    return Study(name, table, merged, _grids(grids))
+    study_of_grids = _grids(grids)
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        key = f"{key}.use" if key in PLUGGED else key
+        if all(key in grid.fixed or key in grid.varied for grid in study_of_grids.values()):
+            raise ValueError(f"{setting!r} would change nothing: every grid says what {key} is; change it there")
+    return Study(name, table, merged, study_of_grids)
 
 
 def check_study(study: Study) -> list[Config]:

@@ -56,7 +56,7 @@ class Sweep:
                     if not asked:
                         self.start()
                     if not self.running:
-                        return not asked
+                        return all(t.status != "pending" for t in self.trials.values())
                     wait([process.sentinel for _, process in self.running.values()], timeout=0.5)
                     for number, (trial, process) in list(self.running.items()):
                         if not process.is_alive():
@@ -177,7 +177,9 @@ def as_left(study: Study, trial: Trial, config: Config | None) -> Trial:
     path = study.path(trial)
     status, error = standing(path)
     if config is not None and (status != "pending" or (path / "checkpoints").is_dir()) and (path / CONFIG).is_file():
-        there, here = (flat(c.nested()) for c in (parse(json.loads((path / CONFIG).read_text())), config))
+        from tba import build
+
+        there, here = (flat(build.completed(c).nested()) for c in (parse(json.loads((path / CONFIG).read_text())), config))
         keys = [k for k in {**there, **here} if k != "run.folder" and not k.startswith("log.")]
         if differing := [f"{k} = {there.get(k, 'default')!r} there, {here.get(k, 'default')!r} here" for k in keys if there.get(k) != here.get(k)]:
             raise ValueError(f"{path} holds a run with another config ({'; '.join(differing)}); remove that folder to run it anew, or change the study back")

@@ -108,10 +108,19 @@ class Trainer:
 
 
 def _loss(objective: Objective | Headed, out: Output, batch: Batch) -> Loss:
+    """ValueError unless there is one loss for each group, and one number of each metric: anything else would be averaged wrongly."""
     if isinstance(objective, Headed):
         assert out.head is not None
-        return objective(out.logp, batch, out.head)
-    return objective(out.logp, batch)
+        given = objective(out.logp, batch, out.head)
+    else:
+        given = objective(out.logp, batch)
+    name, groups = type(objective).__name__, len(batch)
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise ValueError(f"objective {name} returned {type(given).__name__}; it must return (loss, metrics)")
+    for what, value in (("loss", given[0]), *given[1].items()):
+        if value.shape != (groups,):
+            raise ValueError(f"objective {name}: {what} has shape {tuple(value.shape)}; it must be ({groups},), a number for each group")
+    return given
 
 
 def _live(out: Output) -> list[Tensor]:

@@ -150,6 +150,22 @@ def test_evaluating_without_prompts_is_told(tiny_model: Path, tmp_path: Path) ->
         evaluate_run(tmp_path / "run", [], reference=False)
 
 
+def test_what_a_run_is_told_is_written_down_whole(tiny_model: Path, tmp_path: Path) -> None:
+    """Options of plug-ins that nobody has given, too."""
+    run(config(tiny_model, tmp_path / "run", "run.steps=1", "objective.beta=0.3"))
+    told = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert told["objective"] == {"use": "tb", "beta": 0.3}
+    assert told["strategy"] == {"use": "mixture", "recent": 0.5, "reward": 0.5, "temperature": 1.0, "window": 1}
+    assert _config(["objective=grpo"], tmp_path / "run").objective.options == {}
+
+
+def test_a_run_is_not_resumed_behind_where_it_is(tiny_model: Path, tmp_path: Path) -> None:
+    run(config(tiny_model, tmp_path / "run", "run.steps=3"))
+    with pytest.raises(ValueError, match=r"run.steps = 2, but the run is at step 3; set run.steps=3 or more"):
+        run(_config(["run.steps=2"], tmp_path / "run"), tmp_path / "run")
+    assert _config([], tmp_path / "run").run.steps == 3
+
+
 def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(tiny_model: Path, tmp_path: Path) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=1"))
     for change, why in (("sampling.temperature=0.5", "are of temperature 1.0"), ("objective=vineppo", "the run has none")):

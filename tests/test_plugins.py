@@ -36,9 +36,15 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no package": ("objectives", ".Mine", {}, "'.Mine': write `package.module.Class`"),
     "unknown option": ("objectives", "tb", {"bta": 0.1}, "objective.bta: 'tb' has no such option; did you mean 'beta'?; it has beta"),
     "missing option": ("objectives", "tba_other.Mine", {}, "objective.sizes is missing: 'tba_other.Mine' needs it"),
-    "wrong type": ("objectives", "tb", {"beta": "high"}, "objective.beta = 'high': Input should be a valid number"),
+    "wrong type": ("objectives", "tb", {"beta": "high"}, "objective.beta = 'high': this is text; write a number"),
+    "one of several types": (
+        "objectives",
+        "raft",
+        {"threshold": "bset"},
+        "objective.threshold = 'bset': input should be a valid number, unable to parse string as a number or input should be 'best'",
+    ),
     "wrong type within": ("objectives", "tba_other.Mine", {"sizes": [1, "two"]}, "objective.sizes.1 = 'two': Input should be a valid integer"),
-    "schedule short of a key": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps"),
+    "schedule short of a key": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps is missing"),
     "schedule with an unknown key": (
         "objectives",
         "tb",

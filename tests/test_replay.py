@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Prompt, Shelf, Trajectory
 
 
 def trajectory(*tokens: int, reward: float = 0.0, version: int = 0) -> Trajectory:
@@ -129,6 +130,17 @@ def test_short_groups_repeat_and_are_counted() -> None:
     assert [len(g.trajectories) for g in drawn] == [8, 8]
     assert all(set(Counter(int(t.tokens[0]) for t in g.trajectories).values()) <= {2, 3} for g in drawn)
     assert buffer.counts["short_groups"] == 2
+
+
+def test_a_strategy_that_draws_something_else_is_refused() -> None:
+    class Few:
+        def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+            return [shelves[0].group([s.trajectory for s in shelves[0].stored.values()])]
+
+    buffer = ReplayBuffer(per_prompt=4, capacity=100)
+    buffer.add(random_groups(np.random.default_rng(0), 5), now=0)
+    with pytest.raises(ValueError, match=r"strategy Few drew groups of .* trajectories; it must draw 2 groups of 3"):
+        buffer.sample(2, 3, Few(), 0, np.random.default_rng(0))
 
 
 def test_an_empty_buffer_says_so() -> None:

@@ -132,7 +132,7 @@ def test_the_best_of_an_earlier_grid_is_inherited_by_what_is_alike(carried_out):
             config = json.loads((study.folder / f"often/use={use},publish_every={k}" / "config.json").read_text())
             assert config["trainer"]["learning_rate"] == max(rates, key=lambda rate: rates[rate])
             assert (config["objective"]["use"], config["runtime"]["publish_every"], config["run"]["seed"]) == (use, k, 1)
-            assert ("beta" in config["objective"]) == (use == "tb")  # another objective drops the options of the one before
+            assert config["objective"]["beta"] == (0.1 if use == "tb" else 0.05)  # another objective drops the options of the one before
 
 
 def test_what_is_finished_is_not_done_again(carried_out, capsys):
@@ -275,6 +275,13 @@ def test_what_does_not_fit_the_best_is_told_at_once(tmp_path, tiny_model, capsys
     assert [t.status for t in carried.trials.values()] == ["finished", "finished", "pending", "failed"]
     assert sweep(path) == 2  # a study called again goes on with what can begin
     assert [t.status for t in read_ledger(study.folder).runs] == ["finished", "finished", "finished", "failed"]
+
+
+def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
+    path = write(tmp_path, tiny_model)
+    with pytest.raises(ValueError, match=r"'run.seed=7' would change nothing: every grid says what run.seed is; change it there"):
+        read_study(path, ["run.seed=7"])
+    assert read_study(path, ["trainer.learning_rate=1e-4"]).base["trainer"]["learning_rate"] == 1e-4  # of the grid that does not vary it
 
 
 def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tba import build
 from tba.config import load
+from tba.plugins import Plugin
 from tba.trainer import NotFinite, Trainer
 from tba.types import Batch, Group, collate
 from tba.weights import adopt, pack
@@ -47,6 +49,36 @@ def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> Non
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
         assert all(len(c) == 1 or c.cost(range(len(c))) <= budget for c in chunks)
         assert all(sum(p.samples for p in c.pieces(budget)) == batch.samples for c in chunks)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Returns what an objective must not."""
+
+    kind: str
+
+    def __call__(self, logp: torch.Tensor, batch: Batch) -> Any:
+        loss = logp.sum(-1)
+        return {
+            "a loss of each response": (loss, {}),
+            "a single loss": (loss.mean(), {}),
+            "no metrics": loss.mean(1),
+            "a metric of each response": (loss.mean(1), {"mine": loss}),
+        }[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("a loss of each response", r"loss has shape \(3, 4\); it must be \(3,\), a number for each group"),
+        ("a single loss", r"loss has shape \(\); it must be \(3,\)"),
+        ("no metrics", r"returned Tensor; it must return \(loss, metrics\)"),
+        ("a metric of each response", r"mine has shape \(3, 4\)"),
+    ],
+)
+def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model: Path, batch: Batch, kind: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
+        replace(trainer(tiny_model), objective=Plugin(Wrong, {"kind": kind})).step(batch, 0)
 
 
 @pytest.mark.parametrize("field", ["reward", "ref_logp"])

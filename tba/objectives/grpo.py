@@ -31,6 +31,8 @@ class Grpo:
         positive("clip", self.clip, 0.2)
         if self.clip_high is not None:
             positive("clip_high", self.clip_high, 0.28)
+            if self.clip_high < self.clip:
+                raise ValueError(f"objective.clip_high = {self.clip_high} is below objective.clip = {self.clip}; write {self.clip} or more")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = (centred(batch.reward) / (batch.reward.std(1, keepdim=True) + 1e-4))[..., None]

@@ -36,6 +36,9 @@ class Ppo:
     def __post_init__(self) -> None:
         for name, value, instead in (("clip", self.clip, 0.2), ("head_learning_rate", self.head_learning_rate, 0.01)):
             positive(name, value, instead)
+        for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"objective.{name} = {value} must be from 0 to 1")
 
     @property
     def head(self) -> Head:

@@ -17,7 +17,7 @@ from tba.report.draw import COLOURS, GREY, dress, plain, short
 from tba.report.layout import Layout, Mean, Setting, Value
 from tba.results import phrase
 
-COSTS = {"kl": "KL to the reference (nats)", "seconds": "time of a run (s)"}
+COSTS = {"sampled_kl": "KL to the reference at the end (nats)", "seconds": "time of a run (s)"}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 Style = Mapping[str, Any]
 STYLES: Sequence[Style] = [

@@ -119,7 +119,8 @@ FIGURES = {
     "trained_on": (
         Panel("lag (steps)", ("off_policy/lag_mean", "off_policy/lag_max"), "positive", ("mean", "max")),
         Panel("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
-        Panel("kl to the reference (nats)", ("kl",)),
+        Panel("log(pi / ref) of the batches (nats)", ("kl",)),
+        Panel("held-out KL to the reference (nats)", ("eval/sampled_kl",), "positive", evaluations=True),
         Panel("entropy (nats per token)", ("entropy",), "positive"),
         Panel("response length (tokens)", ("completions/mean_length",), "positive"),
         Panel("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),

@@ -71,7 +71,7 @@ def _table(layout: Layout, metric: str) -> tuple[list[str], list[list[Cell]]]:
         "last": ("end", score),
         "peak": ("peak", score),
         "drop": ("drop after it", score),
-        "kl": ("KL (nats)", number),
+        "sampled_kl": ("KL at the end (nats)", number),
         "lag_mean": ("lag (steps)", "{:.1f}".format),
         "ess": ("effective share", "{:.1%}".format),
         "seconds": ("time (s)", "{:.0f}".format),

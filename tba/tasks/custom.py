@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,8 @@ class Custom:
     """An answer with at least this reward is right, for pass@1 and pass@k."""
 
     def __post_init__(self) -> None:
+        if self.held_out_size < 0:
+            raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
         if not self._names:
             raise ValueError("task.reward is empty; write package.module:function or file.py:function")
         if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
@@ -83,6 +85,8 @@ class Custom:
             if cut < 1:
                 raise ValueError(f"task.data = {self.data!r} has only {len(found)} rows; lower task.held_out_size, or give task.held_out_data")
             found, kept = found[:cut], found[cut:]
+        for function in self.functions:
+            _check_columns(function, found[0])
         return _prompts("train", found), _prompts("held-out", kept)
 
 
@@ -91,6 +95,15 @@ def _prompts(name: str, found: list[dict[str, Any]]) -> list[Prompt]:
         if not isinstance(row["prompt"], str | list):
             raise ValueError(f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat messages: remove the row, or give it text")
     return [Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(found)]
+
+
+def _check_columns(function: RewardFunction, row: Mapping[str, Any]) -> None:
+    """ValueError if the function needs what no column gives."""
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if missing := [name for name in needed if name not in {*row, "prompts", "completions"} - {"prompt"}]:
+        columns = ", ".join(name for name in row if name != "prompt") or "none"
+        raise ValueError(f"task.reward: {function.__name__} needs {missing[0]!r}, which is no column of task.data; beside prompt there are: {columns}")
 
 
 def _call(function: RewardFunction, prompts: list[Any], completions: list[Any], columns: dict[str, list[Any]]) -> Sequence[float | None]:

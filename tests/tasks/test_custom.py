@@ -124,6 +124,12 @@ def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:
     assert task.held_out()[0].columns == {"answer": "10", "level": 2}
 
 
+def test_a_function_that_needs_another_column_is_told_before_anything_starts(custom: Callable[..., Custom], tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text("def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]\n")
+    with pytest.raises(ValueError, match=r"task.reward: f needs 'solution', which is no column of task.data; beside prompt there are: .*answer"):
+        custom(reward=f"{tmp_path}/needs.py:f").prompts()
+
+
 def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "test.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
