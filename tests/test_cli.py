@@ -46,7 +46,7 @@ tensorboard = false
 
 MISTAKES = {
     "unknown key": (["trainer.grop_size=4"], "unknown key 'trainer.grop_size'; did you mean 'group_size'?"),
-    "wrong type": (["run.steps=many"], "run.steps = 'many': Input should be a valid integer"),
+    "wrong type": (["run.steps=many"], "run.steps = 'many': this is text; write a number"),
     "k = 0": (["runtime.publish_every=0"], "runtime.publish_every = 0: Input should be greater than or equal to 1"),
     "K = 1": (["trainer.group_size=1"], "set trainer.group_size=2 or more"),
     "no whole groups": (["trainer.batch_size=10"], "trainer.batch_size = 10 is not made of whole groups of 4; set trainer.batch_size=8"),
@@ -161,7 +161,7 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(commands: dict[str
     ended = commands["dry run"].result()
     assert (ended.status, ended.err, ended.left) == (0, "sound: 3 training prompts, 2 held out; nothing was started\n", [])
     config = parse(json.loads(ended.out))
-    assert config.objective.model_dump() == {"use": "rloo", "beta": 0.3}
+    assert config.objective.model_dump() == {"use": "rloo", "beta": 0.3, "importance": "none", "importance_cap": 2.0, "length_normalised": False}
     assert (config.trainer.batch_size, config.run.steps) == (12, Config().run.steps)
 
 

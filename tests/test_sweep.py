@@ -311,7 +311,8 @@ def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):
             (study.path(t) / "summary.json").write_text(json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores}))
     configs = dict(zip([t.folder for t in ended[:2]], check_study(study), strict=False))
     carried = Sweep(study, {t.folder: as_left(study, t, configs.get(t.folder)) for t in study.trials()}, configs)
-    assert carried.inherit() == []
+    carried.inherit()
+    assert not carried.refused
     assert [carried.trials[t.folder].settings.get("trainer.learning_rate") for t in ended[2:]] == [1e-2] * 4
     assert [t.status for t in carried.trials.values()] == ["finished"] * 3 + ["failed"] + ["finished"] * 2 + ["pending"]
     assert carried.trials[c.folder].settings == {"run.seed": 7, "objective.beta": 0.2, "trainer.learning_rate": 1e-2}
