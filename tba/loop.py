@@ -161,6 +161,7 @@ def assemble(parts: Parts, folder: RunFolder, generation: Path | None, opened: E
         held.extend(groups)
         if progress.step > config.run.steps:
             raise ValueError(f"run.steps = {config.run.steps}, but the run is at step {progress.step}; set run.steps={progress.step} or more")
+        build.prompt_stream(parts).check(resumed.cursor)  # before anything is written
         rng.bit_generator.state = progress.rng
         folder.rewind(progress.step)
         folder.write_config(config)  # with what was changed on resuming

@@ -77,10 +77,14 @@ class PromptStream:
         state, outstanding = self._selection.state(), self._outstanding + self._again
         return Cursor(selection=_name(self._selection), state=state, outstanding=outstanding, data=self._data)
 
-    def seek(self, cursor: Cursor) -> None:
-        """Goes on from there; what was outstanding is handed out first. ValueError when the data set has changed."""
+    def check(self, cursor: Cursor) -> None:
+        """ValueError when the data set is another one."""
         if cursor["data"] != self._data:
             raise ValueError("the task's training prompts have changed since the run began; resume with the data it was started with, or start anew")
+
+    def seek(self, cursor: Cursor) -> None:
+        """Goes on from there; what was outstanding is handed out first. ValueError as `check`."""
+        self.check(cursor)
         if cursor["selection"] == _name(self._selection):
             self._selection.restore(cursor["state"])
         else:

@@ -190,6 +190,8 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, m
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     with pytest.raises(ValueError, match="another model"):
         run(_config(["policy.model=bundled:arithmetic", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
+    with pytest.raises(ValueError, match="training prompts have changed"):
+        run(_config(["task.size=299", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
     assert run(_config(["run.steps=3"], tmp_path / "run"), tmp_path / "run").steps == 3
     assert _config([], tmp_path / "run").run.steps == 3
 
