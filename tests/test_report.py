@@ -36,7 +36,7 @@ def write(path: Path, steps: int = 12, evaluations: tuple[int, ...] = (0, 5, 12)
 
 
 def summarize(path: Path, finished: bool, steps: int) -> None:
-    totals = {"seconds": 31.5, "samples_generated": 512, "samples_trained": 360, "trainer_wait_fraction": 0.0625, "searcher_wait_fraction": 0.25}
+    totals = {"seconds": 31.5, "samples_generated": 512, "samples_trained": 360, "trainer_wait_fraction": 0.0625, "searcher_wait_fraction": 0.125}
     (path / SUMMARY).write_text(json.dumps({"finished": finished, "steps": steps, **totals}))
 
 
@@ -94,7 +94,7 @@ def test_a_completion_is_text_and_never_markup(page, comparison):
 
 
 def test_the_facts_of_a_finished_run_are_those_of_its_summary(page):
-    for text in ("12 of 12 (finished)", "31.5 s", "6.25%", "512", "1.5 steps, at most 3", "10.0% ± 10.0% → 70.0% ± 70.0%"):
+    for text in ("12 of 12 (finished)", "31.5 s", "6.25%", "12.50%", "512", "1.5 steps, at most 3", "10.0% ± 10.0% → 70.0% ± 70.0%"):
         assert f"<dd>{text}</dd>" in page.replace("\N{NO-BREAK SPACE}", " ")
 
 

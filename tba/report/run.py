@@ -181,9 +181,9 @@ def _record(path: Path, name: str, colour: str) -> Record:
 def _totals(path: Path, steps: list[Row]) -> Row:
     """As `summary.json` has them; from the steps while a run goes on, be it resumed beside the summary of its last session."""
     summary = json.loads((path / SUMMARY).read_text()) if (path / SUMMARY).is_file() else {"steps": None}
+    waits = {"trainer_wait_fraction": _share(steps, "wait/trainer"), "searcher_wait_fraction": _share(steps, "wait/searchers")}
     if summary["steps"] == steps[-1]["step"]:
-        return {**summary, "status": "finished" if summary["finished"] else "stopped"}
-    waits = {f"{who}_wait_fraction": _share(steps, f"wait/{who}s" if who == "searcher" else f"wait/{who}") for who in ("trainer", "searcher")}
+        return {**waits, **summary, "status": "finished" if summary["finished"] else "stopped"}
     return {**steps[-1], **waits, "seconds": steps[-1]["time"], "status": "unfinished"}
 
 
