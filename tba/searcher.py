@@ -31,7 +31,7 @@ class Engine(Protocol):
         """`sampling.samples` completions of each prompt's tokens; the same seed and weights give the same answers."""
 
     def adopt(self, weights: Weights) -> float | None:
-        """Takes the weights whole or raises; returns mean |difference| of the probe's log-probs, None if it holds no weights."""
+        """Takes the weights whole or raises; returns mean |difference| of the probe's log-probs, None where there is nothing to compare."""
 
 
 @dataclass(frozen=True)
