@@ -80,7 +80,7 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
 
 def test_neither_side_waits(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Search takes far longer than a step, and the trainer goes on learning: all its waiting would not pay for one search. Evaluations stop nobody."""
-    search = 1.0
+    search = 0.6
     slow = ("engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']", "run.steps=60")
     run = run_and_keep(config(tiny_model, tmp_path / "run", *slow), monkeypatch)
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())

@@ -123,7 +123,6 @@ FIGURES = {
         Panel("held-out KL to the reference (nats)", ("eval/sampled_kl",), "positive", evaluations=True),
         Panel("entropy (nats per token)", ("entropy",), "positive"),
         Panel("response length (tokens)", ("completions/mean_length",), "positive"),
-        Panel("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),
     ),
     "buffer": (
         Panel("responses held", ("buffer/size",), "count"),
@@ -131,6 +130,7 @@ FIGURES = {
         Panel("samples", ("buffer/added", "buffer/duplicates"), "count", ("added", "duplicates")),
         Panel("evicted", ("buffer/evicted_per_prompt", "buffer/evicted_capacity"), "count", ("for a prompt's limit", "for the capacity")),
         Panel("groups drawn short of samples", ("buffer/short_groups",), "count"),
+        Panel("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),
     ),
     "waits": (
         Panel("trainer waits (share of its time)", ("wait/trainer",), "share"),
