@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from functools import cached_property
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from tba.types import Group, Prompt
@@ -48,10 +48,14 @@ class PromptStream:
         if not prompts:
             raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
-        self._data = hashlib.sha256(json.dumps([asdict(p) for p in prompts], sort_keys=True).encode()).hexdigest()
         self._selection = selection
         self._again: list[str] = []
         self._outstanding: list[str] = []
+
+    @cached_property
+    def _data(self) -> str:
+        """Made when it is first asked for: a stream that is only checked needs none."""
+        return hashlib.sha256(json.dumps([(p.id, p.text, p.columns) for p in self._prompts.values()], sort_keys=True).encode()).hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, those that came back unanswered first."""
