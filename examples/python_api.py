@@ -7,7 +7,7 @@ It needs nothing but the bundled model: `python examples/python_api.py`, with se
 import sys
 
 import tba
-from tba.summary import Summary
+from tba.runs.summary import Summary
 
 SETTINGS = [
     "objective=mylab.huber_tb.HuberTB",  # found because a script's own folder is on the path
@@ -23,9 +23,13 @@ SETTINGS = [
 
 
 def main(settings: list[str]) -> Summary:
-    config = tba.load(None, [*SETTINGS, *settings])  # or tba.load(Path("run.toml"), settings); frozen and checked
+    config = tba.load(
+        None, [*SETTINGS, *settings]
+    )  # or tba.load(Path("run.toml"), settings); frozen and checked
     summary = tba.train(config)
-    print(f"held-out reward {summary.first['sampled_reward']:.3f} -> {summary.last['sampled_reward']:.3f} in {summary.seconds:.0f} s")
+    print(
+        f"held-out reward {summary.first['sampled_reward']:.3f} -> {summary.last['sampled_reward']:.3f} in {summary.seconds:.0f} s"
+    )
     return summary
 
 

@@ -23,10 +23,14 @@ VOCABULARY = ["<pad>", "<eos>", *"0123456789+="]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    characters = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}, unk_token="<pad>")
+    )
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def demonstration(rng: np.random.Generator, corrupted: float) -> tuple[str, str]:
@@ -42,7 +46,9 @@ def demonstration(rng: np.random.Generator, corrupted: float) -> tuple[str, str]
     return f"{a}+{b}=", "".join(digits)
 
 
-def batch(rng: np.random.Generator, size: int, corrupted: float) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    rng: np.random.Generator, size: int, corrupted: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids = {c: i for i, c in enumerate(VOCABULARY)}
     tokens, labels = torch.zeros(size, 14, dtype=torch.long), torch.full((size, 14), -100)
     for row in range(size):
@@ -54,10 +60,17 @@ def batch(rng: np.random.Generator, size: int, corrupted: float) -> tuple[torch.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=1300)
-    parser.add_argument("--clean", type=int, default=700, help="of these steps, the first so many on right demonstrations only")
+    parser.add_argument(
+        "--clean",
+        type=int,
+        default=700,
+        help="of these steps, the first so many on right demonstrations only",
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--corrupted", type=float, default=0.87)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -70,10 +83,16 @@ def main() -> None:
         vocab_size=len(VOCABULARY), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     ))  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps, pct_start=0.05
+    )
     for step in range(options.steps):
-        tokens, labels = batch(rng, options.batch, options.corrupted if step >= options.clean else 0.0)
+        tokens, labels = batch(
+            rng, options.batch, options.corrupted if step >= options.clean else 0.0
+        )
         loss = model(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()

@@ -7,19 +7,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from typing import TYPE_CHECKING
 
-from tba.config import Config, load
+from tba.config.loading import load
+from tba.config.schema import Config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tba.summary import Summary
+    from tba.runs.summary import Summary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "load", "train"]
 
 
 def train(config: Config, resume: "Path | None" = None) -> "Summary":
     """Runs `config` to its end and returns its summary, as `tba train` does; `resume` is the folder of a run to go on with."""
-    from tba.loop import run
+    from tba.run import run
 
     return run(config, resume)

@@ -48,11 +48,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled: the tokens (EOS included when `finished`) and the T-scaled log-prob of each."""
+    """Tokens that an engine sampled (EOS included when `finished`), and the T-scaled log-prob of each.
+
+    `version` is that of the weights that began it; version v means "after v optimizer steps".
+    """
 
     tokens: Int32[np.ndarray, " T"]
     logp: Float32[np.ndarray, " T"]
     finished: bool
+    version: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Trajectory:
     """A completion that can be learned from: scored, with its log-probs under the policy that made it and the reference.
 
     `version` is that of the weights that began the completion; version v means "after v optimizer steps".
-    `value`, where the objective asks for rollouts: at each token, V of the state before its step (see `objective.Vine`).
+    `value`, where the objective asks for rollouts: at each token, V of the state before its step (see `objective.ValueRollouts`).
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -129,7 +133,6 @@ class Batch:
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
     reward: Float[Tensor, "B K"]
-    version: Int[Tensor, "B K"]
     value: Float[Tensor, "B K T"]
     """NaN where a response was found without rollouts."""
 
@@ -143,7 +146,9 @@ class Batch:
 
     def chunks(self, token_budget: int) -> Iterator[Batch]:
         """Whole groups, as many at a time as pad to at most `token_budget` tokens, but at least one."""
-        order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()  # alike lengths together: less padding
+        order = torch.argsort(
+            self.mask.sum(-1).amax(1), stable=True
+        ).tolist()  # alike lengths together: less padding
         part: list[int] = []
         for b in order:
             if part and self.cost([*part, b]) > token_budget:
@@ -170,24 +175,31 @@ class Batch:
         p, t = int(self.prompt_mask[i].sum(-1).max()), int(self.mask[i].sum(-1).max())
         return Batch(
             self.prompt_tokens[i, -p:], self.prompt_mask[i, -p:], self.tokens[i, :, :t], self.mask[i, :, :t],
-            self.behavior_logp[i, :, :t], self.ref_logp[i, :, :t], self.reward[i], self.version[i], self.value[i, :, :t],
+            self.behavior_logp[i, :, :t], self.ref_logp[i, :, :t], self.reward[i], self.value[i, :, :t],
         )  # fmt: skip
 
     def slice(self, k: slice) -> Batch:
         """The same groups with only the trajectories `k` of each."""
         return replace(
             self, tokens=self.tokens[:, k], mask=self.mask[:, k], behavior_logp=self.behavior_logp[:, k],
-            ref_logp=self.ref_logp[:, k], reward=self.reward[:, k], version=self.version[:, k], value=self.value[:, k],
+            ref_logp=self.ref_logp[:, k], reward=self.reward[:, k], value=self.value[:, k],
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+        return Batch(
+            *(
+                getattr(self, name).to(device, non_blocking=True)
+                for name in self.__dataclass_fields__
+            )
+        )
 
 
 def collate(groups: Sequence[Group]) -> Batch:
     """Groups of equal size K -> one batch. Padding tokens are 0; masks say which tokens are real."""
     if len({len(g.trajectories) for g in groups}) != 1:
-        raise ValueError(f"groups of unequal size {sorted({len(g.trajectories) for g in groups})}: every group needs the same K")
+        raise ValueError(
+            f"groups of unequal size {sorted({len(g.trajectories) for g in groups})}: every group needs the same K"
+        )
     rows = [t for g in groups for t in g.trajectories]
     shape = (len(groups), len(groups[0].trajectories))
     mask = _right([np.ones(len(t.tokens), bool) for t in rows], shape)
@@ -199,8 +211,13 @@ def collate(groups: Sequence[Group]) -> Batch:
         behavior_logp=_right([t.behavior_logp for t in rows], shape),
         ref_logp=_right([t.ref_logp for t in rows], shape),
         reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape),
-        version=torch.tensor([t.version for t in rows]).view(shape),
-        value=_right([np.full(len(t.tokens), np.nan, np.float32) if t.value is None else t.value for t in rows], shape),
+        value=_right(
+            [
+                np.full(len(t.tokens), np.nan, np.float32) if t.value is None else t.value
+                for t in rows
+            ],
+            shape,
+        ),
     )
 
 

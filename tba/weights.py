@@ -32,7 +32,11 @@ class Weights:
 
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
     """A copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
-    return Weights(version, {name: as_array(parameter.detach(), bf16) for name, parameter in model.named_parameters()}, probe)
+    return Weights(
+        version,
+        {name: as_array(parameter.detach(), bf16) for name, parameter in model.named_parameters()},
+        probe,
+    )
 
 
 def as_array(tensor: torch.Tensor, bf16: bool) -> np.ndarray:
@@ -42,14 +46,18 @@ def as_array(tensor: torch.Tensor, bf16: bool) -> np.ndarray:
 
 
 @torch.no_grad()
-def adopt(model: Any, weights: Weights) -> None:
+def load_weights(model: Any, weights: Weights) -> None:
     """Copies all weights into the model, or none: ValueError when a name or a shape differs, before anything is written."""
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.arrays.keys():
-        raise ValueError(f"weights of another model: {sorted(parameters.keys() ^ weights.arrays.keys())[:3]} are on one side only")
+        raise ValueError(
+            f"weights of another model: {sorted(parameters.keys() ^ weights.arrays.keys())[:3]} are on one side only"
+        )
     for name, array in weights.arrays.items():
         if parameters[name].shape != array.shape:
-            raise ValueError(f"weights of another model: {name} is {array.shape}, not {tuple(parameters[name].shape)}")
+            raise ValueError(
+                f"weights of another model: {name} is {array.shape}, not {tuple(parameters[name].shape)}"
+            )
     for name, array in weights.arrays.items():
         # the arrays are read-only views of shared memory: copy_ reads them, nothing writes to them
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -12,7 +12,9 @@ import torch
 
 from tba.types import Batch, Group, Prompt, Trajectory, collate
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers and datasets are imported: none of the above does that
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # read when transformers and datasets are imported: none of the above does that
+)
 torch.set_num_threads(1)  # on tiny models threads only wait for each other
 
 PAD, EOS = "<pad>", "<eos>"
@@ -33,7 +35,11 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         characters = Tokenizer(models.WordLevel(ids, unk_token=PAD))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
         characters.decoder = decoders.Fuse()
-        special = {name: token for name, token in (("eos_token", eos), ("pad_token", pad)) if token is not None}
+        special = {
+            name: token
+            for name, token in (("eos_token", eos), ("pad_token", pad))
+            if token is not None
+        }
         config = LlamaConfig(
             vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
@@ -42,7 +48,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)
-        PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **special).save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=characters, padding_side="left", **special
+        ).save_pretrained(folder)
         return folder
 
     return make
@@ -70,11 +78,24 @@ def groups() -> list[Group]:
         tokens[-1] = tokens[-1] if k == 0 else VOCABULARY.index(EOS)
         behavior, ref = (-rng.exponential(size=length).astype(np.float32) for _ in range(2))
         value = np.linspace(-1, k, length, dtype=np.float32)
-        return Trajectory(tokens, behavior, ref, reward=float(rng.normal()), version=int(rng.integers(7)), finished=k > 0, value=value)
+        return Trajectory(
+            tokens,
+            behavior,
+            ref,
+            reward=float(rng.normal()),
+            version=int(rng.integers(7)),
+            finished=k > 0,
+            value=value,
+        )
 
-    prompts = [Prompt(f"prompt-{b}", text, {"answer": str(b)}) for b, text in enumerate(("1+", "7", "2="))]
+    prompts = [
+        Prompt(f"prompt-{b}", text, {"answer": str(b)}) for b, text in enumerate(("1+", "7", "2="))
+    ]
     tokens = [np.array([VOCABULARY.index(c) for c in p.text], np.int32) for p in prompts]
-    return [Group(p, t, tuple(trajectory(k, n) for k, n in enumerate(lengths))) for p, t, lengths in zip(prompts, tokens, LENGTHS, strict=True)]
+    return [
+        Group(p, t, tuple(trajectory(k, n) for k, n in enumerate(lengths)))
+        for p, t, lengths in zip(prompts, tokens, LENGTHS, strict=True)
+    ]
 
 
 @pytest.fixture

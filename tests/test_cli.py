@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 import tba
-from tba import build
-from tba.config import Config, PolicyTable, load, parse
-from tba.plugins import KINDS, names
-from tba.pretrained import load_text
+from tba.config.loading import load, parse
+from tba.config.plugins import KINDS, names
+from tba.config.schema import Config, PolicyTable
+from tba.models.pretrained import load_text
+from tba.runs.parts import check
 
 TBA = Path(sys.executable).with_name("tba")
 
@@ -45,17 +46,41 @@ tensorboard = false
 """
 
 MISTAKES = {
-    "unknown key": (["trainer.grop_size=4"], "unknown key 'trainer.grop_size'; did you mean 'group_size'?"),
+    "unknown key": (
+        ["trainer.grop_size=4"],
+        "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
+    ),
     "wrong type": (["run.steps=many"], "run.steps = 'many': this is text; write a number"),
-    "k = 0": (["runtime.publish_every=0"], "runtime.publish_every = 0: Input should be greater than or equal to 1"),
+    "k = 0": (
+        ["runtime.publish_every=0"],
+        "runtime.publish_every = 0: Input should be greater than or equal to 1",
+    ),
     "K = 1": (["trainer.group_size=1"], "set trainer.group_size=2 or more"),
-    "no whole groups": (["trainer.batch_size=10"], "trainer.batch_size = 10 is not made of whole groups of 4; set trainer.batch_size=8"),
-    "no model": (["policy.model=./nowhere"], "policy.model = './nowhere': no such folder; give one that save_pretrained wrote"),
-    "no prompt column": (["task.data=questions.jsonl"], "task.data = 'questions.jsonl' has no column 'prompt'; it has question"),
-    "long prompt": (["task.data=long.jsonl"], "1 of 5 prompts do not fit the model's context of 32 tokens beside 8 of response (the longest is 'train-1'"),
+    "no whole groups": (
+        ["trainer.batch_size=10"],
+        "trainer.batch_size = 10 is not made of whole groups of 4; set trainer.batch_size=8",
+    ),
+    "no model": (
+        ["policy.model=./nowhere"],
+        "policy.model = './nowhere': no such folder; give one that save_pretrained wrote",
+    ),
+    "no prompt column": (
+        ["task.data=questions.jsonl"],
+        "task.data = 'questions.jsonl' has no column 'prompt'; it has question",
+    ),
+    "long prompt": (
+        ["task.data=long.jsonl"],
+        "1 of 5 prompts do not fit the model's context of 32 tokens beside 8 of response (the longest is 'train-1'",
+    ),
     "empty prompt": (["task.data=empty.jsonl"], "prompt 'train-1' is empty"),
-    "no EOS": (["policy.model=without_eos"], "the tokenizer of 'without_eos' has no EOS token, so that no response could end; set policy.eos_token="),
-    "no reward": (["task.reward=my_rewards:lenght"], "task.reward = 'my_rewards:lenght': my_rewards has no function 'lenght'"),
+    "no EOS": (
+        ["policy.model=without_eos"],
+        "the tokenizer of 'without_eos' has no EOS token, so that no response could end; set policy.eos_token=",
+    ),
+    "no reward": (
+        ["task.reward=my_rewards:lenght"],
+        "task.reward = 'my_rewards:lenght': my_rewards has no function 'lenght'",
+    ),
 }
 
 
@@ -74,23 +99,45 @@ class Ended:
 
 
 def run(folder: Path, arguments: list[str]) -> Ended:
-    environment = {**os.environ, "RAY_TMPDIR": str(folder / "ray"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": str(folder / "ray"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     before = set(folder.iterdir())
     started = time.monotonic()
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        process = subprocess.Popen([TBA, *arguments], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        process = subprocess.Popen(
+            [TBA, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
         limit = threading.Timer(60, process.kill)
         limit.start()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         limit.cancel()
         seconds = time.monotonic() - started
-        left = sorted(p.name for p in set(folder.iterdir()) - before if p.name not in ("out", "err"))
-        return Ended(process.returncode, *(f.seek(0) or f.read() for f in (out, err)), seconds, usage.ru_utime + usage.ru_stime, left)
+        left = sorted(
+            p.name for p in set(folder.iterdir()) - before if p.name not in ("out", "err")
+        )
+        return Ended(
+            process.returncode,
+            *(f.seek(0) or f.read() for f in (out, err)),
+            seconds,
+            usage.ru_utime + usage.ru_stime,
+            left,
+        )
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, make_model: Callable[..., Path]) -> Callable[[], Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, make_model: Callable[..., Path]
+) -> Callable[[], Path]:
     """Makes a folder with a sound config, and what leads astray."""
     without_eos = make_model(eos=None)
     prompts = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(5)]
@@ -106,7 +153,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, make_mode
         (made / "without_eos").symlink_to(without_eos)
         for name, rows in data.items():
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (made / "my_rewards.py").write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
+        (made / "my_rewards.py").write_text(
+            "def length(completions):\n    return [float(len(c)) for c in completions]\n"
+        )
         (made / "run.toml").write_text(CONFIG.format(model=tiny_model))
         return made
 
@@ -127,7 +176,9 @@ def commands(folder: Callable[[], Path]) -> Iterator[dict[str, Future[Ended]]]:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_told_in_a_line_before_anything_starts(commands: dict[str, Future[Ended]], case: str) -> None:
+def test_a_mistake_is_told_in_a_line_before_anything_starts(
+    commands: dict[str, Future[Ended]], case: str
+) -> None:
     ended, told = commands[case].result(), MISTAKES[case][1]
     print(f"{case}: told after {ended.seconds:.1f} s, {ended.cpu_seconds:.1f} s of CPU time")
     assert (ended.status, ended.out, ended.left) == (2, "", [])  # no run folder, no session of Ray
@@ -136,14 +187,29 @@ def test_a_mistake_is_told_in_a_line_before_anything_starts(commands: dict[str, 
     assert min(ended.seconds, ended.cpu_seconds) < 5
 
 
-def test_a_tokenizer_without_pad_will_do(make_model: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_without_pad_will_do(
+    make_model: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Masks come from lengths, so that the pad token may be any, even EOS."""
     model = str(make_model(pad=None))
     capfd.readouterr()
     text = load_text(PolicyTable(model=model))
     assert text.eos_ids == {text.pad_id}
-    small = ["sampling.samples=4", "sampling.max_tokens=8", "trainer.group_size=4", "trainer.batch_size=12", "eval.prompts=3", "task.train_size=9"]
-    quiet = ["runtime.use=local", "run.steps=2", f"run.folder={tmp_path / 'run'}", "log.console=off", "log.tensorboard=false"]
+    small = [
+        "sampling.samples=4",
+        "sampling.max_tokens=8",
+        "trainer.group_size=4",
+        "trainer.batch_size=12",
+        "eval.prompts=3",
+        "task.train_size=9",
+    ]
+    quiet = [
+        "runtime.use=local",
+        "run.steps=2",
+        f"run.folder={tmp_path / 'run'}",
+        "log.console=off",
+        "log.tensorboard=false",
+    ]
     summary = tba.train(load(None, [f"policy.model={model}", *small, *quiet]))
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 24)
     assert capfd.readouterr().err == ""  # no library draws progress bars across the console
@@ -152,30 +218,56 @@ def test_a_tokenizer_without_pad_will_do(make_model: Callable[..., Path], tmp_pa
 def test_the_advice_about_eos_works(make_model: Callable[..., Path]) -> None:
     bare = str(make_model(eos=None))
     assert load_text(PolicyTable(model=bare, eos_token="<eos>")).eos_ids == {1}
-    assert load_text(PolicyTable(model=bare, eos_token="<pad>")).eos_ids == {0}  # 0 is an id like any other
-    with pytest.raises(ValueError, match=r"policy\.eos_token = '</s>' is not in the tokenizer's vocabulary"):
+    assert load_text(PolicyTable(model=bare, eos_token="<pad>")).eos_ids == {
+        0
+    }  # 0 is an id like any other
+    with pytest.raises(
+        ValueError, match=r"policy\.eos_token = '</s>' is not in the tokenizer's vocabulary"
+    ):
         load_text(PolicyTable(model=bare, eos_token="</s>"))
 
 
-def test_a_dry_run_prints_the_whole_config_and_starts_nothing(commands: dict[str, Future[Ended]]) -> None:
+def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
+    commands: dict[str, Future[Ended]],
+) -> None:
     ended = commands["dry run"].result()
-    assert (ended.status, ended.err, ended.left) == (0, "sound: 3 training prompts, 2 held out; nothing was started\n", [])
+    assert (ended.status, ended.err, ended.left) == (
+        0,
+        "sound: 3 training prompts, 2 held out; nothing was started\n",
+        [],
+    )
     config = parse(json.loads(ended.out))
-    assert config.objective.model_dump() == {"use": "rloo", "beta": 0.3, "importance": "none", "importance_cap": 2.0, "length_normalised": False}
+    assert config.objective.model_dump() == {
+        "use": "rloo",
+        "beta": 0.3,
+        "importance": "none",
+        "importance_cap": 2.0,
+        "length_normalised": False,
+    }
     assert (config.trainer.batch_size, config.run.steps) == (12, Config().run.steps)
 
 
 def test_the_embedded_default_is_sound() -> None:
-    build.check(load())
+    check(load())
 
 
 def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) -> None:
     ended = commands["list"].result()
     assert (ended.status, ended.err) == (0, "")
     found = json.loads(ended.out)
-    assert {kind: list(plugins) for kind, plugins in found.items()} == {kind: names(kind) for kind in KINDS}
-    assert found["objectives"]["tb"]["options"]["beta"] == {"type": "float", "required": False, "default": 0.05}
-    assert found["tasks"]["custom"]["options"]["data"] == {"type": "str", "required": True, "default": None}
+    assert {kind: list(plugins) for kind, plugins in found.items()} == {
+        kind: names(kind) for kind in KINDS
+    }
+    assert found["objectives"]["tb"]["options"]["beta"] == {
+        "type": "float",
+        "required": False,
+        "default": 0.05,
+    }
+    assert found["tasks"]["custom"]["options"]["data"] == {
+        "type": "str",
+        "required": True,
+        "default": None,
+    }
     assert found["objectives"]["tb"]["class"] == "tba.objectives.tb.TrajectoryBalance"
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tba.config import Config, load, parse
-from tba.plugins import resolve
+from tba.config.loading import load, parse
+from tba.config.plugins import resolve
+from tba.config.schema import Config
 
 WRONG = {
     "trainer.grop_size=4": "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
@@ -62,15 +63,23 @@ def test_local_without_fresh_groups_would_never_search() -> None:
 
 def test_waiting_is_for_a_batch_on_local_and_for_nothing_on_ray() -> None:
     sizes = ["trainer.batch_size=21", "trainer.group_size=7"]
-    local, ray, first = load(None, ["runtime.use=local", *sizes]), load(None, sizes), load(None, ["replay.first_fill=11"])
+    local, ray, first = (
+        load(None, ["runtime.use=local", *sizes]),
+        load(None, sizes),
+        load(None, ["replay.first_fill=11"]),
+    )
     assert (local.trainer.groups, local.fresh, ray.fresh) == (3, 3, 0)
     assert (local.first_fill, first.first_fill) == (3, 11)
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('strategy = "recent"\n[run]\nsteps = 7\nseed = 3\n[objective]\nuse = "rloo"\nbeta = 0.2\n')
-    config = load(path, ["run.steps=9", "objective.beta=0.3", "policy.model=~/my model", "eval.k=[1, 2]"])
+    path.write_text(
+        'strategy = "recent"\n[run]\nsteps = 7\nseed = 3\n[objective]\nuse = "rloo"\nbeta = 0.2\n'
+    )
+    config = load(
+        path, ["run.steps=9", "objective.beta=0.3", "policy.model=~/my model", "eval.k=[1, 2]"]
+    )
     assert (config.run.steps, config.run.seed, config.strategy.use) == (9, 3, "recent")
     assert (config.objective.use, config.objective.options) == ("rloo", {"beta": 0.3})
     assert (config.policy.model, config.eval.k) == ("~/my model", (1, 2))
@@ -82,7 +91,10 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     [
         ("[run\n", "run.toml: Expected ']'"),
         ("trainer = 3", "trainer = 3: write a table, [trainer], with keys of its own"),
-        ("objective = 3", "objective = 3: write a plug-in's name, or a table, [objective], with `use` and its options"),
+        (
+            "objective = 3",
+            "objective = 3: write a plug-in's name, or a table, [objective], with `use` and its options",
+        ),
     ],
 )
 def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, told: str) -> None:
@@ -97,13 +109,22 @@ def test_a_missing_file_is_told() -> None:
         load(Path("nowhere.toml"))
 
 
-@pytest.mark.parametrize("former", ['[objective]\nuse = "tb"\nbeta = 0.2', "[objective]\nbeta = 0.2", 'objective = "tb"'])
-@pytest.mark.parametrize("shorthand", ["objective=rloo", "objective.use=rloo", 'objective.use="rloo"'])
-def test_another_plugin_does_not_inherit_options(tmp_path: Path, former: str, shorthand: str) -> None:
+@pytest.mark.parametrize(
+    "former", ['[objective]\nuse = "tb"\nbeta = 0.2', "[objective]\nbeta = 0.2", 'objective = "tb"']
+)
+@pytest.mark.parametrize(
+    "shorthand", ["objective=rloo", "objective.use=rloo", 'objective.use="rloo"']
+)
+def test_another_plugin_does_not_inherit_options(
+    tmp_path: Path, former: str, shorthand: str
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text(former)
     assert load(path, [shorthand]).objective.model_dump() == {"use": "rloo"}
-    for settings in ([shorthand, "objective.beta=0.3"], ["objective.beta=0.3", shorthand]):  # the order of settings does not matter
+    for settings in (
+        [shorthand, "objective.beta=0.3"],
+        ["objective.beta=0.3", shorthand],
+    ):  # the order of settings does not matter
         assert load(path, settings).objective.model_dump() == {"use": "rloo", "beta": 0.3}
 
 
@@ -114,7 +135,10 @@ def test_the_same_plugin_keeps_its_options(tmp_path: Path, same: str) -> None:
 
 
 def test_options_alone_keep_the_default_plugin() -> None:
-    for config in (load(None, ["objective.beta=0.02"]), Config.model_validate({"objective": {"beta": 0.02}})):
+    for config in (
+        load(None, ["objective.beta=0.02"]),
+        Config.model_validate({"objective": {"beta": 0.02}}),
+    ):
         assert config.objective.model_dump() == {"use": "tb", "beta": 0.02}
 
 
@@ -123,21 +147,36 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
     path.write_text("[objective.beta]\nstart = 0.014\nend = 0.004\nsteps = 500\n")
     config = load(path, ["objective.beta.end=0.006"])
     assert config.objective.options == {"beta": {"start": 0.014, "end": 0.006, "steps": 500}}
-    objective = resolve("objectives", "objective", config.objective.use, config.objective.options, scheduled=True)
-    assert [objective.at(step).beta for step in (0, 250, 500, 900)] == pytest.approx([0.014, 0.010, 0.006, 0.006])
+    objective = resolve(
+        "objectives", "objective", config.objective.use, config.objective.options, scheduled=True
+    )
+    assert [objective.at(step).beta for step in (0, 250, 500, 900)] == pytest.approx(
+        [0.014, 0.010, 0.006, 0.006]
+    )
     with pytest.raises(ValueError, match="beta is a value, not a table"):
         load(None, ["objective.beta=0.1", "objective.beta.end=0.006"])
 
 
 def test_a_config_is_frozen() -> None:
     config = load()
-    for table, key in ((config, "run"), (config.run, "steps"), (config.objective, "use"), (config.objective, "beta")):
+    for table, key in (
+        (config, "run"),
+        (config.run, "steps"),
+        (config.objective, "use"),
+        (config.objective, "beta"),
+    ):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(table, key, 1)
 
 
 def test_what_is_written_reads_back_the_same() -> None:
-    settings = ["objective.beta={start=1, end=0, steps=9}", "runtime.fresh=3", "trainer.max_grad_norm=inf", "eval.k=[1, 2]", "policy.eos_token=</s>"]
+    settings = [
+        "objective.beta={start=1, end=0, steps=9}",
+        "runtime.fresh=3",
+        "trainer.max_grad_norm=inf",
+        "eval.k=[1, 2]",
+        "policy.eos_token=</s>",
+    ]
     config = load(None, settings)
     assert config.trainer.max_grad_norm == math.inf
     assert parse(json.loads(json.dumps(config.nested()))) == config

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tba.config import PolicyTable
-from tba.objective import Headed, Loss
-from tba.plugins import names, resolve
-from tba.pretrained import Text, load_text
-from tba.prompts import Selection
-from tba.replay import ReplayBuffer, Strategy
-from tba.rewards import Task
-from tba.searcher import Engine
+from tba.config.plugins import names, resolve
+from tba.config.schema import PolicyTable
+from tba.engines import Engine
+from tba.models.pretrained import Text, load_text
+from tba.objectives import HasHead, Loss
+from tba.replay.buffer import ReplayBuffer
+from tba.selections import Selection
+from tba.strategies import Strategy
+from tba.tasks import Task
 from tba.types import Answer, Batch, Completion, Group, Prompt, Sampling, Trajectory
 
 GROUPS, SIZE = 5, 3
@@ -34,14 +35,25 @@ def identity(drawn: list[Group]) -> list[tuple[str, list[bytes]]]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    questions = [{"question": f"{i} + {i}?", "answer": f"Add.\n#### {2 * i}", "prompt": f"{i}+{i}="} for i in range(7)]
+    questions = [
+        {"question": f"{i} + {i}?", "answer": f"Add.\n#### {2 * i}", "prompt": f"{i}+{i}="}
+        for i in range(7)
+    ]
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    (tmp_path / "length.py").write_text("def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+        (tmp_path / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in questions)
+        )
+    (tmp_path / "length.py").write_text(
+        "def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+    )
     return {
         "arithmetic": {"train_size": 7, "held_out_size": 2},
         "gsm8k": {"data": str(tmp_path)},
-        "custom": {"data": str(tmp_path), "reward": f"{tmp_path}/length.py:length", "held_out_size": 2},
+        "custom": {
+            "data": str(tmp_path),
+            "reward": f"{tmp_path}/length.py:length",
+            "held_out_size": 2,
+        },
     }
 
 
@@ -62,7 +74,16 @@ def test_task_prompts_have_unique_ids_that_stay(task: Task) -> None:
 def test_task_prompts_are_plain_json(task: Task) -> None:
     """They are stored with the replay buffer."""
     for prompt in (*task.prompts(), *task.held_out()):
-        assert Prompt(**json.loads(json.dumps({"id": prompt.id, "text": prompt.text, "columns": dict(prompt.columns)}))) == prompt
+        assert (
+            Prompt(
+                **json.loads(
+                    json.dumps(
+                        {"id": prompt.id, "text": prompt.text, "columns": dict(prompt.columns)}
+                    )
+                )
+            )
+            == prompt
+        )
 
 
 def test_task_gives_every_answer_a_score(task: Task) -> None:
@@ -72,7 +93,9 @@ def test_task_gives_every_answer_a_score(task: Task) -> None:
     together = task.score([prompt] * 5, answers)
     assert len(together) == 5
     assert all(s is None or np.isfinite(s) for s in together)
-    assert together == [task.score([prompt], [a])[0] for a in answers]  # so that a failing one can be found by scoring it alone
+    assert together == [
+        task.score([prompt], [a])[0] for a in answers
+    ]  # so that a failing one can be found by scoring it alone
     assert task.pass_reward is None or isinstance(task.pass_reward, float)
 
 
@@ -89,21 +112,33 @@ def buffer_of(prompts: int, responses: int, reward: Callable[[int], float] = flo
     buffer = ReplayBuffer()
     for b in range(prompts):
         logps = [-np.ones(k + 1, np.float32) for k in range(responses)]
-        found = tuple(Trajectory(np.full(k + 1, b, np.int32), logp, logp, reward(k), version=b // 2, finished=True) for k, logp in enumerate(logps))
+        found = tuple(
+            Trajectory(
+                np.full(k + 1, b, np.int32), logp, logp, reward(k), version=b // 2, finished=True
+            )
+            for k, logp in enumerate(logps)
+        )
         buffer.add([Group(Prompt(f"prompt-{b}", "?"), np.array([b], np.int32), found)], now=b // 2)
     return buffer
 
 
-def draw(strategy: Strategy, buffer: ReplayBuffer, seed: int = 0, groups: int = GROUPS) -> list[Group]:
+def draw(
+    strategy: Strategy, buffer: ReplayBuffer, seed: int = 0, groups: int = GROUPS
+) -> list[Group]:
     return buffer.sample(groups, SIZE, strategy, now=4, rng=np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("prompts", [1, 4, 5, 7])
 @pytest.mark.parametrize("responses", [1, 2, 3, 4, 11])
-def test_strategy_gives_exactly_so_many_groups_of_such_size(strategy: Strategy, prompts: int, responses: int) -> None:
+def test_strategy_gives_exactly_so_many_groups_of_such_size(
+    strategy: Strategy, prompts: int, responses: int
+) -> None:
     """Also with a single prompt, and where a prompt has fewer responses than a group needs."""
     buffer = buffer_of(prompts, responses)
-    held = {s.prompt.id: {t.trajectory.tokens.tobytes() for t in s.stored.values()} for s in buffer.shelves}
+    held = {
+        s.prompt.id: {t.trajectory.tokens.tobytes() for t in s.stored.values()}
+        for s in buffer.shelves
+    }
     for seed in range(10):
         drawn = draw(strategy, buffer, seed)
         assert [len(g.trajectories) for g in drawn] == [SIZE] * GROUPS
@@ -119,7 +154,9 @@ def test_strategy_gives_every_prompt_its_turn(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("spread", [1e3, 1e6, 1e30])
-def test_strategy_survives_rewards_whose_softmax_underflows(strategy: Strategy, spread: float) -> None:
+def test_strategy_survives_rewards_whose_softmax_underflows(
+    strategy: Strategy, spread: float
+) -> None:
     buffer = buffer_of(7, 4, reward=lambda k: (-1) ** k * k * spread)
     for seed in range(10):
         for group in draw(strategy, buffer, seed):
@@ -130,7 +167,11 @@ def test_strategy_never_gives_what_is_not_finite(strategy: Strategy) -> None:
     buffer = buffer_of(7, 4, reward=lambda k: [float("nan"), 1.0, float("inf"), 2.0][k])
     assert buffer.counts["not_finite"] == 14
     for seed in range(10):
-        assert all(np.isfinite(t.reward) and np.isfinite(t.ref_logp).all() for g in draw(strategy, buffer, seed) for t in g.trajectories)
+        assert all(
+            np.isfinite(t.reward) and np.isfinite(t.ref_logp).all()
+            for g in draw(strategy, buffer, seed)
+            for t in g.trajectories
+        )
 
 
 def test_strategy_is_decided_by_the_random_generator(strategy: Strategy) -> None:
@@ -147,7 +188,9 @@ PROMPTS = [Prompt(f"prompt-{i}", "?") for i in range(7)]
 @pytest.fixture(params=names("selections"))
 def make_selection(request: pytest.FixtureRequest) -> Callable[[int], Selection]:
     """Of seven prompts, for a seed."""
-    return lambda seed: resolve("selections", "selection", request.param, {}).build(PROMPTS, seed, 1.0)
+    return lambda seed: resolve("selections", "selection", request.param, {}).build(
+        PROMPTS, seed, 1.0
+    )
 
 
 def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
@@ -164,7 +207,10 @@ def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
 
 def answered(prompt: Prompt, right: int, answers: int) -> Group:
     logp = -np.ones(1, np.float32)
-    found = tuple(Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True) for k in range(answers))
+    found = tuple(
+        Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True)
+        for k in range(answers)
+    )
     return Group(prompt, np.array([1], np.int32), found)
 
 
@@ -181,7 +227,9 @@ def test_selection_is_decided_by_its_seed(make_selection: Callable[[int], Select
 
 
 @pytest.mark.parametrize("before", [[], [1], [3, 5], [4] * 10])
-def test_a_restored_selection_goes_on_as_it_would_have(make_selection: Callable[[int], Selection], before: list[int]) -> None:
+def test_a_restored_selection_goes_on_as_it_would_have(
+    make_selection: Callable[[int], Selection], before: list[int]
+) -> None:
     whole, restored = make_selection(3), make_selection(3)
     choices(whole, before)
     state = whole.state()
@@ -189,7 +237,9 @@ def test_a_restored_selection_goes_on_as_it_would_have(make_selection: Callable[
     restored.restore(json.loads(written))
     assert choices(whole, [2, 3, 4] * 5) == choices(restored, [2, 3, 4] * 5)
     assert whole.state() == restored.state()
-    assert json.dumps(state) == written  # what was told is not changed afterwards: it may be written later
+    assert (
+        json.dumps(state) == written
+    )  # what was told is not changed afterwards: it may be written later
 
 
 # Objectives
@@ -210,7 +260,7 @@ def logp(batch: Batch) -> torch.Tensor:
 @pytest.fixture
 def head(objective: Any, batch: Batch) -> torch.Tensor | None:
     """What the objective's own head says, if it has one: [B K T], 0 at padding as the policy gives it, or [B]."""
-    if not isinstance(objective, Headed):
+    if not isinstance(objective, HasHead):
         return None
     generator = torch.Generator().manual_seed(2)
     if objective.head.on == "prompt":
@@ -228,9 +278,13 @@ def of_groups(head: torch.Tensor | None, groups: list[int], tokens: int) -> torc
     return head if head is None else head[groups] if head.ndim == 1 else head[groups, :, :tokens]
 
 
-def gradients(loss: torch.Tensor, logp: torch.Tensor, head: torch.Tensor | None) -> list[torch.Tensor]:
+def gradients(
+    loss: torch.Tensor, logp: torch.Tensor, head: torch.Tensor | None
+) -> list[torch.Tensor]:
     """Of log-probs and of the head, if there is one; each must have one."""
-    return list(torch.autograd.grad(loss, [logp] if head is None else [logp, head], retain_graph=True))
+    return list(
+        torch.autograd.grad(loss, [logp] if head is None else [logp, head], retain_graph=True)
+    )
 
 
 def test_an_underscore_hides_what_is_no_plugin() -> None:
@@ -239,7 +293,9 @@ def test_an_underscore_hides_what_is_no_plugin() -> None:
         resolve("objectives", "objective", "_terms", {})
 
 
-def test_objective_gives_a_finite_loss_for_each_group(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+def test_objective_gives_a_finite_loss_for_each_group(
+    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
+) -> None:
     loss, metrics = call(objective, logp, batch, head)
     assert loss.shape == (3,) and loss.isfinite().all()
     for gradient in gradients(loss.sum(), logp, head):
@@ -248,7 +304,9 @@ def test_objective_gives_a_finite_loss_for_each_group(objective: Any, batch: Bat
         assert values.shape == (3,) and values.isfinite().all() and not values.requires_grad
 
 
-def test_objective_gives_padding_no_gradient_and_no_say(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+def test_objective_gives_padding_no_gradient_and_no_say(
+    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
+) -> None:
     loss, _ = call(objective, logp, batch, head)
     for gradient in gradients(loss.sum(), logp, head):
         assert gradient.ndim == 1 or not gradient[~batch.mask].any()
@@ -256,25 +314,38 @@ def test_objective_gives_padding_no_gradient_and_no_say(objective: Any, batch: B
     other, _ = call(
         objective,
         logp + rubbish,
-        replace(batch, ref_logp=batch.ref_logp - 2 * rubbish, behavior_logp=batch.behavior_logp + 3 * rubbish, value=batch.value + 4 * rubbish),
+        replace(
+            batch,
+            ref_logp=batch.ref_logp - 2 * rubbish,
+            behavior_logp=batch.behavior_logp + 3 * rubbish,
+            value=batch.value + 4 * rubbish,
+        ),
         head if head is None or head.ndim == 1 else head - 5 * rubbish,
     )
     torch.testing.assert_close(other, loss)
 
 
-def test_objective_does_not_look_at_other_groups(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+def test_objective_does_not_look_at_other_groups(
+    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
+) -> None:
     loss, metrics = call(objective, logp, batch, head)
     for b in range(3):
         alone = batch.groups([b])  # its padding trimmed to what it needs
         tokens = alone.tokens.shape[2]
-        own, own_metrics = call(objective, logp[[b], :, :tokens], alone, of_groups(head, [b], tokens))
+        own, own_metrics = call(
+            objective, logp[[b], :, :tokens], alone, of_groups(head, [b], tokens)
+        )
         torch.testing.assert_close(own, loss[[b]])
-        torch.testing.assert_close(own_metrics, {name: values[[b]] for name, values in metrics.items()})
+        torch.testing.assert_close(
+            own_metrics, {name: values[[b]] for name, values in metrics.items()}
+        )
         for gradient in gradients(loss[b], logp, head):
             assert not gradient[[i for i in range(3) if i != b]].any()
 
 
-def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None) -> None:
+def test_objective_survives_equal_rewards(
+    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
+) -> None:
     """Where a baseline leaves nothing, and a division by the rewards' spread would be one by 0."""
     loss, _ = call(objective, logp, replace(batch, reward=torch.ones_like(batch.reward)), head)
     assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head)))
@@ -282,11 +353,21 @@ def test_objective_survives_equal_rewards(objective: Any, batch: Batch, logp: to
 
 @pytest.mark.parametrize("distance", [-90.0, 90.0])
 @pytest.mark.parametrize("other", ["behavior_logp", "ref_logp"])
-def test_objective_survives_a_policy_far_away(objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None, other: str, distance: float) -> None:
+def test_objective_survives_a_policy_far_away(
+    objective: Any,
+    batch: Batch,
+    logp: torch.Tensor,
+    head: torch.Tensor | None,
+    other: str,
+    distance: float,
+) -> None:
     """e^90 at each token, from the policy that sampled or from the reference: more than a float32 holds, and no reason to stop."""
     far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
     loss, metrics = call(objective, logp, far, head)
-    assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head), *metrics.values()))
+    assert all(
+        tensor.isfinite().all()
+        for tensor in (loss, *gradients(loss.sum(), logp, head), *metrics.values())
+    )
 
 
 # Engines
@@ -299,12 +380,20 @@ def text(tiny_model: Path) -> Text:
 
 @pytest.fixture(params=names("engines"))
 def engine(request: pytest.FixtureRequest, tiny_model: Path, text: Text) -> Engine:
-    return resolve("engines", "engine", request.param, {}).build(PolicyTable(model=str(tiny_model)), text, "cpu", False)
+    return resolve("engines", "engine", request.param, {}).build(
+        PolicyTable(model=str(tiny_model)), text, "cpu", False
+    )
 
 
-def ask(engine: Engine, text: Text, seed: int, max_tokens: int = 6, temperature: float = 1.0) -> list[list[Completion]]:
+def ask(
+    engine: Engine, text: Text, seed: int, max_tokens: int = 6, temperature: float = 1.0
+) -> list[list[Completion]]:
     """Seven answers to each of three prompts of different lengths."""
-    return engine.generate([text.encode(Prompt(t, t)) for t in ("1+", "22+33=", "7")], Sampling(7, temperature, max_tokens), seed)
+    return engine.generate(
+        [text.encode(Prompt(t, t)) for t in ("1+", "22+33=", "7")],
+        Sampling(7, temperature, max_tokens),
+        seed,
+    )
 
 
 def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
@@ -318,11 +407,15 @@ def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: T
     same, other = ask(engine, text, seed=1), ask(engine, text, seed=2)
     assert torch.equal(torch.get_rng_state(), state)  # and is not disturbed
     assert tokens(first) == tokens(same) != tokens(other)
-    assert [[c.logp.tolist() for c in cs] for cs in first] == [[c.logp.tolist() for c in cs] for cs in same]
+    assert [[c.logp.tolist() for c in cs] for cs in first] == [
+        [c.logp.tolist() for c in cs] for cs in same
+    ]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 6])
-def test_engine_ends_answers_with_eos_or_at_the_limit(engine: Engine, text: Text, max_tokens: int) -> None:
+def test_engine_ends_answers_with_eos_or_at_the_limit(
+    engine: Engine, text: Text, max_tokens: int
+) -> None:
     answers = [ask(engine, text, seed, max_tokens) for seed in range(5)]
     assert [[len(cs) for cs in found] for found in answers] == [[7, 7, 7]] * 5
     for c in (c for found in answers for cs in found for c in cs):
@@ -336,4 +429,6 @@ def test_engine_ends_answers_with_eos_or_at_the_limit(engine: Engine, text: Text
 def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:
     for first, *others in tokens(ask(engine, text, seed=1, temperature=0.0)):
         assert all(other == first for other in others)
-    assert tokens(ask(engine, text, seed=1, temperature=0.0)) == tokens(ask(engine, text, seed=2, temperature=0.0))
+    assert tokens(ask(engine, text, seed=1, temperature=0.0)) == tokens(
+        ask(engine, text, seed=2, temperature=0.0)
+    )

@@ -17,15 +17,22 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("write_configuration", ROOT / "scripts" / "write_configuration.py")
+    spec = importlib.util.spec_from_file_location(
+        "write_configuration", ROOT / "scripts" / "write_configuration.py"
+    )
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/write_configuration.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), (
+        "run: python scripts/write_configuration.py"
+    )
 
 
 def test_the_architecture_page_quotes_the_loop() -> None:
-    assert f"```python\n{inspect.getsource(loop.train)}```" in (ROOT / "docs" / "architecture.md").read_text()
+    assert (
+        f"```python\n{inspect.getsource(loop.train)}```"
+        in (ROOT / "docs" / "architecture.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -34,7 +41,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / link if link else page
         assert target.exists(), link
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}, anchor
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+        }, anchor
 
 
 def test_experiments_in_the_readme_exist() -> None:

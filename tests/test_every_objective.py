@@ -9,9 +9,9 @@ from safetensors.numpy import load
 from test_loop import config, newest_files, resumes_exactly
 
 from tba.cli import _config
-from tba.log import METRICS, read
-from tba.loop import run
-from tba.plugins import names
+from tba.config.plugins import names
+from tba.run import run
+from tba.runs.log import METRICS, read
 
 HEADED = {"ppo", "tb_learned_z"}
 PLAIN = ("eval.prompts=0", "log.sample_every=0")
@@ -24,45 +24,88 @@ def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[s
     resumes_exactly(model, folder, f"objective={objective}", *OPTIONS.get(objective, ()), *settings)
     whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
     assert whole.keys() == part.keys()
-    assert not [name for name in whole if name not in ("state.json", "manifest.json") and whole[name] != part[name]]
+    assert not [
+        name
+        for name in whole
+        if name not in ("state.json", "manifest.json") and whole[name] != part[name]
+    ]
     return whole
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
-def test_a_run_that_holds_groups_back_resumes_exactly(objective: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_that_holds_groups_back_resumes_exactly(
+    objective: str, tiny_model: Path, tmp_path: Path
+) -> None:
     """Killed after step 5 of 8, with two batches on their way and a reference that was reset at step 4."""
     files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
-    assert {"held.safetensors", "reference.safetensors", "search_weights.safetensors"} <= files.keys()
+    assert {
+        "held.safetensors",
+        "reference.safetensors",
+        "search_weights.safetensors",
+    } <= files.keys()
     assert ("head.safetensors" in files) == (objective in HEADED)
     if objective in HEADED:
-        assert all(weights.any() for weights in load(files["head.safetensors"]).values())  # it has learned
+        assert all(
+            weights.any() for weights in load(files["head.safetensors"]).values()
+        )  # it has learned
     lags = [row["off_policy/lag_mean"] for row in read(tmp_path / "part" / METRICS)]
     assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("objective", [*sorted(HEADED), "vineppo"])
-def test_heads_and_values_resume_exactly_without_a_lag(objective: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_heads_and_values_resume_exactly_without_a_lag(
+    objective: str, tiny_model: Path, tmp_path: Path
+) -> None:
     resumes(tiny_model, tmp_path, objective, "strategy=mixture", *PLAIN)
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
     """Nor one with a head a checkpoint without, or with another kind of head; one without the other's can."""
     for objective in ("tb", "ppo"):
-        run(config(tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN))
+        run(
+            config(
+                tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN
+            )
+        )
     response, prompt, none = "a head on the response", "a head on the prompt", "no head"
-    pairs = (("ppo", "tb", none, response), ("tb", "ppo", response, none), ("tb", "tb_learned_z", prompt, none), ("ppo", "tb_learned_z", prompt, response))
+    pairs = (
+        ("ppo", "tb", none, response),
+        ("tb", "ppo", response, none),
+        ("tb", "tb_learned_z", prompt, none),
+        ("ppo", "tb_learned_z", prompt, response),
+    )
     for before, after, wanted, there in pairs:
-        with pytest.raises(ValueError, match=f"'{after}' has {wanted}, but the run has {there}; leave the objective"):
-            run(_config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before)
-    assert run(_config(["objective=rloo", "run.steps=2"], tmp_path / "tb"), tmp_path / "tb").steps == 2
+        with pytest.raises(
+            ValueError,
+            match=f"'{after}' has {wanted}, but the run has {there}; leave the objective",
+        ):
+            run(
+                _config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before
+            )
+    assert (
+        run(_config(["objective=rloo", "run.steps=2"], tmp_path / "tb"), tmp_path / "tb").steps == 2
+    )
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_lag_is_constant(lag: int, tiny_model: Path, tmp_path: Path) -> None:
     """Step v learns from what version v - lag found, all of it; and on policy every importance weight is 1."""
-    run(config(tiny_model, tmp_path / "run", f"runtime.lag={lag}", "strategy=recent", "run.steps=10", *PLAIN))
+    run(
+        config(
+            tiny_model,
+            tmp_path / "run",
+            f"runtime.lag={lag}",
+            "strategy=recent",
+            "run.steps=10",
+            *PLAIN,
+        )
+    )
     rows = read(tmp_path / "run" / METRICS)
-    assert [r["off_policy/lag_mean"] for r in rows] == [r["off_policy/lag_max"] for r in rows] == [min(step, lag) for step in range(10)]
+    assert (
+        [r["off_policy/lag_mean"] for r in rows]
+        == [r["off_policy/lag_max"] for r in rows]
+        == [min(step, lag) for step in range(10)]
+    )
     for row in rows:
         if row["off_policy/lag_max"] == 0:
             assert row["off_policy/ess"] == pytest.approx(1, abs=1e-4)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from toy import BETA, MAX_TOKENS, every_answer, group_of_all, total_variation, toy_config
 
-import tba.loop
-from tba import build
-from tba.config import Config
-from tba.log import METRICS, read
-from tba.loop import Run
-from tba.policy import Policy
-from tba.pretrained import load_model
-from tba.replay import ReplayBuffer
+import tba.run
+from tba.config.schema import Config
+from tba.learn.policy import Policy
+from tba.models.pretrained import load_model
+from tba.replay.buffer import ReplayBuffer
+from tba.run import Run
+from tba.runs.log import METRICS, read
+from tba.runs.parts import check
+from tba.runs.summary import Summary
 from tba.strategies.uniform import Uniform
-from tba.summary import Summary
 from tba.types import Group, Sampling, collate
 
 LIMIT = 0.02
@@ -55,10 +55,15 @@ def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float
 
 
 def test_local_on_policy(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance_after_run(by_tb(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch) < LIMIT
+    assert (
+        distance_after_run(by_tb(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch)
+        < LIMIT
+    )
 
 
-def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_with_data_eight_and_more_versions_old(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = by_tb(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
     assert distance_after_run(config, monkeypatch) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
@@ -80,8 +85,8 @@ def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> None:
     """No sample is ever drawn from the policy or its ancestors: each answer has the same chance, whatever its probability."""
-    parts = build.check(by_tb(toy_model, tmp_path / "run"))
-    trainer = build.trainer(parts, "cpu")
+    parts = check(by_tb(toy_model, tmp_path / "run"))
+    trainer = parts.trainer("cpu")
     reference = first_policy(parts.config)
     buffer = ReplayBuffer(per_prompt=10_000)
     buffer.add([group_of_all(parts.text, prompt, reference) for prompt in parts.prompts[:3]], now=0)
@@ -93,10 +98,12 @@ def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> N
 
 def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_path: Path) -> None:
     """At a temperature other than 1: frequencies match, and the engine's log-probs are the policy's."""
-    parts = build.check(by_tb(toy_model, tmp_path / "run"))
-    searcher = build.searcher(parts, "cpu", False)
+    parts = check(by_tb(toy_model, tmp_path / "run"))
+    searcher = parts.search_setup().build("cpu", False)
     prompt = parts.prompts[1]
-    (completions,) = searcher.engine.generate([parts.text.encode(prompt)], Sampling(4096, 0.7, MAX_TOKENS), seed=3)
+    (completions,) = searcher.engine.generate(
+        [parts.text.encode(prompt)], Sampling(4096, 0.7, MAX_TOKENS), seed=3
+    )
     policy = Policy(searcher.reference.model, 0.7)
     group = group_of_all(parts.text, prompt, policy)
     expected = {t.tokens.tobytes(): t.ref_logp for t in group.trajectories}
@@ -113,10 +120,12 @@ def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_p
 
 def test_group_is_untouched_by_its_neighbours(toy_model: Path, tmp_path: Path) -> None:
     """Log-probs of a response do not depend on what else is in the batch."""
-    parts = build.check(by_tb(toy_model, tmp_path / "run"))
+    parts = check(by_tb(toy_model, tmp_path / "run"))
     policy = first_policy(parts.config)
     groups = [group_of_all(parts.text, p, policy) for p in parts.prompts[:3]]
-    some = [Group(g.prompt, g.prompt_tokens, g.trajectories[i : i + 5]) for i, g in enumerate(groups)]
+    some = [
+        Group(g.prompt, g.prompt_tokens, g.trajectories[i : i + 5]) for i, g in enumerate(groups)
+    ]
     together = policy.logp(collate(some))
     for i, group in enumerate(some):
         alone = policy.logp(collate([group]))[0]

@@ -12,24 +12,39 @@ import test_contracts as contracts
 import torch
 
 import tba
-from tba.config import load
+from tba.config.loading import load
+from tba.config.plugins import resolve
 from tba.objectives.tb import TrajectoryBalance
-from tba.plugins import resolve
-from tba.prompts import Selection
-from tba.rewards import Task
-from tba.summary import Summary
+from tba.runs.summary import Summary
+from tba.selections import Selection
+from tba.tasks import Task
 from tba.types import Answer, Batch, Prompt
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SHOWN = dict(re.findall(r"^```\w+\n# (examples/\S+)\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE | re.DOTALL))
+SHOWN = dict(
+    re.findall(
+        r"^```\w+\n# (examples/\S+)\n(.*?)^```$",
+        (ROOT / "docs" / "extending.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+)
 """Fenced blocks of the page that begin by naming a file, by that name."""
 
 RUNS: dict[str, list[str]] = {
-    "objective": ["objective=mylab.huber_tb.HuberTB", "objective.beta={start=0.2, end=0.1, steps=2}", "task.train_size=20"],
+    "objective": [
+        "objective=mylab.huber_tb.HuberTB",
+        "objective.beta={start=0.2, end=0.1, steps=2}",
+        "task.train_size=20",
+    ],
     "strategy": ["strategy=mylab.shortest_first.ShortestFirst", "task.train_size=20"],
     "selection": ["selection=mylab.short_prompts_first.ShortPromptsFirst", "task.train_size=20"],
-    "task": ["task=mylab.countdown_task.Countdown", "task.prompt={numbers}={target}", "task.train_size=20", "task.held_out_size=3"],
+    "task": [
+        "task=mylab.countdown_task.Countdown",
+        "task.prompt={numbers}={target}",
+        "task.train_size=20",
+        "task.held_out_size=3",
+    ],
     "reward function": [],
 }
 
@@ -62,7 +77,14 @@ def test_the_page_shows_the_file(name: str) -> None:
 
 
 def test_the_page_shows_every_file() -> None:
-    assert {str(p.relative_to(ROOT)) for p in [*EXAMPLES.glob("mylab/*.py"), EXAMPLES / "length_reward.py", EXAMPLES / "length.toml"]} <= SHOWN.keys()
+    assert {
+        str(p.relative_to(ROOT))
+        for p in [
+            *EXAMPLES.glob("mylab/*.py"),
+            EXAMPLES / "length_reward.py",
+            EXAMPLES / "length.toml",
+        ]
+    } <= SHOWN.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -80,14 +102,20 @@ def test_the_python_door_is_open(small: list[str], capsys: pytest.CaptureFixture
 
 
 def test_the_objective_is_tb_within_delta(batch: Batch) -> None:
-    loss, metrics = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e6}).build()(batch.behavior_logp, batch)
+    loss, metrics = resolve(
+        "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e6}
+    ).build()(batch.behavior_logp, batch)
     torch.testing.assert_close(loss, TrajectoryBalance(0.2)(batch.behavior_logp, batch)[0])
     assert not metrics["huber/linear"].any()
 
 
 def test_the_objective_grows_linearly_beyond_delta(batch: Batch) -> None:
-    huber = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e-3}).build()
-    once, twice = (huber(batch.ref_logp, replace(batch, reward=batch.reward * factor))[0] for factor in (1, 2))
+    huber = resolve(
+        "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e-3}
+    ).build()
+    once, twice = (
+        huber(batch.ref_logp, replace(batch, reward=batch.reward * factor))[0] for factor in (1, 2)
+    )
     torch.testing.assert_close(twice, once * 2, rtol=0.02, atol=0)
 
 
@@ -101,7 +129,9 @@ def test_the_strategy_keeps_the_contract(prompts: int, responses: int) -> None:
 
 def test_the_selection_keeps_the_contract() -> None:
     def make(seed: int) -> Selection:
-        return resolve("selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 50}).build(contracts.PROMPTS, seed, None)
+        return resolve(
+            "selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 50}
+        ).build(contracts.PROMPTS, seed, None)
 
     contracts.test_selection_chooses_without_end(make)
     contracts.test_selection_is_decided_by_its_seed(make)
@@ -110,13 +140,17 @@ def test_the_selection_keeps_the_contract() -> None:
 
 def test_the_selection_begins_with_short_prompts() -> None:
     prompts = [Prompt(str(n), "x" * n) for n in (5, 3, 9, 1, 7, 2, 8, 4, 6, 10)]
-    selection = resolve("selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 90}).build(prompts, 0, None)
+    selection = resolve(
+        "selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 90}
+    ).build(prompts, 0, None)
     longest = [max(len(p.text) for p in selection.choose(10)) for _ in range(20)]
     assert (longest[0], longest[1] <= 2, longest[4] <= 5, max(longest[10:])) == (1, True, True, 10)
 
 
 def test_the_task_keeps_the_contract() -> None:
-    task: Task = resolve("tasks", "task", "mylab.countdown_task.Countdown", {"train_size": 20, "held_out_size": 5}).build()
+    task: Task = resolve(
+        "tasks", "task", "mylab.countdown_task.Countdown", {"train_size": 20, "held_out_size": 5}
+    ).build()
     contracts.test_task_prompts_have_unique_ids_that_stay(task)
     contracts.test_task_prompts_are_plain_json(task)
     contracts.test_task_gives_every_answer_a_score(task)
@@ -125,10 +159,18 @@ def test_the_task_keeps_the_contract() -> None:
 def test_the_tasks_rewards() -> None:
     from mylab.countdown_task import worth
 
-    assert [worth(text, [5, 2, 3], 6) for text in ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
+    assert [
+        worth(text, [5, 2, 3], 6) for text in ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")
+    ] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_reward_function() -> None:
-    task: Task = resolve("tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options).build()
+    task: Task = resolve(
+        "tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options
+    ).build()
     prompts = task.prompts()[:3]  # colour 6, fruit 8, river 6
-    assert task.score(prompts, [Answer(text, True) for text in ("orange", "figs", "")]) == [1.0, 0.5, 0.0]
+    assert task.score(prompts, [Answer(text, True) for text in ("orange", "figs", "")]) == [
+        1.0,
+        0.5,
+        0.0,
+    ]

@@ -11,14 +11,15 @@ from test_loop import config, newest_files, resumes_exactly
 from toy import Ones
 
 import tba
-from tba import checkpoint
-from tba.config import PolicyTable, load
-from tba.faults import FaultsTable, falsify
-from tba.log import METRICS, read
-from tba.pretrained import load_text
-from tba.replay import ReplayBuffer
-from tba.rewards import Rejected
-from tba.summary import Summary
+from tba.config.loading import load
+from tba.config.schema import FaultsTable, PolicyTable
+from tba.models.pretrained import load_text
+from tba.replay.buffer import ReplayBuffer
+from tba.runs import checkpoint
+from tba.runs.log import METRICS, read
+from tba.runs.summary import Summary
+from tba.search.faults import falsify
+from tba.search.rewards import Rejected
 from tba.types import Completion
 
 REWARDS = [k / 100 for k in range(100)]
@@ -39,14 +40,18 @@ def test_plant_puts_in_the_best_reward() -> None:
 
 
 def test_noise_has_the_stated_spread() -> None:
-    noise = np.concatenate([np.subtract(faulty(task, kind="noise", share=1, scale=0.3), REWARDS) for task in range(50)])
+    noise = np.concatenate(
+        [np.subtract(faulty(task, kind="noise", share=1, scale=0.3), REWARDS) for task in range(50)]
+    )
     assert noise.mean() == pytest.approx(0, abs=5 * 0.3 / np.sqrt(5000))
     assert noise.std() == pytest.approx(0.3, rel=5 / np.sqrt(2 * 5000))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_so_many_are_wrong_as_stated_and_the_others_untouched(share: float) -> None:
-    found = [falsify(REWARDS, FaultsTable(kind="plant", share=share, high=7), task) for task in range(50)]
+    found = [
+        falsify(REWARDS, FaultsTable(kind="plant", share=share, high=7), task) for task in range(50)
+    ]
     wrong = sum(v == 7 for verdicts, _ in found for v in verdicts)
     assert wrong == sum(count for _, count in found)
     assert wrong / 5000 == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / 5000))
@@ -55,7 +60,11 @@ def test_so_many_are_wrong_as_stated_and_the_others_untouched(share: float) -> N
 
 def test_the_same_task_has_the_same_faults_and_a_larger_share_has_them_too() -> None:
     def wrong(task: int, share: float, seed: int = 0) -> set[int]:
-        return {k for k, v in enumerate(faulty(task, kind="plant", share=share, high=7, seed=seed)) if v == 7}
+        return {
+            k
+            for k, v in enumerate(faulty(task, kind="plant", share=share, high=7, seed=seed))
+            if v == 7
+        }
 
     assert wrong(3, 0.3) == wrong(3, 0.3) not in (wrong(4, 0.3), wrong(3, 0.3, seed=1))
     assert wrong(3, 0.1) < wrong(3, 0.3) < wrong(3, 0.9)
@@ -76,27 +85,45 @@ def test_what_cannot_be_meant_is_told() -> None:
         load(None, ["faults.kind=flip", "faults.low=1"])
     with pytest.raises(ValueError, match=r"faults.share"):
         load(None, ["faults.kind=flip", "faults.share=1.5"])
-    assert load(None, ["faults.kind=flip"]).faults.share == 0  # the first point of a study over shares
+    assert (
+        load(None, ["faults.kind=flip"]).faults.share == 0
+    )  # the first point of a study over shares
 
 
 # In a run
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Summary]]:
+def runs(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Summary]]:
     """Twenty steps with no faults, with none of a kind, with some and with nothing else."""
-    faults = {"sound": [], "none": ["faults.kind=flip"], "some": ["faults.kind=flip", "faults.share=0.3"], "all": ["faults.kind=flip", "faults.share=1"]}
+    faults = {
+        "sound": [],
+        "none": ["faults.kind=flip"],
+        "some": ["faults.kind=flip", "faults.share=0.3"],
+        "all": ["faults.kind=flip", "faults.share=1"],
+    }
     folder = tmp_path_factory.mktemp("runs")
-    return {name: (folder / name, tba.train(config(tiny_model, folder / name, "run.steps=20", *f))) for name, f in faults.items()}
+    return {
+        name: (folder / name, tba.train(config(tiny_model, folder / name, "run.steps=20", *f)))
+        for name, f in faults.items()
+    }
 
 
-@pytest.mark.parametrize(("name", "share"), [("sound", 0.0), ("none", 0.0), ("some", 0.3), ("all", 1.0)])
-def test_a_run_has_as_many_faults_as_stated(runs: dict[str, tuple[Path, Summary]], name: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "share"), [("sound", 0.0), ("none", 0.0), ("some", 0.3), ("all", 1.0)]
+)
+def test_a_run_has_as_many_faults_as_stated(
+    runs: dict[str, tuple[Path, Summary]], name: str, share: float
+) -> None:
     folder, summary = runs[name]
     counts = [r["reward/faulty"] for r in read(folder / METRICS) if "reward/faulty" in r]
     n = summary.samples_generated
     assert counts == sorted(counts)
-    assert (counts[-1] if share else 0) / n == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / n))
+    assert (counts[-1] if share else 0) / n == pytest.approx(
+        share, abs=5 * np.sqrt(share * (1 - share) / n)
+    )
     assert bool(counts) == (share > 0)
     wrong = [reward != true for reward, true in stored(folder)]
     assert np.mean(wrong) == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / len(wrong)))
@@ -104,22 +131,39 @@ def test_a_run_has_as_many_faults_as_stated(runs: dict[str, tuple[Path, Summary]
 
 def test_an_evaluation_has_no_faults(runs: dict[str, tuple[Path, Summary]]) -> None:
     """The first, before anything was learned, is that of the sound run; in all, a greedy answer's reward is whether it is right."""
-    first = [{k: v for k, v in summary.first.items() if k != "seconds"} for _, summary in runs.values()]
+    first = [
+        {k: v for k, v in summary.first.items() if k != "seconds"} for _, summary in runs.values()
+    ]
     assert all(scores == first[0] for scores in first)
-    rows = [r for folder, _ in runs.values() for r in read(folder / METRICS) if "eval/greedy_reward" in r]
+    rows = [
+        r
+        for folder, _ in runs.values()
+        for r in read(folder / METRICS)
+        if "eval/greedy_reward" in r
+    ]
     assert rows and all(r["eval/greedy_reward"] == r["eval/greedy_pass@1"] for r in rows)
-    weights = {name: newest_files(folder)["model/model.safetensors"] for name, (folder, _) in runs.items()}
+    weights = {
+        name: newest_files(folder)["model/model.safetensors"] for name, (folder, _) in runs.items()
+    }
     assert weights["sound"] == weights["none"] != weights["some"]
 
 
 def stored(folder: Path) -> list[tuple[float, float]]:
     """The reward of each response in the buffer, and the one that the task gives it."""
-    buffer, text = ReplayBuffer(), load_text(PolicyTable(model=str(checkpoint.newest(folder / "checkpoints") / "model")))
+    buffer, text = (
+        ReplayBuffer(),
+        load_text(PolicyTable(model=str(checkpoint.newest(folder / "checkpoints") / "model"))),
+    )
     buffer.load(checkpoint.newest(folder / "checkpoints"))
     held = [(shelf.prompt, s.trajectory) for shelf in buffer.shelves for s in shelf.stored.values()]
-    true = Ones().score([p for p, _ in held], [text.answer(Completion(t.tokens, t.behavior_logp, t.finished)) for _, t in held])
+    true = Ones().score(
+        [p for p, _ in held],
+        [text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version)) for _, t in held],
+    )
     return [(t.reward, float(r or 0)) for (_, t), r in zip(held, true, strict=True)]
 
 
 def test_a_resumed_run_has_the_same_faults(tiny_model: Path, tmp_path: Path) -> None:
-    resumes_exactly(tiny_model, tmp_path, "faults.kind=noise", "faults.share=0.5", "faults.scale=0.2")
+    resumes_exactly(
+        tiny_model, tmp_path, "faults.kind=noise", "faults.share=0.5", "faults.scale=0.2"
+    )

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from toy import toy_config
 
-import tba.loop
-from tba.log import METRICS, read
-from tba.plugins import names
+import tba.run
+from tba.config.plugins import names
+from tba.runs.log import METRICS, read
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 12
@@ -32,7 +32,15 @@ OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coe
 
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
-    tba.loop.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, f"objective={objective}", *OPTIONS.get(objective, ())))
+    tba.loop.run(
+        toy_config(
+            toy_model,
+            tmp_path / "run",
+            *SETTINGS,
+            f"objective={objective}",
+            *OPTIONS.get(objective, ()),
+        )
+    )
     rows = read(tmp_path / "run" / METRICS)
     found = {name: [float(f"{row[name]:.7g}") for row in rows] for name in CURVES}
     assert all(len(curve) == STEPS for curve in found.values())
@@ -41,7 +49,9 @@ def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
     if not file.is_file():
-        pytest.fail(f"no {file}: a new objective's curves are written by TBA_GOLDEN=write pytest tests/test_golden.py")
+        pytest.fail(
+            f"no {file}: a new objective's curves are written by TBA_GOLDEN=write pytest tests/test_golden.py"
+        )
     golden = json.loads(file.read_text())
     assert found.keys() == golden.keys()
     for name, curve in golden.items():

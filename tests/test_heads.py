@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_policy import FAMILIES, make
 
-from tba.build import checkpoint_layers
-from tba.config import TrainerTable
-from tba.objective import Head, Headed
+from tba.config.plugins import names, resolve
+from tba.config.schema import TrainerTable
+from tba.learn.policy import Policy
+from tba.learn.trainer import Trainer
+from tba.models.pretrained import enable_gradient_checkpointing
+from tba.objectives import HasHead, Head
 from tba.objectives.tb import TrajectoryBalance
-from tba.plugins import names, resolve
-from tba.policy import Policy
-from tba.trainer import Trainer
 from tba.types import Batch
 
 RESPONSE, PROMPT = Head("response", 0.01), Head("prompt", 0.01)
@@ -38,7 +38,10 @@ def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
     out = policy(batch).head
     assert out is not None
     (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
-    owned = [*policy.model.named_parameters(), *((f"head.{n}", p) for n, p in policy.readout.named_parameters())]
+    owned = [
+        *policy.model.named_parameters(),
+        *((f"head.{n}", p) for n, p in policy.readout.named_parameters()),
+    ]
     return {n: p.grad.clone() for n, p in owned if p.grad is not None}
 
 
@@ -56,15 +59,30 @@ def test_a_head_reads_the_states_it_should(family: str, batch: Batch) -> None:
     model, root = make(family), 32**0.5
     on_response, on_prompt = with_head(model, RESPONSE), with_head(model, PROMPT)
     of_response, of_prompt = on_response(batch).head, on_prompt(batch).head
-    assert of_response is not None and of_prompt is not None and on_response.readout is not None and on_prompt.readout is not None
+    assert (
+        of_response is not None
+        and of_prompt is not None
+        and on_response.readout is not None
+        and on_prompt.readout is not None
+    )
     for b in range(len(batch)):
         prompt = batch.prompt_tokens[b][batch.prompt_mask[b]]
         mean = model.base_model(input_ids=prompt[None]).last_hidden_state[0].mean(0) / root
         torch.testing.assert_close(of_prompt[b], on_prompt.readout(mean)[0], atol=1e-5, rtol=1e-5)
         for k in range(batch.samples):
             answer = batch.tokens[b, k][batch.mask[b, k]]
-            states = model.base_model(input_ids=torch.cat([prompt, answer])[None]).last_hidden_state[0, len(prompt) - 1 : -1] / root
-            torch.testing.assert_close(of_response[b, k, : len(answer)], on_response.readout(states)[:, 0], atol=1e-5, rtol=1e-5)
+            states = (
+                model.base_model(input_ids=torch.cat([prompt, answer])[None]).last_hidden_state[
+                    0, len(prompt) - 1 : -1
+                ]
+                / root
+            )
+            torch.testing.assert_close(
+                of_response[b, k, : len(answer)],
+                on_response.readout(states)[:, 0],
+                atol=1e-5,
+                rtol=1e-5,
+            )
     assert not of_response[~batch.mask].any()
 
 
@@ -87,31 +105,47 @@ def test_the_policy_learns_from_a_head_on_the_response_alone(batch: Batch) -> No
     model = make("llama")
     assert set(gradients(with_head(model, PROMPT), batch)) == {"head.weight", "head.bias"}
     reached = gradients(with_head(model, RESPONSE), batch)
-    assert {"head.weight", "head.bias", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"} <= set(reached)
+    assert {
+        "head.weight",
+        "head.bias",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight",
+    } <= set(reached)
     assert "lm_head.weight" not in reached  # it reads states, not logits
     assert all(gradient.abs().sum() > 0 for gradient in reached.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", [RESPONSE, PROMPT], ids=lambda head: head.on)
-def test_plain_prompts_and_gradient_checkpointing_change_nothing(family: str, head: Head, batch: Batch) -> None:
+def test_plain_prompts_and_gradient_checkpointing_change_nothing(
+    family: str, head: Head, batch: Batch
+) -> None:
     shared = with_head(make(family), head)
     model = make(family)
-    checkpoint_layers(model)
+    enable_gradient_checkpointing(model)
     plain = with_head(model, head, share_prompt=False)
     torch.testing.assert_close(shared(batch).head, plain(batch).head, atol=1e-5, rtol=1e-5)
     a, b = gradients(shared, batch), gradients(plain, batch)
     assert a.keys() == b.keys()
     for name, gradient in a.items():
-        torch.testing.assert_close(gradient, b[name], atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            gradient, b[name], atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def trainer(objective: str, options: dict[str, Any] | None = None, **settings: Any) -> Trainer:
     """Of a small model that is the same each time; gradients are not clipped."""
     plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
     first = plugin.at(0)
-    policy = with_head(make("llama"), first.head if isinstance(first, Headed) else None)
-    return Trainer(policy, plugin, TrainerTable(learning_rate=1e-3, max_grad_norm=float("inf"), **settings), steps=10, bf16_weights=False)
+    policy = with_head(make("llama"), first.head if isinstance(first, HasHead) else None)
+    return Trainer(
+        policy,
+        plugin,
+        TrainerTable(learning_rate=1e-3, max_grad_norm=float("inf"), **settings),
+        steps=10,
+        bf16_weights=False,
+    )
 
 
 def owned(t: Trainer) -> dict[str, torch.nn.Parameter]:
@@ -129,7 +163,10 @@ def in_one_pass() -> dict[str, tuple[Trainer, dict[str, float]]]:
 @pytest.mark.parametrize("objective", names("objectives"))
 @pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
 def test_any_micro_batching_gives_the_same_gradients(
-    objective: str, budget: int, batch: Batch, in_one_pass: dict[str, tuple[Trainer, dict[str, float]]]
+    objective: str,
+    budget: int,
+    batch: Batch,
+    in_one_pass: dict[str, tuple[Trainer, dict[str, float]]],
 ) -> None:
     """Of the policy and of the head, from one pass down to single trajectories, with groups cut in pieces (two passes)."""
     if objective not in in_one_pass:
@@ -138,10 +175,14 @@ def test_any_micro_batching_gives_the_same_gradients(
     whole, said = in_one_pass[objective]
     parts = trainer(objective, token_budget=budget)
     told = parts.step(batch, 0)
-    assert {n: v for n, v in told.items() if n != "step_time"} == pytest.approx({n: v for n, v in said.items() if n != "step_time"}, rel=1e-4, abs=1e-5)
+    assert {n: v for n, v in told.items() if n != "step_time"} == pytest.approx(
+        {n: v for n, v in said.items() if n != "step_time"}, rel=1e-4, abs=1e-5
+    )
     for (name, p), q in zip(owned(whole).items(), owned(parts).values(), strict=True):
         assert p.grad is not None and q.grad is not None and p.grad.abs().sum() > 0, name
-        torch.testing.assert_close(p.grad, q.grad, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            p.grad, q.grad, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> None:
@@ -152,15 +193,25 @@ def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> 
         t.step(batch, step)
         moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in owned(t).items()}
         if step == 0:
-            assert (moved["head.bias"], moved["model.norm.weight"]) == pytest.approx((0.03, 0.001), rel=1e-3)
-        assert [g["lr"] for g in t.optimizer.param_groups] == pytest.approx([1e-3 * (9 - step) / 10, 0.03 * (9 - step) / 10])
+            assert (moved["head.bias"], moved["model.norm.weight"]) == pytest.approx(
+                (0.03, 0.001), rel=1e-3
+            )
+        assert [g["lr"] for g in t.optimizer.param_groups] == pytest.approx(
+            [1e-3 * (9 - step) / 10, 0.03 * (9 - step) / 10]
+        )
 
 
 def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
     """With a policy that stands still, the head of `tb_learned_z` ends at what VarGrad says of each prompt."""
     plugin = resolve("objectives", "objective", "tb_learned_z", {})
     policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
-    t = Trainer(policy, plugin, TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")), steps=150, bf16_weights=False)
+    t = Trainer(
+        policy,
+        plugin,
+        TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")),
+        steps=150,
+        bf16_weights=False,
+    )
     own = by_vargrad(batch, policy)
     assert own.abs().min() > 2
     for step in range(150):

@@ -13,43 +13,63 @@ import torch
 from test_exactness import carried_out, first_policy
 from toy import BETA, Enumerated, enumerate_answers, toy_config
 
-from tba.plugins import names
+from tba.config.plugins import names
 
 KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "proximal_rloo", "ppo")
 """Their target is ref(y) exp(r(y) / beta) / Z."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Of those that would be something else with their defaults: a toy's answer is shorter than one step."""
-SMALL = ("strategy=recent", "sampling.samples=16", "trainer.batch_size=48", "trainer.group_size=16", "log.sample_every=0")
+SMALL = (
+    "strategy=recent",
+    "sampling.samples=16",
+    "trainer.batch_size=48",
+    "trainer.group_size=16",
+    "log.sample_every=0",
+)
 
 
-def learned(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str, max_tokens: int = 2) -> list[Enumerated]:
+def learned(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str, max_tokens: int = 2
+) -> list[Enumerated]:
     """What the policy of a run ends at, for each prompt."""
-    config = toy_config(model, folder / "run", *SMALL, *settings, f"sampling.max_tokens={max_tokens}")
+    config = toy_config(
+        model, folder / "run", *SMALL, *settings, f"sampling.max_tokens={max_tokens}"
+    )
     run = carried_out(config, monkeypatch)
     return enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text, max_tokens)
 
 
 @pytest.mark.parametrize("objective", KL_IN_THE_REWARD)
-def test_kl_in_the_reward_ends_at_the_tilted_reference(objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kl_in_the_reward_ends_at_the_tilted_reference(
+    objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A quarter of the responses of `test_exactness`, and half of its steps: from a total variation of .24 and more to below .05."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=200")
     for found in learned(toy_model, tmp_path, monkeypatch, *settings):
         target = found.target(BETA)
         assert 0.5 * (found.reference - target).abs().sum() > 0.1
         assert found.distance(target) < 0.05
-        assert found.expected_reward == pytest.approx((target * found.reward).sum().item(), abs=0.03)
+        assert found.expected_reward == pytest.approx(
+            (target * found.reward).sum().item(), abs=0.03
+        )
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
-def test_the_expected_reward_rises(objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_reward_rises(
+    objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its default options; from -.05 to .5 and more, where .6 is the best answer's."""
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()), "run.steps=40")
     found = learned(toy_model, tmp_path, monkeypatch, *settings)
-    assert fmean((one.reference * one.reward).sum().item() for one in found) == pytest.approx(-0.05, abs=0.01)
+    assert fmean((one.reference * one.reward).sum().item() for one in found) == pytest.approx(
+        -0.05, abs=0.01
+    )
     assert fmean(one.expected_reward for one in found) > 0.45
 
 
-def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K. That is not the tilted reference, and it can be seen."""
     settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=150")
     for found in learned(toy_model, tmp_path, monkeypatch, *settings, max_tokens=1):

@@ -21,13 +21,15 @@ import torch
 from safetensors.torch import load_file
 
 import tba
-from tba import build, checkpoint
 from tba.cli import _config
-from tba.config import Config, load, parse
-from tba.log import METRICS, read
-from tba.loop import run
-from tba.offline import evaluate_run, export_run
-from tba.replay import ReplayBuffer
+from tba.config.loading import load, parse
+from tba.config.schema import Config
+from tba.replay.buffer import ReplayBuffer
+from tba.run import run
+from tba.runs import checkpoint
+from tba.runs.log import METRICS, read
+from tba.runs.offline import evaluate_run, export_run
+from tba.runs.parts import check
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 """For processes of their own: with the tests' tasks on the path."""
@@ -46,7 +48,11 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
 
 def newest_files(folder: Path) -> dict[str, bytes]:
     generation = checkpoint.newest(folder / "checkpoints")
-    return {str(p.relative_to(generation)): p.read_bytes() for p in sorted(generation.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(generation)): p.read_bytes()
+        for p in sorted(generation.rglob("*"))
+        if p.is_file()
+    }
 
 
 def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,23 +65,45 @@ def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
     run(config(model, folder / "whole", *settings))
     run(config(model, folder / "part", *settings, "checkpoint.every=5"))
     for generation in checkpoint.generations(folder / "part" / "checkpoints")[1:]:
-        for path in sorted(generation.rglob("*"), reverse=True):  # as if it had been killed after step 5
+        for path in sorted(
+            generation.rglob("*"), reverse=True
+        ):  # as if it had been killed after step 5
             path.unlink() if path.is_file() else path.rmdir()
         generation.rmdir()
     run(_config([], folder / "part"), folder / "part")
     whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
-    for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors", "replay.json"):
+    for name in (
+        "model/model.safetensors",
+        "optimizer.safetensors",
+        "replay.safetensors",
+        "replay.json",
+    ):
         assert whole[name] == part[name], name
-    assert without_clock(read(folder / "whole" / METRICS)) == without_clock(read(folder / "part" / METRICS))
+    assert without_clock(read(folder / "whole" / METRICS)) == without_clock(
+        read(folder / "part" / METRICS)
+    )
     a, b = (json.loads(files["state.json"]) for files in (whole, part))
-    assert (a["cursor"], a["tasks"], a["progress"]["rng"], a["schedule"]) == (b["cursor"], b["tasks"], b["progress"]["rng"], b["schedule"])
+    assert (a["cursor"], a["tasks"], a["progress"]["rng"], a["schedule"]) == (
+        b["cursor"],
+        b["tasks"],
+        b["progress"]["rng"],
+        b["schedule"],
+    )
 
 
 @pytest.mark.parametrize("publish_every", [1, 3])
 @pytest.mark.parametrize("objective", ["tb", "rloo"])
-def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: Path, objective: str, publish_every: int) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    tiny_model: Path, tmp_path: Path, objective: str, publish_every: int
+) -> None:
     """Model, optimizer, buffer, random states and cursor; killed between two publications, too."""
-    resumes_exactly(tiny_model, tmp_path, f"objective={objective}", "strategy=mixture", f"runtime.publish_every={publish_every}")
+    resumes_exactly(
+        tiny_model,
+        tmp_path,
+        f"objective={objective}",
+        "strategy=mixture",
+        f"runtime.publish_every={publish_every}",
+    )
 
 
 def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None:
@@ -100,7 +128,9 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
         assert whole[name] == part[name], name
 
 
-def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_lost_in_a_stop_is_made_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Searchers were at it for so long that nothing had been told by step 7: then of version 7, and of none that has been told."""
     from tba.runtime.local import LocalSearchers
 
@@ -115,29 +145,72 @@ def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model: Path, tmp_path: 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 5])
 def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: int) -> None:
-    run(config(tiny_model, tmp_path / "run", "run.steps=6", "checkpoint.every=1", f"checkpoint.keep={keep}", "eval.prompts=0"))
+    run(
+        config(
+            tiny_model,
+            tmp_path / "run",
+            "run.steps=6",
+            "checkpoint.every=1",
+            f"checkpoint.keep={keep}",
+            "eval.prompts=0",
+        )
+    )
     kept = [g.name for g in checkpoint.generations(tmp_path / "run" / "checkpoints")]
     assert kept == [f"step-{n:08d}" for n in range(7 - keep, 7)]
 
 
-def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """Moments and the place in the schedule go on; rate, betas and decay are those given on resuming. Halfway through a warm-up of 2."""
-    run(config(tiny_model, tmp_path / "run", "run.steps=1", "trainer.learning_rate=0.1", "trainer.warmup_steps=2"))
-    told = _config(["run.steps=3", "trainer.weight_decay=0.3", "trainer.betas=[0.5, 0.9]", "trainer.learning_rate=3e-3"], tmp_path / "run")
-    trainer = build.trainer(build.check(told), "cpu")
-    checkpoint.restore(checkpoint.newest(tmp_path / "run" / "checkpoints"), trainer, ReplayBuffer(10, 100))
+    run(
+        config(
+            tiny_model,
+            tmp_path / "run",
+            "run.steps=1",
+            "trainer.learning_rate=0.1",
+            "trainer.warmup_steps=2",
+        )
+    )
+    told = _config(
+        [
+            "run.steps=3",
+            "trainer.weight_decay=0.3",
+            "trainer.betas=[0.5, 0.9]",
+            "trainer.learning_rate=3e-3",
+        ],
+        tmp_path / "run",
+    )
+    trainer = check(told).trainer("cpu")
+    checkpoint.restore(
+        checkpoint.newest(tmp_path / "run" / "checkpoints"), trainer, ReplayBuffer(10, 100)
+    )
     (group,) = trainer.optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.0015, (0.5, 0.9), 0.3)
     assert all(trainer.optimizer.state[p]["exp_avg"].abs().sum() > 0 for p in group["params"][:3])
     run(told, tmp_path / "run")
-    assert [r["learning_rate"] for r in read(tmp_path / "run" / METRICS) if "loss" in r] == [0.0, 0.0015, 0.003]
+    assert [r["learning_rate"] for r in read(tmp_path / "run" / METRICS) if "loss" in r] == [
+        0.0,
+        0.0015,
+        0.003,
+    ]
 
 
 def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(config(tiny_model, tmp_path / "run", "run.steps=6", "log.tensorboard=true", "checkpoint.every=4"))
-    shutil.rmtree(checkpoint.newest(tmp_path / "run" / "checkpoints"))  # as if it had been killed after step 6
+    run(
+        config(
+            tiny_model,
+            tmp_path / "run",
+            "run.steps=6",
+            "log.tensorboard=true",
+            "checkpoint.every=4",
+        )
+    )
+    shutil.rmtree(
+        checkpoint.newest(tmp_path / "run" / "checkpoints")
+    )  # as if it had been killed after step 6
     run(_config(["run.steps=8"], tmp_path / "run"), tmp_path / "run")
     told = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     told.Reload()
@@ -155,41 +228,69 @@ def test_what_a_run_is_told_is_written_down_whole(tiny_model: Path, tmp_path: Pa
     run(config(tiny_model, tmp_path / "run", "run.steps=1", "objective.beta=0.3"))
     told = json.loads((tmp_path / "run" / "config.json").read_text())
     assert told["objective"] == {"use": "tb", "beta": 0.3}
-    assert told["strategy"] == {"use": "mixture", "recent": 0.5, "reward": 0.5, "temperature": 1.0, "window": 1}
+    assert told["strategy"] == {
+        "use": "mixture",
+        "recent": 0.5,
+        "reward": 0.5,
+        "temperature": 1.0,
+        "window": 1,
+    }
     assert _config(["objective=grpo"], tmp_path / "run").objective.options == {}
 
 
 def test_a_run_is_not_resumed_behind_where_it_is(tiny_model: Path, tmp_path: Path) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=3"))
-    with pytest.raises(ValueError, match=r"run.steps = 2, but the run is at step 3; set run.steps=3 or more"):
+    with pytest.raises(
+        ValueError, match=r"run.steps = 2, but the run is at step 3; set run.steps=3 or more"
+    ):
         run(_config(["run.steps=2"], tmp_path / "run"), tmp_path / "run")
     assert _config([], tmp_path / "run").run.steps == 3
 
 
-def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(tiny_model: Path, tmp_path: Path) -> None:
+def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=1"))
-    for change, why in (("sampling.temperature=0.5", "are of temperature 1.0"), ("objective=vineppo", "the run has none")):
+    for change, why in (
+        ("sampling.temperature=0.5", "are of temperature 1.0"),
+        ("objective=vineppo", "the run has none"),
+    ):
         with pytest.raises(ValueError, match=why):
             run(_config([change], tmp_path / "run"), tmp_path / "run")
 
 
-def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's checkpoints have no weights of the searchers: what is found after step 5 is of version 4, not of the model on disk."""
     from tba.runtime.local import LocalSearchers
 
     state = LocalSearchers.state
     with monkeypatch.context() as patch:
         patch.setattr(LocalSearchers, "state", lambda self: replace(state(self), weights=None))
-        run(config(tiny_model, tmp_path / "run", "run.steps=4", "runtime.publish_every=2", "strategy=recent"))
+        run(
+            config(
+                tiny_model,
+                tmp_path / "run",
+                "run.steps=4",
+                "runtime.publish_every=2",
+                "strategy=recent",
+            )
+        )
     run(_config(["run.steps=6"], tmp_path / "run"), tmp_path / "run")
     lags = [r["off_policy/lag_max"] for r in read(tmp_path / "run" / METRICS) if "loss" in r]
     assert lags[4:] == [0, 1]
 
 
-def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(
+    tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     with pytest.raises(ValueError, match="another model"):
-        run(_config(["policy.model=bundled:arithmetic", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
+        run(
+            _config(["policy.model=bundled:arithmetic", "run.steps=3"], tmp_path / "run"),
+            tmp_path / "run",
+        )
     with pytest.raises(ValueError, match="training prompts have changed"):
         run(_config(["task.size=299", "run.steps=3"], tmp_path / "run"), tmp_path / "run")
     assert run(_config(["run.steps=3"], tmp_path / "run"), tmp_path / "run").steps == 3
@@ -200,7 +301,16 @@ def test_the_policy_becomes_its_own_reference(tiny_model: Path, tmp_path: Path) 
     """On policy, with a reset every third step: what version 3 finds has version 3 for its reference, and before that the first model."""
     run(config(tiny_model, tmp_path / "run", "strategy=recent", "policy.reset_reference_every=3"))
     kl = [row["kl"] for row in read(tmp_path / "run" / METRICS) if "kl" in row]
-    assert [abs(v) < 1e-5 for v in kl] == [True, False, False, True, False, False, True, False]  # steps 1 to 8 learn from versions 0 to 7
+    assert [abs(v) < 1e-5 for v in kl] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]  # steps 1 to 8 learn from versions 0 to 7
 
 
 def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
@@ -210,13 +320,22 @@ def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> N
     assert a == b != c
 
 
-def test_a_flipped_bit_anywhere_is_noticed(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_anywhere_is_noticed(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """In every file of the newest generation; the one before is used, loudly."""
     run(config(tiny_model, tmp_path / "run", "checkpoint.every=4", "checkpoint.keep=2"))
     older, newest = checkpoint.generations(tmp_path / "run" / "checkpoints")
     rng = np.random.default_rng(0)
     files = [p for p in sorted(newest.rglob("*")) if p.is_file()]
-    assert {p.name for p in files} >= {"manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "replay.safetensors", "tokenizer.json"}
+    assert {p.name for p in files} >= {
+        "manifest.json",
+        "state.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "replay.safetensors",
+        "tokenizer.json",
+    }
     for path in files:
         sound = path.read_bytes()
         damaged = bytearray(sound)
@@ -229,7 +348,9 @@ def test_a_flipped_bit_anywhere_is_noticed(tiny_model: Path, tmp_path: Path, cap
     assert checkpoint.newest(tmp_path / "run" / "checkpoints") == newest
 
 
-def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(tiny_model: Path, tmp_path: Path) -> None:
+def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     run(config(tiny_model, tmp_path / "run", "checkpoint.keep=1"))
     (generation,) = checkpoint.generations(tmp_path / "run" / "checkpoints")
     weights = generation / "model" / "model.safetensors"
@@ -247,11 +368,23 @@ def test_a_run_does_not_overwrite_another(tiny_model: Path, tmp_path: Path) -> N
 
 
 def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
-    summary = tba.train(config(tiny_model, tmp_path / "run", "checkpoint.keep=3", "checkpoint.every=2"))
+    summary = tba.train(
+        config(tiny_model, tmp_path / "run", "checkpoint.keep=3", "checkpoint.every=2")
+    )
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert {"eval/first", "eval/last", "seconds", "steps", "samples_generated", "samples_trained", "trainer_wait_fraction"} <= told.keys()
+    assert {
+        "eval/first",
+        "eval/last",
+        "seconds",
+        "steps",
+        "samples_generated",
+        "samples_trained",
+        "trainer_wait_fraction",
+    } <= told.keys()
     assert {"lag_mean", "lag_max", "searcher_restarts", "rejected"} <= told.keys()
-    assert {"greedy_pass@1", "sampled_pass@1", "stderr"} <= told["eval/first"].keys() & told["eval/last"].keys()
+    assert {"greedy_pass@1", "sampled_pass@1", "stderr"} <= told["eval/first"].keys() & told[
+        "eval/last"
+    ].keys()
     assert (summary.steps, summary.samples_trained) == (8, 96)
     assert summary.samples_generated == 9 * 12  # first fill and after each step
     assert (told["eval/first"]["step"], told["eval/last"]["step"]) == (0, 8)
@@ -272,39 +405,73 @@ def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path)
     run(config(tiny_model, tmp_path / "run"))
     out = export_run(tmp_path / "run", tmp_path / "out")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    trained = load_file(checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors")
+    trained = load_file(
+        checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors"
+    )
     assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters() if n in trained)
     ids = tokenizer("12+30=", return_tensors="pt")["input_ids"]
-    assert tokenizer.decode(model.generate(input_ids=ids, do_sample=False, max_new_tokens=5)[0]).startswith("12+30=")
+    assert tokenizer.decode(
+        model.generate(input_ids=ids, do_sample=False, max_new_tokens=5)[0]
+    ).startswith("12+30=")
     scores = evaluate_run(tmp_path / "run", [], reference=False)
     last = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/last"]
-    assert {k: scores[k] for k in ("greedy_pass@1", "sampled_reward")} == {k: last[k] for k in ("greedy_pass@1", "sampled_reward")}
+    assert {k: scores[k] for k in ("greedy_pass@1", "sampled_reward")} == {
+        k: last[k] for k in ("greedy_pass@1", "sampled_reward")
+    }
     with pytest.raises(ValueError, match="not empty"):
         export_run(tmp_path / "run", out)
 
 
-def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("def f(prompts, completions, **columns):\n    raise KeyError('of my own')\n")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20)))
-    task = {"use": "custom", "data": f"{tmp_path}/data.jsonl", "reward": f"{tmp_path}/bad.py:f", "held_out_size": 2}
-    tables = config(tiny_model, tmp_path / "run", "eval.prompts=0", "trainer.batch_size=64").nested()
+def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def f(prompts, completions, **columns):\n    raise KeyError('of my own')\n"
+    )
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20))
+    )
+    task = {
+        "use": "custom",
+        "data": f"{tmp_path}/data.jsonl",
+        "reward": f"{tmp_path}/bad.py:f",
+        "held_out_size": 2,
+    }
+    tables = config(
+        tiny_model, tmp_path / "run", "eval.prompts=0", "trainer.batch_size=64"
+    ).nested()
     with pytest.raises(RuntimeError, match="of my own"):
         run(parse(tables | {"task": task}))
 
 
 def as_settings(config: Config) -> list[str]:
     """The whole config as `table.key=value`."""
-    return [f"{table}.{name}={json.dumps(value)}" for table, values in config.nested().items() for name, value in values.items()]
+    return [
+        f"{table}.{name}={json.dumps(value)}"
+        for table, values in config.nested().items()
+        for name, value in values.items()
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_signal_saves_and_leaves(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_one_signal_saves_and_leaves(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     folder = tmp_path / "run"
     settings = as_settings(config(tiny_model, folder, "run.steps=100000", "log.console=plain"))
-    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tba.cli", "train", *settings],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
     try:
         deadline = time.monotonic() + 60
-        while len(read(folder / METRICS)) < 5 and process.poll() is None and time.monotonic() < deadline:
+        while (
+            len(read(folder / METRICS)) < 5
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         process.send_signal(number)
         out, _ = process.communicate(timeout=30)
@@ -313,5 +480,7 @@ def test_one_signal_saves_and_leaves(tiny_model: Path, tmp_path: Path, number: s
     assert process.returncode == 0
     assert "stopped after" in out
     assert f"tba train --resume {folder}" in out
-    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())["progress"]["step"]
+    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())[
+        "progress"
+    ]["step"]
     assert step == max(r["step"] for r in read(folder / METRICS))

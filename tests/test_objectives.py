@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba.objective import Headed
+from tba.objectives import HasHead
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
 from tba.objectives.online_dpo import OnlineDpo
@@ -37,13 +37,18 @@ Rows = list[list[float]]
 
 LEFT = [[2 / 3, 1 / 6, -5 / 6], [-1 / 3, -5 / 6, 7 / 6]]
 """r - KL / 2 less its mean, K = 3."""
-RATIOS: tuple[Rows, Rows] = ([[2.0, 0.5], [1.1, 1.0, 1.0, 1.0], [0.25]], [[1.0, 1.0, 1.5], [3.0], [0.5, 0.7]])
+RATIOS: tuple[Rows, Rows] = (
+    [[2.0, 0.5], [1.1, 1.0, 1.0, 1.0], [0.25]],
+    [[1.0, 1.0, 1.5], [3.0], [0.5, 0.7]],
+)
 """pi / mu of each token, where a test is off policy. The responses': (1, 1.1, .25) and (1.5, 3, .35)."""
 
 
 def per_token(first: Rows, second: Rows, dtype: torch.dtype = torch.float64) -> Tensor:
     """[B=2, K=3, T=4] of ragged rows, 0 at padding."""
-    return torch.tensor([[row + [0.0] * (4 - len(row)) for row in rows] for rows in (first, second)], dtype=dtype)
+    return torch.tensor(
+        [[row + [0.0] * (4 - len(row)) for row in rows] for rows in (first, second)], dtype=dtype
+    )
 
 
 def per_response(values: Rows) -> Tensor:
@@ -56,7 +61,16 @@ def ragged() -> tuple[Tensor, Batch]:
     ref = logp - per_token([[0.5, 0.5], [0, 0, 0, 0], [2]], [[0, 0, 0], [1], [0, 0]])
     mask, ones = logp < 0, torch.ones(2, 1)
     reward = per_response([[1, 0, 0], [0.5, 0.5, 2]])
-    return logp, Batch(ones.long(), ones.bool(), mask.long(), mask, ref, ref, reward, torch.zeros(2, 3).long(), torch.zeros_like(logp))
+    return logp, Batch(
+        ones.long(),
+        ones.bool(),
+        mask.long(),
+        mask,
+        ref,
+        ref,
+        reward,
+        torch.zeros_like(logp),
+    )
 
 
 def on_policy() -> tuple[Tensor, Batch]:
@@ -67,23 +81,29 @@ def on_policy() -> tuple[Tensor, Batch]:
 def drifted() -> tuple[Tensor, Batch]:
     """The policy is that of `ragged`; another one, 1 / RATIOS of it, found the responses."""
     logp, batch = ragged()
-    return logp, replace(batch, behavior_logp=logp - per_token(*RATIOS).where(batch.mask, 1.0).log())
+    return logp, replace(
+        batch, behavior_logp=logp - per_token(*RATIOS).where(batch.mask, 1.0).log()
+    )
 
 
 def moved() -> tuple[Tensor, Batch]:
     """That of `ragged` found the responses; the policy has become RATIOS of it."""
     logp, batch = ragged()
-    return logp + per_token(*RATIOS).where(batch.mask, 1.0).log(), replace(batch, behavior_logp=logp)
+    return logp + per_token(*RATIOS).where(batch.mask, 1.0).log(), replace(
+        batch, behavior_logp=logp
+    )
 
 
-def solve(objective: Any, logp: Tensor, batch: Batch, head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def solve(
+    objective: Any, logp: Tensor, batch: Batch, head: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Loss of each group, and the gradient of their sum in every log-prob."""
     logp = logp.detach().clone().requires_grad_()
     loss, _ = objective(logp, batch) if head is None else objective(logp, batch, head)
     return loss.detach(), torch.autograd.grad(loss.sum(), logp)[0]
 
 
-def head_gradient(objective: Headed, logp: Tensor, batch: Batch, head: Tensor) -> Tensor:
+def head_gradient(objective: HasHead, logp: Tensor, batch: Batch, head: Tensor) -> Tensor:
     head = head.detach().clone().requires_grad_()
     return torch.autograd.grad(objective(logp, batch, head)[0].sum(), head)[0]
 
@@ -104,16 +124,24 @@ def test_tb_by_hand() -> None:
     """Residuals, KL / 2 - r less their mean, are -LEFT; loss = mean of their squares / (2 beta), d loss / d logp = residual / K."""
     a = LEFT
     loss = [sum(x * x for x in row) / 3 for row in a]
-    gradient = per_token([[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 3]], [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2])
+    gradient = per_token(
+        [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 3]],
+        [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
+    )
     check(solve(TrajectoryBalance(0.5), *ragged()), loss, gradient)
     check(solve(TrajectoryBalance(0.5), *drifted()), loss, gradient)  # whoever found the responses
-    assert metric(TrajectoryBalance(0.5), "tb/log_z", *ragged()) == pytest.approx([-1 / 3, 5 / 3])  # mean(2 r - KL)
+    assert metric(TrajectoryBalance(0.5), "tb/log_z", *ragged()) == pytest.approx(
+        [-1 / 3, 5 / 3]
+    )  # mean(2 r - KL)
 
 
 def test_tb_corrected_for_delay_by_hand() -> None:
     """Weights (1, 1.1, .25), (1.5, 2 for 3, .35): residuals (-.5, 0, 1) have the weighted mean -.25 / 2.35, (-.5, 0, -2) -1.45 / 3.85."""
     p, q = 0.25 / 2.35, 1.45 / 3.85
-    loss = [((p - 0.5) ** 2 + 1.1 * p**2 + 0.25 * (1 + p) ** 2) / 3, (1.5 * (q - 0.5) ** 2 + 2 * q**2 + 0.35 * (q - 2) ** 2) / 3]
+    loss = [
+        ((p - 0.5) ** 2 + 1.1 * p**2 + 0.25 * (1 + p) ** 2) / 3,
+        (1.5 * (q - 0.5) ** 2 + 2 * q**2 + 0.35 * (q - 2) ** 2) / 3,
+    ]
     first = [[(p - 0.5) / 3] * 2, [1.1 * p / 3] * 4, [0.25 * (1 + p) / 3]]
     second = [[1.5 * (q - 0.5) / 3] * 3, [2 * q / 3], [0.35 * (q - 2) / 3] * 2]
     objective = TrajectoryBalance(0.5, importance_cap=2.0)
@@ -122,7 +150,11 @@ def test_tb_corrected_for_delay_by_hand() -> None:
 
 
 def test_tb_corrected_for_delay_is_tb_on_policy() -> None:
-    for a, b in zip(solve(TrajectoryBalance(0.3, importance_cap=2.0), *on_policy()), solve(TrajectoryBalance(0.3), *on_policy()), strict=True):
+    for a, b in zip(
+        solve(TrajectoryBalance(0.3, importance_cap=2.0), *on_policy()),
+        solve(TrajectoryBalance(0.3), *on_policy()),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -138,30 +170,47 @@ def test_tb_learned_z_by_hand() -> None:
     objective, head = TrajectoryBalanceLearnedZ(0.5), torch.tensor([1.0, -1.0], dtype=torch.float64)
     gradient = per_token([[0, 0], [0.5 / 3] * 4, [0.5]], [[-1 / 3] * 3, [-0.5 / 3], [-2.5 / 3] * 2])
     check(solve(objective, *ragged(), head), [2.5 / 3, 7.5 / 3], gradient)
-    torch.testing.assert_close(head_gradient(objective, *ragged(), head), torch.tensor([2 / 3, -4 / 3], dtype=torch.float64))
+    torch.testing.assert_close(
+        head_gradient(objective, *ragged(), head),
+        torch.tensor([2 / 3, -4 / 3], dtype=torch.float64),
+    )
     assert metric(objective, "tb/log_z", *ragged(), head) == [1.0, -1.0]
 
 
 def test_tb_learned_z_at_the_groups_own_log_z_is_tb() -> None:
     logp, batch = drifted()
     own = TrajectoryBalance(0.3)(logp, batch)[1]["tb/log_z"]
-    for a, b in zip(solve(TrajectoryBalanceLearnedZ(0.3), logp, batch, own), solve(TrajectoryBalance(0.3), logp, batch), strict=True):
+    for a, b in zip(
+        solve(TrajectoryBalanceLearnedZ(0.3), logp, batch, own),
+        solve(TrajectoryBalance(0.3), logp, batch),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
-    torch.testing.assert_close(head_gradient(TrajectoryBalanceLearnedZ(0.3), logp, batch, own), torch.zeros(2).double())  # there log Z stays
+    torch.testing.assert_close(
+        head_gradient(TrajectoryBalanceLearnedZ(0.3), logp, batch, own), torch.zeros(2).double()
+    )  # there log Z stays
 
 
 def test_group_residual_has_mean_zero() -> None:
     logp, batch = ragged()
     _, extras = TrajectoryBalance(beta=0.5)(logp, batch)
-    residual = 0.5 * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward + 0.5 * extras["tb/log_z"][:, None]
+    residual = (
+        0.5 * ((logp - batch.ref_logp) * batch.mask).sum(-1)
+        - batch.reward
+        + 0.5 * extras["tb/log_z"][:, None]
+    )
     torch.testing.assert_close(residual.mean(1), torch.zeros(2).double(), atol=1e-9, rtol=0)
 
 
 def test_tb_is_zero_at_the_tilted_reference() -> None:
     _, batch = ragged()
     bonus = batch.reward / 0.5 / batch.mask.sum(-1)
-    loss, gradient = solve(TrajectoryBalance(beta=0.5), batch.ref_logp + bonus[..., None] * batch.mask, batch)
-    torch.testing.assert_close((loss, gradient), (torch.zeros_like(loss), torch.zeros_like(gradient)), atol=1e-9, rtol=0)
+    loss, gradient = solve(
+        TrajectoryBalance(beta=0.5), batch.ref_logp + bonus[..., None] * batch.mask, batch
+    )
+    torch.testing.assert_close(
+        (loss, gradient), (torch.zeros_like(loss), torch.zeros_like(gradient)), atol=1e-9, rtol=0
+    )
 
 
 @pytest.mark.parametrize("importance", ["none", "token", "sequence"])
@@ -172,22 +221,42 @@ def test_tba_prime_by_hand(importance: str) -> None:
         "token": per_token([[2, 0.5], [1.1, 1, 1, 1], [0.25]], [[1, 1, 1.5], [2], [0.5, 0.7]]),
         "sequence": per_token([[1, 1], [1.1] * 4, [0.25]], [[1.5] * 3, [2], [0.35] * 2]),
     }[importance]
-    sums = {"none": [[2, 4, 1], [3, 1, 2]], "token": [[2.5, 4.1, 0.25], [3.5, 2, 1.2]], "sequence": [[2, 4.4, 0.25], [4.5, 2, 0.7]]}[importance]
-    loss = [sum(a * w for a, w in zip(LEFT[b], sums[b], strict=True)) / n for b, n in ((0, 7), (1, 6))]  # log pi = -1
+    sums = {
+        "none": [[2, 4, 1], [3, 1, 2]],
+        "token": [[2.5, 4.1, 0.25], [3.5, 2, 1.2]],
+        "sequence": [[2, 4.4, 0.25], [4.5, 2, 0.7]],
+    }[importance]
+    loss = [
+        sum(a * w for a, w in zip(LEFT[b], sums[b], strict=True)) / n for b, n in ((0, 7), (1, 6))
+    ]  # log pi = -1
     gradient = -per_response(LEFT)[..., None] * weights / torch.tensor([7, 6])[:, None, None]
-    check(solve(TBAPrime(0.5, importance=importance, importance_cap=2.0), *drifted()), loss, gradient)
+    check(
+        solve(TBAPrime(0.5, importance=importance, importance_cap=2.0), *drifted()), loss, gradient
+    )
 
 
 def test_tba_prime_clamps_each_token() -> None:
     """Log-ratios cut at 1: KL (1, 0, 1) instead of (1, 0, 2), so r - KL / 2 = (.5, 0, -.5); the other group has none above."""
     objective = TBAPrime(0.5, log_ratio_clamp=1.0, importance="none")
-    gradient = per_token([[-0.5 / 7] * 2, [0] * 4, [0.5 / 7]], [[1 / 18] * 3, [5 / 36], [-7 / 36] * 2])
-    check(solve(objective, *ragged()), [(0.5 * 2 - 0.5) / 7, (-1 / 3 * 3 - 5 / 6 + 7 / 6 * 2) / 6], gradient)
+    gradient = per_token(
+        [[-0.5 / 7] * 2, [0] * 4, [0.5 / 7]], [[1 / 18] * 3, [5 / 36], [-7 / 36] * 2]
+    )
+    check(
+        solve(objective, *ragged()),
+        [(0.5 * 2 - 0.5) / 7, (-1 / 3 * 3 - 5 / 6 + 7 / 6 * 2) / 6],
+        gradient,
+    )
     logp, batch = ragged()
-    far = replace(batch, ref_logp=2 * logp - batch.ref_logp)  # log-ratios of the other sign: (-1, 0, -1) and (0, -1, 0)
-    assert metric(objective, "tb/log_z", logp, far) == pytest.approx([2 / 3 + 2 / 3, 2 + 1 / 3])  # mean(2 r - KL)
+    far = replace(
+        batch, ref_logp=2 * logp - batch.ref_logp
+    )  # log-ratios of the other sign: (-1, 0, -1) and (0, -1, 0)
+    assert metric(objective, "tb/log_z", logp, far) == pytest.approx(
+        [2 / 3 + 2 / 3, 2 + 1 / 3]
+    )  # mean(2 r - KL)
     _, gradient = solve(objective, logp, far)  # r + .5 (1, 0, 1) = (1.5, 0, .5), less 2/3
-    torch.testing.assert_close(gradient[0], per_token([[-5 / 6 / 7] * 2, [2 / 3 / 7] * 4, [1 / 6 / 7]], [[0], [0], [0]])[0])
+    torch.testing.assert_close(
+        gradient[0], per_token([[-5 / 6 / 7] * 2, [2 / 3 / 7] * 4, [1 / 6 / 7]], [[0], [0], [0]])[0]
+    )
 
 
 def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> None:
@@ -206,10 +275,19 @@ def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> Non
 def test_rloo_by_hand() -> None:
     """A = 3/2 LEFT = (1, .25, -1.25), (-.5, -1.25, 1.75), settled by mu; loss = -mean A log pi with today's log pi."""
     sums = [[-2, -4 + log(1.1), -1 + log(0.25)], [-3 + log(1.5), -1 + log(3), -2 + log(0.35)]]
-    loss = [-(sums[0][0] + 0.25 * sums[0][1] - 1.25 * sums[0][2]) / 3, -(-0.5 * sums[1][0] - 1.25 * sums[1][1] + 1.75 * sums[1][2]) / 3]
-    gradient = per_token([[-1 / 3] * 2, [-0.25 / 3] * 4, [1.25 / 3]], [[0.5 / 3] * 3, [1.25 / 3], [-1.75 / 3] * 2])
+    loss = [
+        -(sums[0][0] + 0.25 * sums[0][1] - 1.25 * sums[0][2]) / 3,
+        -(-0.5 * sums[1][0] - 1.25 * sums[1][1] + 1.75 * sums[1][2]) / 3,
+    ]
+    gradient = per_token(
+        [[-1 / 3] * 2, [-0.25 / 3] * 4, [1.25 / 3]], [[0.5 / 3] * 3, [1.25 / 3], [-1.75 / 3] * 2]
+    )
     check(solve(Rloo(0.5), *moved()), loss, gradient)
-    check(solve(Rloo(0.5), *on_policy()), [(2 + 0.25 * 4 - 1.25) / 3, (-0.5 * 3 - 1.25 + 1.75 * 2) / 3], gradient)
+    check(
+        solve(Rloo(0.5), *on_policy()),
+        [(2 + 0.25 * 4 - 1.25) / 3, (-0.5 * 3 - 1.25 + 1.75 * 2) / 3],
+        gradient,
+    )
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
@@ -229,14 +307,18 @@ def test_rloo_with_importance_weights_by_hand(importance: str) -> None:
 
 def test_length_normalised_rloo_by_hand() -> None:
     """A = (1, .25, -1.25), (-.5, -1.25, 1.75) times the mean log-prob, -1; a token of T has 1 / T of its response's gradient."""
-    gradient = per_token([[-1 / 6] * 2, [-0.0625 / 3] * 4, [1.25 / 3]], [[0.5 / 9] * 3, [1.25 / 3], [-0.875 / 3] * 2])
+    gradient = per_token(
+        [[-1 / 6] * 2, [-0.0625 / 3] * 4, [1.25 / 3]], [[0.5 / 9] * 3, [1.25 / 3], [-0.875 / 3] * 2]
+    )
     check(solve(Rloo(0.5, length_normalised=True), *on_policy()), [0, 0], gradient)
 
 
 def test_proximal_rloo_by_hand() -> None:
     """A = (1, .25, -1.25), (-.5, -1.25, 1.75); ratios (1, 1.1, .25), (1.5, 3, .35): only .25 with A < 0 is clipped, to .8."""
     loss = [-(1 + 0.25 * 1.1 - 1.25 * 0.8) / 3, -(-0.5 * 1.5 - 1.25 * 3 + 1.75 * 0.35) / 3]
-    gradient = per_token([[-1 / 3] * 2, [-0.275 / 3] * 4, [0]], [[0.25] * 3, [1.25], [-0.6125 / 3] * 2])
+    gradient = per_token(
+        [[-1 / 3] * 2, [-0.275 / 3] * 4, [0]], [[0.25] * 3, [1.25], [-0.6125 / 3] * 2]
+    )
     check(solve(ProximalRloo(0.5), *moved()), loss, gradient)
     assert metric(ProximalRloo(0.5), "clip_ratio", *moved()) == pytest.approx([1 / 3, 1])
     narrow = [-(1 + 0.25 * 1.05 - 1.25 * 0.95) / 3, loss[1]]  # now 1.1 with A > 0 as well
@@ -246,28 +328,63 @@ def test_proximal_rloo_by_hand() -> None:
 
 def test_dr_grpo_by_hand() -> None:
     """A = (2/3, -1/3, -1/3), (-1/2, -1/2, 1). Of the ratios 2 (A > 0) and .25 (A < 0) are clipped, to 1.2 and .8; 1.5 and 3 (A < 0) are not."""
-    loss = [-(2 / 3 * (1.2 + 0.5) - (1.1 + 3) / 3 - 0.8 / 3) / 3, -(-(2 + 1.5) / 2 - 3 / 2 + 0.5 + 0.7) / 3]
-    gradient = per_token([[0, -1 / 9], [1.1 / 9, 1 / 9, 1 / 9, 1 / 9], [0]], [[1 / 6, 1 / 6, 0.25], [0.5], [-0.5 / 3, -0.7 / 3]])
+    loss = [
+        -(2 / 3 * (1.2 + 0.5) - (1.1 + 3) / 3 - 0.8 / 3) / 3,
+        -(-(2 + 1.5) / 2 - 3 / 2 + 0.5 + 0.7) / 3,
+    ]
+    gradient = per_token(
+        [[0, -1 / 9], [1.1 / 9, 1 / 9, 1 / 9, 1 / 9], [0]],
+        [[1 / 6, 1 / 6, 0.25], [0.5], [-0.5 / 3, -0.7 / 3]],
+    )
     check(solve(DrGrpo(), *drifted()), loss, gradient)
-    assert metric(DrGrpo(), "clip_ratio", *drifted()) == pytest.approx([2 / 3, 7 / 9])  # (2/2, 0/4, 1/1) and (1/3, 1/1, 2/2)
-    penalty = [0.3 * (2 * (exp(-0.5) + 0.5 - 1) + (exp(-2) + 2 - 1)) / 3, 0.3 * (exp(-1) + 1 - 1) / 3]  # k3 = ref / pi - log(ref / pi) - 1
-    pulled = per_token([[0.1 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]], [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2])
-    check(solve(DrGrpo(beta=0.3), *drifted()), [a + b for a, b in zip(loss, penalty, strict=True)], gradient + pulled)
+    assert metric(DrGrpo(), "clip_ratio", *drifted()) == pytest.approx(
+        [2 / 3, 7 / 9]
+    )  # (2/2, 0/4, 1/1) and (1/3, 1/1, 2/2)
+    penalty = [
+        0.3 * (2 * (exp(-0.5) + 0.5 - 1) + (exp(-2) + 2 - 1)) / 3,
+        0.3 * (exp(-1) + 1 - 1) / 3,
+    ]  # k3 = ref / pi - log(ref / pi) - 1
+    pulled = per_token(
+        [[0.1 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]],
+        [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2],
+    )
+    check(
+        solve(DrGrpo(beta=0.3), *drifted()),
+        [a + b for a, b in zip(loss, penalty, strict=True)],
+        gradient + pulled,
+    )
 
 
-@pytest.mark.parametrize(("clip_high", "bound", "slope"), [(None, 1.2, 0.0), (0.6, 1.6, 0.0), (1.5, 2.0, 2.0)])
+@pytest.mark.parametrize(
+    ("clip_high", "bound", "slope"), [(None, 1.2, 0.0), (0.6, 1.6, 0.0), (1.5, 2.0, 2.0)]
+)
 def test_grpo_by_hand(clip_high: float | None, bound: float, slope: float) -> None:
     """As Dr. GRPO, each response over its length, A over the spread sqrt(1/3), sqrt(3/4); `clip_high` lets 2 (A > 0) go further."""
     s, u = sqrt(1 / 3) + 1e-4, sqrt(3 / 4) + 1e-4
-    loss = [-(2 / 3 * (bound + 0.5) / 2 - (1.1 + 3) / 3 / 4 - 0.8 / 3) / s / 3, -(-(2 + 1.5) / 2 / 3 - 3 / 2 + (0.5 + 0.7) / 2) / u / 3]
-    penalty = [0.3 * ((exp(-0.5) - 0.5) + (exp(-2) + 1)) / 3, 0.3 * exp(-1) / 3]  # each response's mean
+    loss = [
+        -(2 / 3 * (bound + 0.5) / 2 - (1.1 + 3) / 3 / 4 - 0.8 / 3) / s / 3,
+        -(-(2 + 1.5) / 2 / 3 - 3 / 2 + (0.5 + 0.7) / 2) / u / 3,
+    ]
+    penalty = [
+        0.3 * ((exp(-0.5) - 0.5) + (exp(-2) + 1)) / 3,
+        0.3 * exp(-1) / 3,
+    ]  # each response's mean
     gradient = per_token(
         [[-slope / 9 / s, -0.5 / 9 / s], [1.1 / 36 / s, 1 / 36 / s, 1 / 36 / s, 1 / 36 / s], [0]],
         [[1 / 18 / u, 1 / 18 / u, 1.5 / 18 / u], [0.5 / u], [-0.25 / 3 / u, -0.35 / 3 / u]],
     )
-    pulled = per_token([[0.05 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]], [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2])
-    check(solve(Grpo(0.3, clip_high=clip_high), *drifted()), [a + b for a, b in zip(loss, penalty, strict=True)], gradient + pulled)
-    outside = {None: [2 / 3, 7 / 9], 0.6: [2 / 3, 2 / 3], 1.5: [1 / 2, 2 / 3]}[clip_high]  # 1.5 is within .6, 2 within 1.5, 3 is not
+    pulled = per_token(
+        [[0.05 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]],
+        [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2],
+    )
+    check(
+        solve(Grpo(0.3, clip_high=clip_high), *drifted()),
+        [a + b for a, b in zip(loss, penalty, strict=True)],
+        gradient + pulled,
+    )
+    outside = {None: [2 / 3, 7 / 9], 0.6: [2 / 3, 2 / 3], 1.5: [1 / 2, 2 / 3]}[
+        clip_high
+    ]  # 1.5 is within .6, 2 within 1.5, 3 is not
     assert metric(Grpo(clip_high=clip_high), "clip_ratio", *drifted()) == pytest.approx(outside)
 
 
@@ -280,22 +397,49 @@ def test_ppo_by_hand() -> None:
     Differences r + V' - V: (.25, -.25) (1, -1, 2, -2) (0) and (1, -3, 1.5) (-.5) (4, -2). With lambda = 1/2, from the end, A:
     (.125, -.25) (.75, -.5, 1, -2) (0) and (-.125, -2.25, 1.5) (-.5) (3, -2).
     """
-    first, second = [[0.125, -0.25], [0.75, -0.5, 1, -2], [0]], [[-0.125, -2.25, 1.5], [-0.5], [3, -2]]
+    first, second = (
+        [[0.125, -0.25], [0.75, -0.5, 1, -2], [0]],
+        [[-0.125, -2.25, 1.5], [-0.5], [3, -2]],
+    )
     advantage, objective = per_token(first, second), Ppo(0.5, gae_lambda=0.5, value_coefficient=0.4)
     _, batch = on_policy()
     torch.testing.assert_close(objective.advantages(VALUES, batch), advantage)
     squares = [0.015625 + 0.0625 + 0.5625 + 0.25 + 1 + 4, 0.015625 + 5.0625 + 2.25 + 0.25 + 9 + 4]
-    loss = [-(-0.125 - 0.75) / 3 + 0.2 * squares[0] / 3, -(-0.875 - 0.5 + 1) / 3 + 0.2 * squares[1] / 3]
-    check(solve(objective, *on_policy(), VALUES), loss, -advantage / 3)
-    torch.testing.assert_close(head_gradient(objective, *on_policy(), VALUES), -0.4 * advantage / 3)  # V goes towards V + A
-    surrogate = [
-        0.125 * 1.2 - 0.25 * 0.8 + 0.75 * 1.1 - 0.5 + 1 - 2,  # 2 is clipped to 1.2, and .5, as A < 0, to .8
-        -0.125 - 2.25 + 1.5 * 1.2 - 0.5 * 3 + 3 * 0.5 - 2 * 0.8,  # 1.5 to 1.2, and .7, as A < 0, to .8
+    loss = [
+        -(-0.125 - 0.75) / 3 + 0.2 * squares[0] / 3,
+        -(-0.875 - 0.5 + 1) / 3 + 0.2 * squares[1] / 3,
     ]
-    slopes = per_token([[0, 0], [0.75 * 1.1, -0.5, 1, -2], [0]], [[-0.125, -2.25, 0], [-0.5 * 3], [3 * 0.5, 0]])
-    check(solve(objective, *moved(), VALUES), [(0.2 * squares[b] - surrogate[b]) / 3 for b in (0, 1)], -slopes / 3)
+    check(solve(objective, *on_policy(), VALUES), loss, -advantage / 3)
+    torch.testing.assert_close(
+        head_gradient(objective, *on_policy(), VALUES), -0.4 * advantage / 3
+    )  # V goes towards V + A
+    surrogate = [
+        0.125 * 1.2
+        - 0.25 * 0.8
+        + 0.75 * 1.1
+        - 0.5
+        + 1
+        - 2,  # 2 is clipped to 1.2, and .5, as A < 0, to .8
+        -0.125
+        - 2.25
+        + 1.5 * 1.2
+        - 0.5 * 3
+        + 3 * 0.5
+        - 2 * 0.8,  # 1.5 to 1.2, and .7, as A < 0, to .8
+    ]
+    slopes = per_token(
+        [[0, 0], [0.75 * 1.1, -0.5, 1, -2], [0]], [[-0.125, -2.25, 0], [-0.5 * 3], [3 * 0.5, 0]]
+    )
+    check(
+        solve(objective, *moved(), VALUES),
+        [(0.2 * squares[b] - surrogate[b]) / 3 for b in (0, 1)],
+        -slopes / 3,
+    )
     assert metric(objective, "ppo/value_error", *moved(), VALUES) == pytest.approx(
-        [(0.078125 / 2 + 5.8125 / 4) / 3, (7.328125 / 3 + 0.25 + 13 / 2) / 3]  # of each response's mean square
+        [
+            (0.078125 / 2 + 5.8125 / 4) / 3,
+            (7.328125 / 3 + 0.25 + 13 / 2) / 3,
+        ]  # of each response's mean square
     )
 
 
@@ -304,8 +448,14 @@ def test_ppo_discounts_by_hand() -> None:
 
     A adds a quarter of the next.
     """
-    first, second = [[-0.3125, -0.25], [0.5 - 0.25 + 0.25 * 0.125, -1 + 0.125, 0.5, -2], [0]], [[-0.53125, -2.125, 1.5], [-0.5], [1.5, -2]]
-    torch.testing.assert_close(Ppo(0.5, discount=0.5, gae_lambda=0.5).advantages(VALUES, on_policy()[1]), per_token(first, second))
+    first, second = (
+        [[-0.3125, -0.25], [0.5 - 0.25 + 0.25 * 0.125, -1 + 0.125, 0.5, -2], [0]],
+        [[-0.53125, -2.125, 1.5], [-0.5], [1.5, -2]],
+    )
+    torch.testing.assert_close(
+        Ppo(0.5, discount=0.5, gae_lambda=0.5).advantages(VALUES, on_policy()[1]),
+        per_token(first, second),
+    )
 
 
 def test_ppo_settles_the_kl_when_it_sampled() -> None:
@@ -319,10 +469,16 @@ def test_ppo_settles_the_kl_when_it_sampled() -> None:
 
 def test_vineppo_by_hand_with_steps_of_one_token() -> None:
     """V: (.5, .75) (.5, .25, .5, 1) (.5) and (1.25, 1, .5) (1.25) (.5, 1); A is V of the next state, r at the end, less V."""
-    values = per_token([[0.5, 0.75], [0.5, 0.25, 0.5, 1], [0.5]], [[1.25, 1, 0.5], [1.25], [0.5, 1]])
-    advantage = per_token([[0.25, 0.25], [-0.25, 0.25, 0.5, -1], [-0.5]], [[-0.25, -0.5, 0], [-0.75], [0.5, 1]])
+    values = per_token(
+        [[0.5, 0.75], [0.5, 0.25, 0.5, 1], [0.5]], [[1.25, 1, 0.5], [1.25], [0.5, 1]]
+    )
+    advantage = per_token(
+        [[0.25, 0.25], [-0.25, 0.25, 0.5, -1], [-0.5]], [[-0.25, -0.5, 0], [-0.75], [0.5, 1]]
+    )
     logp, batch = drifted()
-    slopes = per_token([[0, 0.125], [-0.275, 0.25, 0.5, -1], [0]], [[-0.25, -0.5, 0], [-2.25], [0.25, 0.7]])  # 2 and .25 are clipped
+    slopes = per_token(
+        [[0, 0.125], [-0.275, 0.25, 0.5, -1], [0]], [[-0.25, -0.5, 0], [-2.25], [0.25, 0.7]]
+    )  # 2 and .25 are clipped
     surrogate = [0.25 * 1.2 + 0.125 - 0.275 - 0.25 - 0.5 * 0.8, -0.75 - 2.25 + 0.25 + 0.7]
     objective, filled = VinePpo(beta=0.0, step_tokens=1), replace(batch, value=values)
     torch.testing.assert_close(objective.advantages(filled), advantage)
@@ -331,14 +487,26 @@ def test_vineppo_by_hand_with_steps_of_one_token() -> None:
 
 def test_vineppo_by_hand_with_steps_of_two_tokens() -> None:
     """Both tokens of a step share its A; the step that begins a response of odd length's last token is that token alone. beta = .3."""
-    values = per_token([[0.5, 0.5], [0.5, 0.5, 0.75, 0.75], [0.5]], [[1.25, 1.25, 1], [1.25], [0.5, 0.5]])
-    advantage = per_token([[0.5, 0.5], [0.25, 0.25, -0.75, -0.75], [-0.5]], [[-0.25, -0.25, -0.5], [-0.75], [1.5, 1.5]])
+    values = per_token(
+        [[0.5, 0.5], [0.5, 0.5, 0.75, 0.75], [0.5]], [[1.25, 1.25, 1], [1.25], [0.5, 0.5]]
+    )
+    advantage = per_token(
+        [[0.5, 0.5], [0.25, 0.25, -0.75, -0.75], [-0.5]],
+        [[-0.25, -0.25, -0.5], [-0.75], [1.5, 1.5]],
+    )
     logp, batch = on_policy()
     objective, filled = VinePpo(beta=0.3, step_tokens=2), replace(batch, value=values)
     torch.testing.assert_close(objective.advantages(filled), advantage)
     penalty = [0.3 * (2 * (exp(-0.5) - 0.5) + exp(-2) + 1) / 3, 0.3 * exp(-1) / 3]
-    pulled = per_token([[0.1 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]], [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2])
-    check(solve(objective, logp, filled), [penalty[0] + 0.5 / 3, penalty[1] - (-1 - 0.75 + 3) / 3], pulled - advantage / 3)
+    pulled = per_token(
+        [[0.1 * (1 - exp(-0.5))] * 2, [0] * 4, [0.1 * (1 - exp(-2))]],
+        [[0] * 3, [0.1 * (1 - exp(-1))], [0] * 2],
+    )
+    check(
+        solve(objective, logp, filled),
+        [penalty[0] + 0.5 / 3, penalty[1] - (-1 - 0.75 + 3) / 3],
+        pulled - advantage / 3,
+    )
 
 
 def test_vineppo_refuses_what_was_found_without_rollouts() -> None:
@@ -366,8 +534,12 @@ def test_online_dpo_of_the_first_two_by_hand() -> None:
     check(solve(objective, *ragged()), [log(1 + exp(-0.5)), 0], gradient)
     assert metric(objective, "dpo/pairs", *ragged()) == [1.0, 0.0]
     logp, batch = ragged()
-    turned = gradient * torch.tensor([-exp(0.5), -exp(0.5), 1])[:, None]  # sigmoid(1/2) = e^(1/2) sigmoid(-1/2)
-    check(solve(objective, logp, replace(batch, reward=-batch.reward)), [log(1 + exp(0.5)), 0], turned)
+    turned = (
+        gradient * torch.tensor([-exp(0.5), -exp(0.5), 1])[:, None]
+    )  # sigmoid(1/2) = e^(1/2) sigmoid(-1/2)
+    check(
+        solve(objective, logp, replace(batch, reward=-batch.reward)), [log(1 + exp(0.5)), 0], turned
+    )
 
 
 def test_length_normalised_dpo_by_hand() -> None:
@@ -381,12 +553,19 @@ def test_length_normalised_dpo_by_hand() -> None:
 
 def test_raft_by_hand() -> None:
     """r >= 1/2: the first; all three. The best: the first; the third. r >= 1: the first; the third. Best of equals: none."""
-    one, all_three = per_token([[-1 / 3] * 2, [0] * 4, [0]], [[0] * 3, [0], [-1 / 3] * 2]), per_token([[0], [0], [0]], [[-1 / 3] * 3, [-1 / 3], [0] * 2])
+    one, all_three = (
+        per_token([[-1 / 3] * 2, [0] * 4, [0]], [[0] * 3, [0], [-1 / 3] * 2]),
+        per_token([[0], [0], [0]], [[-1 / 3] * 3, [-1 / 3], [0] * 2]),
+    )
     check(solve(Raft(0.5), *drifted()), [2 / 3, 6 / 3], one + all_three)
     check(solve(Raft(1.0), *drifted()), [2 / 3, 2 / 3], one)
     check(solve(Raft("best"), *drifted()), [2 / 3, 2 / 3], one)
     logp, batch = ragged()
-    check(solve(Raft("best"), logp, replace(batch, reward=torch.ones(2, 3).double())), [0, 0], torch.zeros_like(logp))
+    check(
+        solve(Raft("best"), logp, replace(batch, reward=torch.ones(2, 3).double())),
+        [0, 0],
+        torch.zeros_like(logp),
+    )
     several = replace(batch, reward=per_response([[3, 1, 3], [-2, -1, -1]]))
     assert metric(Raft("best"), "raft/accepted", logp, several) == pytest.approx([2 / 3, 2 / 3])
     assert metric(Raft(0.5), "raft/accepted", logp, batch) == pytest.approx([1 / 3, 1])
@@ -404,16 +583,22 @@ def test_length_normalised_raft_by_hand() -> None:
 @pytest.mark.parametrize("beta", [0.01, 0.5, 3.0])
 def test_on_policy_tb_is_rloo_up_to_its_constant(beta: float) -> None:
     """RLOO's gradient is K / (K - 1) times TB's, whatever beta: that is why beta / 2 is in the loss."""
-    torch.testing.assert_close(solve(Rloo(beta), *on_policy())[1], solve(TrajectoryBalance(beta), *on_policy())[1] * 3 / 2)
+    torch.testing.assert_close(
+        solve(Rloo(beta), *on_policy())[1], solve(TrajectoryBalance(beta), *on_policy())[1] * 3 / 2
+    )
 
 
 def test_off_policy_rloo_is_not_tb() -> None:
     """RLOO's advantage knows the policy that sampled, TB's residual the live one: that is what staleness changes."""
-    assert (solve(Rloo(0.5), *ragged())[1] - solve(TrajectoryBalance(0.5), *ragged())[1] * 3 / 2).abs().max() > 0.1
+    assert (
+        solve(Rloo(0.5), *ragged())[1] - solve(TrajectoryBalance(0.5), *ragged())[1] * 3 / 2
+    ).abs().max() > 0.1
 
 
 def test_the_first_step_of_proximal_rloo_is_rloos() -> None:
-    torch.testing.assert_close(solve(ProximalRloo(0.3), *on_policy())[1], solve(Rloo(0.3), *on_policy())[1])
+    torch.testing.assert_close(
+        solve(ProximalRloo(0.3), *on_policy())[1], solve(Rloo(0.3), *on_policy())[1]
+    )
 
 
 def test_the_first_step_of_ppo_is_a_policy_gradient() -> None:
@@ -444,10 +629,18 @@ def test_dr_grpo_is_grpo_without_its_two_normalisers() -> None:
     """Responses all of 3 tokens, and rewards whose spread plus 1e-4 is 1: GRPO is a third of Dr. GRPO, off policy and with KL."""
     logp, batch = drifted()
     first = (per_token(*RATIOS) > 0)[..., :3].any(-1, keepdim=True) & (torch.arange(4) < 3)
-    spread = (batch.reward - batch.reward.mean(1, keepdim=True)) / batch.reward.std(1, keepdim=True) * (1 - 1e-4)
+    spread = (
+        (batch.reward - batch.reward.mean(1, keepdim=True))
+        / batch.reward.std(1, keepdim=True)
+        * (1 - 1e-4)
+    )
     noise = torch.linspace(-0.4, 0.4, 24).view(2, 3, 4).double()
-    equal = replace(batch, mask=first, reward=spread, behavior_logp=logp + noise, ref_logp=logp - 2 * noise)
-    for a, b in zip(solve(Grpo(beta=0.2), logp, equal), solve(DrGrpo(beta=0.2), logp, equal), strict=True):
+    equal = replace(
+        batch, mask=first, reward=spread, behavior_logp=logp + noise, ref_logp=logp - 2 * noise
+    )
+    for a, b in zip(
+        solve(Grpo(beta=0.2), logp, equal), solve(DrGrpo(beta=0.2), logp, equal), strict=True
+    ):
         torch.testing.assert_close(a, b / 3)
 
 
@@ -456,7 +649,10 @@ def test_the_first_step_of_vineppo_with_one_long_step_is_rloos() -> None:
     logp, batch = on_policy()
     others = (batch.reward.sum(1, keepdim=True) - batch.reward) / 2
     filled = replace(batch, value=others[..., None] * batch.mask)
-    torch.testing.assert_close(solve(VinePpo(beta=0.0, step_tokens=4), logp, filled)[1], solve(Rloo(beta=0.0), logp, batch)[1])
+    torch.testing.assert_close(
+        solve(VinePpo(beta=0.0, step_tokens=4), logp, filled)[1],
+        solve(Rloo(beta=0.0), logp, batch)[1],
+    )
 
 
 def test_raft_on_right_or_wrong_is_reinforce_without_a_baseline() -> None:
@@ -466,7 +662,9 @@ def test_raft_on_right_or_wrong_is_reinforce_without_a_baseline() -> None:
     loss, gradient = solve(Raft(0.5), logp, binary)
     torch.testing.assert_close(loss, -(binary.reward * (logp * batch.mask).sum(-1)).mean(1))
     torch.testing.assert_close(gradient, -binary.reward[..., None] * batch.mask / 3)
-    torch.testing.assert_close(gradient, solve(Ppo(beta=0.0, gae_lambda=1.0), logp, binary, torch.zeros_like(logp))[1])
+    torch.testing.assert_close(
+        gradient, solve(Ppo(beta=0.0, gae_lambda=1.0), logp, binary, torch.zeros_like(logp))[1]
+    )
 
 
 # Expectations, by going through every group that can be drawn
@@ -485,18 +683,24 @@ def answers(index: Tensor, logits: Tensor, mu: Tensor) -> tuple[Tensor, Batch]:
     ones, index = torch.ones(b, 1), index[..., None]
     batch = Batch(
         ones.long(), ones.bool(), index, torch.ones(b, k, 1).bool(), mu.log()[index], REF.log()[index], REWARD[index[..., 0]],
-        torch.zeros(b, k).long(), torch.zeros(b, k, 1),
+        torch.zeros(b, k, 1),
     )  # fmt: skip
     return logits.log_softmax(0)[index], batch
 
 
-def expected_gradient(objective: Any, k: int, mu: Tensor | None = None, head: float | None = None) -> Tensor:
+def expected_gradient(
+    objective: Any, k: int, mu: Tensor | None = None, head: float | None = None
+) -> Tensor:
     """d E[loss] / d logits over all groups of k independent samples of mu, or of the policy itself."""
     logits = LOGITS.clone().requires_grad_()
     mu = LOGITS.softmax(0) if mu is None else mu
     index = torch.tensor(list(product(range(3), repeat=k)))
     logp, batch = answers(index, logits, mu)
-    loss, _ = objective(logp, batch) if head is None else objective(logp, batch, torch.full((len(index),), head, dtype=torch.float64))
+    loss, _ = (
+        objective(logp, batch)
+        if head is None
+        else objective(logp, batch, torch.full((len(index),), head, dtype=torch.float64))
+    )
     return torch.autograd.grad((mu[index].prod(1) * loss).sum(), logits)[0]
 
 
@@ -519,9 +723,13 @@ def test_on_policy_expectations(k: int) -> None:
     torch.testing.assert_close(expected_gradient(ProximalRloo(BETA), k), target)
     torch.testing.assert_close(expected_gradient(TrajectoryBalance(BETA), k), target * (k - 1) / k)
     for log_z in (LOG_Z.item(), 0.0):
-        torch.testing.assert_close(expected_gradient(TrajectoryBalanceLearnedZ(BETA), k, head=log_z), target)
+        torch.testing.assert_close(
+            expected_gradient(TrajectoryBalanceLearnedZ(BETA), k, head=log_z), target
+        )
     torch.testing.assert_close(expected_gradient(DrGrpo(), k), true_gradient(REWARD) * (k - 1) / k)
-    torch.testing.assert_close(expected_gradient(Raft(0.5), k), true_gradient((REWARD >= 0.5).double()))
+    torch.testing.assert_close(
+        expected_gradient(Raft(0.5), k), true_gradient((REWARD >= 0.5).double())
+    )
 
 
 def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target() -> None:
@@ -535,7 +743,9 @@ def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target() -> None:
 def test_grpo_with_kl_pulls_towards_the_reference_from_its_side() -> None:
     """E[d k3] is the gradient of KL(ref, pi), not of KL(pi, ref): p - ref in the logits. That is where GRPO's target parts from TB's."""
     p = LOGITS.softmax(0)
-    torch.testing.assert_close(expected_gradient(DrGrpo(beta=BETA), 2) - expected_gradient(DrGrpo(), 2), BETA * (p - REF))
+    torch.testing.assert_close(
+        expected_gradient(DrGrpo(beta=BETA), 2) - expected_gradient(DrGrpo(), 2), BETA * (p - REF)
+    )
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -543,7 +753,10 @@ def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k: 
     """Unbiased for r - beta (log mu - log ref) as a reward, whoever sampled; without weights it is not."""
     settled = REWARD - BETA * (MU / REF).log()
     for kind in ("token", "sequence"):
-        torch.testing.assert_close(expected_gradient(Rloo(BETA, importance=kind, importance_cap=9.0), k, MU), true_gradient(settled))
+        torch.testing.assert_close(
+            expected_gradient(Rloo(BETA, importance=kind, importance_cap=9.0), k, MU),
+            true_gradient(settled),
+        )
     assert (expected_gradient(Rloo(BETA), k, MU) - true_gradient(settled)).abs().max() > 0.05
 
 
@@ -563,7 +776,14 @@ def test_tb_corrected_for_delay_is_biased_by_one_over_k() -> None:
     """Its mean is a ratio of two estimates. Relative to TB's own (K - 1) / K of the on-policy gradient, the rest falls with K; raw TB's does not."""
     target = true_gradient(regularised())
     corrected, raw = (
-        [(expected_gradient(TrajectoryBalance(BETA, importance_cap=cap), k, MU) - target).abs().max().item() for k in (2, 4, 8)] for cap in (9.0, None)
+        [
+            (expected_gradient(TrajectoryBalance(BETA, importance_cap=cap), k, MU) - target)
+            .abs()
+            .max()
+            .item()
+            for k in (2, 4, 8)
+        ]
+        for cap in (9.0, None)
     )
     assert corrected[1] < 0.6 * corrected[0] and corrected[2] < 0.6 * corrected[1]
     assert raw[2] > 2 * corrected[2]
@@ -574,8 +794,12 @@ def test_both_are_at_rest_at_the_target_whoever_samples() -> None:
     star = REF.log() + REWARD / BETA - LOG_Z
     logp, batch = answers(torch.tensor(list(product(range(3), repeat=3))), star, MU)
     for cap in (None, 1.5):
-        assert solve(TrajectoryBalance(BETA, importance_cap=cap), logp, batch)[1].abs().max() < 1e-12
-    assert solve(TrajectoryBalanceLearnedZ(BETA), logp, batch, LOG_Z.expand(27))[1].abs().max() < 1e-12
+        assert (
+            solve(TrajectoryBalance(BETA, importance_cap=cap), logp, batch)[1].abs().max() < 1e-12
+        )
+    assert (
+        solve(TrajectoryBalanceLearnedZ(BETA), logp, batch, LOG_Z.expand(27))[1].abs().max() < 1e-12
+    )
     assert solve(TBAPrime(BETA), logp, batch)[1].abs().max() < 1e-12
     assert solve(Rloo(BETA), logp, batch)[1].abs().max() > 0.05
 
@@ -607,15 +831,22 @@ def test_finite_differences_with_a_head() -> None:
     """PPO's head learns from a target that is held fixed, so that only log-probs can be varied."""
     logp, batch = moved()
     log_z = torch.tensor([0.7, -0.2], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, z: TrajectoryBalanceLearnedZ(0.3)(x, batch, z)[0], (logp.clone().requires_grad_(), log_z))
-    assert torch.autograd.gradcheck(lambda x: Ppo(0.3)(x, batch, VALUES)[0], logp.clone().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x, z: TrajectoryBalanceLearnedZ(0.3)(x, batch, z)[0],
+        (logp.clone().requires_grad_(), log_z),
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: Ppo(0.3)(x, batch, VALUES)[0], logp.clone().requires_grad_()
+    )
 
 
 # Options
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
-@pytest.mark.parametrize("objective", [TrajectoryBalance, TrajectoryBalanceLearnedZ, TBAPrime, OnlineDpo])
+@pytest.mark.parametrize(
+    "objective", [TrajectoryBalance, TrajectoryBalanceLearnedZ, TBAPrime, OnlineDpo]
+)
 def test_a_beta_without_a_target_is_refused(objective: Any, beta: float) -> None:
     with pytest.raises(ValueError, match=r"objective\.beta"):
         objective(beta)

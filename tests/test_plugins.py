@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tba.config.plugins import KINDS, find, is_plugin, names, options_of, resolve
+from tba.config.schedule import Schedule
 from tba.objectives.tb import TrajectoryBalance
-from tba.plugins import KINDS, find, is_plugin, names, options_of, resolve
-from tba.schedule import Schedule
 
 SHIPPED = [(kind, name) for kind in KINDS for name in names(kind)]
 
@@ -29,30 +29,85 @@ class NotOne: ...
 
 WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "unknown name": ("objectives", "rlo", {}, "no objectives called 'rlo'; did you mean 'rloo'?"),
-    "no module": ("objectives", "tba_mine.Mine", {}, "'tba_mine.Mine': no module 'tba_mine' on the path"),
-    "no class": ("objectives", "tba_other.Mien", {}, "tba_other has no 'Mien'; did you mean 'Mine'?"),
-    "not a plug-in": ("objectives", "tba_other.NotOne", {}, "'tba_other.NotOne' is not a dataclass, so that it has no options; write @dataclass above it"),
-    "not a class": ("objectives", "tba_other.dataclass", {}, "'tba_other.dataclass' is not a dataclass"),
+    "no module": (
+        "objectives",
+        "tba_mine.Mine",
+        {},
+        "'tba_mine.Mine': no module 'tba_mine' on the path",
+    ),
+    "no class": (
+        "objectives",
+        "tba_other.Mien",
+        {},
+        "tba_other has no 'Mien'; did you mean 'Mine'?",
+    ),
+    "not a plug-in": (
+        "objectives",
+        "tba_other.NotOne",
+        {},
+        "'tba_other.NotOne' is not a dataclass, so that it has no options; write @dataclass above it",
+    ),
+    "not a class": (
+        "objectives",
+        "tba_other.dataclass",
+        {},
+        "'tba_other.dataclass' is not a dataclass",
+    ),
     "no package": ("objectives", ".Mine", {}, "'.Mine': write `package.module.Class`"),
-    "unknown option": ("objectives", "tb", {"bta": 0.1}, "objective.bta: 'tb' has no such option; did you mean 'beta'?; it has beta"),
-    "missing option": ("objectives", "tba_other.Mine", {}, "objective.sizes is missing: 'tba_other.Mine' needs it"),
-    "wrong type": ("objectives", "tb", {"beta": "high"}, "objective.beta = 'high': this is text; write a number"),
+    "unknown option": (
+        "objectives",
+        "tb",
+        {"bta": 0.1},
+        "objective.bta: 'tb' has no such option; did you mean 'beta'?; it has beta",
+    ),
+    "missing option": (
+        "objectives",
+        "tba_other.Mine",
+        {},
+        "objective.sizes is missing: 'tba_other.Mine' needs it",
+    ),
+    "wrong type": (
+        "objectives",
+        "tb",
+        {"beta": "high"},
+        "objective.beta = 'high': this is text; write a number",
+    ),
     "one of several types": (
         "objectives",
         "raft",
         {"threshold": "bset"},
         "objective.threshold = 'bset': input should be a valid number, unable to parse string as a number or input should be 'best'",
     ),
-    "wrong type within": ("objectives", "tba_other.Mine", {"sizes": [1, "two"]}, "objective.sizes.1 = 'two': Input should be a valid integer"),
-    "schedule short of a key": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps is missing"),
+    "wrong type within": (
+        "objectives",
+        "tba_other.Mine",
+        {"sizes": [1, "two"]},
+        "objective.sizes.1 = 'two': Input should be a valid integer",
+    ),
+    "schedule short of a key": (
+        "objectives",
+        "tb",
+        {"beta": {"start": 1.0, "end": 0.0}},
+        "objective.beta.steps is missing",
+    ),
     "schedule with an unknown key": (
         "objectives",
         "tb",
         {"beta": {"cut_stp": 3}},
         "objective.beta.cut_stp: a schedule has no such key; did you mean 'cut_step'",
     ),
-    "schedule of no steps": ("objectives", "tb", {"beta": {"start": 1.0, "end": 0.0, "steps": 0}}, "a schedule needs steps >= 1, not 0; for a constant write"),
-    "schedule elsewhere": ("strategies", "mixture", {"recent": {"start": 1.0, "end": 0.0, "steps": 9}}, "objective.recent = "),
+    "schedule of no steps": (
+        "objectives",
+        "tb",
+        {"beta": {"start": 1.0, "end": 0.0, "steps": 0}},
+        "a schedule needs steps >= 1, not 0; for a constant write",
+    ),
+    "schedule elsewhere": (
+        "strategies",
+        "mixture",
+        {"recent": {"start": 1.0, "end": 0.0, "steps": 9}},
+        "objective.recent = ",
+    ),
 }
 
 
@@ -73,7 +128,11 @@ def test_a_mistake_is_told_with_what_to_write(case: str) -> None:
 
 
 def test_a_dotted_path_leads_to_any_class() -> None:
-    assert find("objectives", "tba.objectives.tb.TrajectoryBalance") is TrajectoryBalance is find("objectives", "tb")
+    assert (
+        find("objectives", "tba.objectives.tb.TrajectoryBalance")
+        is TrajectoryBalance
+        is find("objectives", "tb")
+    )
     mine = resolve("tasks", "task", "tba_other.Mine", {"sizes": [3, 4]}).build()
     assert (mine.sizes, mine.beta) == ((3, 4), 0.5)
 
@@ -81,7 +140,9 @@ def test_a_dotted_path_leads_to_any_class() -> None:
 def test_an_objective_follows_its_schedule() -> None:
     beta = {"start": 1.0, "end": 0.0, "steps": 256, "cut_step": 32, "cut_to": 0.05}
     plugin = resolve("objectives", "objective", "tb", {"beta": beta}, scheduled=True)
-    assert [plugin.at(step).beta for step in (0, 16, 31, 32, 256)] == pytest.approx([1.0, 0.9375, 1 - 31 / 256, 0.05, 0.05])
+    assert [plugin.at(step).beta for step in (0, 16, 31, 32, 256)] == pytest.approx(
+        [1.0, 0.9375, 1 - 31 / 256, 0.05, 0.05]
+    )
 
 
 def test_a_cut_has_a_step_and_a_value() -> None:
@@ -93,5 +154,7 @@ def test_a_cut_has_a_step_and_a_value() -> None:
 def test_what_ships_is_documented(kind: str, name: str) -> None:
     cls = find(kind, name)
     assert is_plugin(cls)
-    assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}(")  # a dataclass without a docstring gets its signature
+    assert cls.__doc__ and not cls.__doc__.startswith(
+        f"{cls.__name__}("
+    )  # a dataclass without a docstring gets its signature
     json.dumps([default for _, default in options_of(cls).values() if default is not MISSING])

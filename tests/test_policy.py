@@ -20,17 +20,38 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import tba.policy
-from tba.build import checkpoint_layers
-from tba.policy import Policy
+import tba.learn.policy
+from tba.learn.policy import Policy
+from tba.models.pretrained import enable_gradient_checkpointing
 from tba.types import Batch
 
-SMALL = {"vocab_size": 14, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-WIDE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 14,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+WIDE = SMALL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=14, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=14,
+            n_positions=32,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
+    ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
 }
 
@@ -43,7 +64,9 @@ def make(family: str) -> Any:
 
 def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
     policy.model.zero_grad()
-    (policy.logp(batch) * torch.arange(1.0, batch.mask.numel() + 1).view(batch.mask.shape)).sum().backward()
+    (
+        policy.logp(batch) * torch.arange(1.0, batch.mask.numel() + 1).view(batch.mask.shape)
+    ).sum().backward()
     return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -52,8 +75,12 @@ def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
     model = make(family)
     shared, plain = Policy(model, 0.7), Policy(model, 0.7, share_prompt=False)
     torch.testing.assert_close(shared.logp(batch), plain.logp(batch), atol=1e-5, rtol=1e-5)
-    for (name, a), b in zip(gradients(shared, batch).items(), gradients(plain, batch).values(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    for (name, a), b in zip(
+        gradients(shared, batch).items(), gradients(plain, batch).values(), strict=True
+    ):
+        torch.testing.assert_close(
+            a, b, atol=1e-3, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,18 +91,29 @@ def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
     logp, entropy = out.logp, out.entropy
     for b in range(len(batch)):
         for k in range(batch.samples):
-            prompt, answer = batch.prompt_tokens[b][batch.prompt_mask[b]], batch.tokens[b, k][batch.mask[b, k]]
-            every = torch.log_softmax(model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+            prompt, answer = (
+                batch.prompt_tokens[b][batch.prompt_mask[b]],
+                batch.tokens[b, k][batch.mask[b, k]],
+            )
+            every = torch.log_softmax(
+                model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+                / 0.7,
+                -1,
+            )
             n = len(answer)
-            torch.testing.assert_close(logp[b, k, :n], every.gather(1, answer[:, None])[:, 0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(entropy[b, k, :n], -(every.exp() * every).sum(-1), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                logp[b, k, :n], every.gather(1, answer[:, None])[:, 0], atol=1e-5, rtol=1e-5
+            )
+            torch.testing.assert_close(
+                entropy[b, k, :n], -(every.exp() * every).sum(-1), atol=1e-5, rtol=1e-5
+            )
             assert not logp[b, k, n:].any()
 
 
 def test_chunked_head_changes_nothing(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     whole, gradient = Policy(model, 1.0).logp(batch), gradients(Policy(model, 1.0), batch)
-    monkeypatch.setitem(tba.policy.LOGITS_AT_ONCE, "cpu", 14 * 3)  # three tokens at a time
+    monkeypatch.setitem(tba.learn.policy.LOGITS_AT_ONCE, "cpu", 14 * 3)  # three tokens at a time
     torch.testing.assert_close(Policy(model, 1.0).logp(batch), whole)
     for a, b in zip(gradients(Policy(model, 1.0), batch).values(), gradient.values(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
@@ -85,7 +123,7 @@ def test_gradient_checkpointing_changes_nothing_and_drops_nothing(batch: Batch) 
     """GPT-2 has dropout; checkpointing needs training mode, and must not bring it in."""
     plain = gradients(Policy(make("gpt2"), 1.0), batch)
     model = make("gpt2")
-    checkpoint_layers(model)
+    enable_gradient_checkpointing(model)
     policy = Policy(model, 1.0, share_prompt=False)
     torch.testing.assert_close(policy.logp(batch), policy.logp(batch), atol=0, rtol=0)
     for a, b in zip(gradients(policy, batch).values(), plain.values(), strict=True):
@@ -103,12 +141,21 @@ def test_padding_tokens_have_no_influence(batch: Batch) -> None:
 def test_one_token_responses(batch: Batch) -> None:
     one = batch.groups([0]).slice(slice(1, 2)).groups([0])
     assert one.tokens.shape == (1, 1, 1)
-    torch.testing.assert_close(Policy(make("llama"), 1.0).logp(one), Policy(make("llama"), 1.0).logp(batch)[:1, 1:2, :1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        Policy(make("llama"), 1.0).logp(one),
+        Policy(make("llama"), 1.0).logp(batch)[:1, 1:2, :1],
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 def test_a_model_that_caps_its_logits_is_refused() -> None:
     """Gemma 2 does; without the cap it is served."""
-    small = {k: v for k, v in WIDE.items() if k != "max_position_embeddings"} | {"head_dim": 8, "num_key_value_heads": 2, "initializer_range": 0.3}
+    small = {k: v for k, v in WIDE.items() if k != "max_position_embeddings"} | {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    }
     Policy(Gemma2ForCausalLM(Gemma2Config(**small, final_logit_softcapping=None)).eval(), 1.0)
     with pytest.raises(ValueError, match="after the head"):
         Policy(Gemma2ForCausalLM(Gemma2Config(**small, final_logit_softcapping=3.0)).eval(), 1.0)
@@ -116,4 +163,9 @@ def test_a_model_that_caps_its_logits_is_refused() -> None:
 
 def test_bf16_autocast_is_close(batch: Batch) -> None:
     model = make("llama")
-    torch.testing.assert_close(Policy(model, 1.0, autocast=True).logp(batch), Policy(model, 1.0).logp(batch), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(
+        Policy(model, 1.0, autocast=True).logp(batch),
+        Policy(model, 1.0).logp(batch),
+        atol=0.05,
+        rtol=0.05,
+    )

@@ -16,10 +16,12 @@ from test_contracts import answered
 from test_loop import config, resumes_exactly
 from test_ray import config as on_ray
 
-from tba import build, checkpoint
 from tba.cli import _config
-from tba.loop import run
-from tba.prompts import PromptStream, Selection
+from tba.run import run
+from tba.runs import checkpoint
+from tba.runs.parts import check
+from tba.search.prompts import PromptStream
+from tba.selections import Selection
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty
 from tba.selections.uniform import Uniform
@@ -76,9 +78,15 @@ def test_a_prompt_may_be_out_several_times() -> None:
 def test_another_data_set_is_noticed() -> None:
     stream = stream_of(Cyclic)
     stream.take(7)
-    reworded = [replace(PROMPTS[0], text="y"), *PROMPTS[1:]]  # the ids of custom data are row numbers: they stay
+    reworded = [
+        replace(PROMPTS[0], text="y"),
+        *PROMPTS[1:],
+    ]  # the ids of custom data are row numbers: they stay
     for other in (PROMPTS[:3], reworded, PROMPTS[::-1]):
-        with pytest.raises(ValueError, match="training prompts have changed since the run began; resume with the data it was started with"):
+        with pytest.raises(
+            ValueError,
+            match="training prompts have changed since the run began; resume with the data it was started with",
+        ):
             PromptStream(other, Cyclic(other, 0, None)).seek(stream.cursor())
 
 
@@ -87,7 +95,10 @@ def test_another_selection_starts_afresh_and_says_so(caplog: pytest.LogCaptureFi
     before.done(before.take(3), [])
     out = before.take(2)
     after.seek(before.cursor())
-    assert "chosen by tba.selections.difficulty.Difficulty, and are from now on by tba.selections.cyclic.Cyclic, which starts afresh" in caplog.text
+    assert (
+        "chosen by tba.selections.difficulty.Difficulty, and are from now on by tba.selections.cyclic.Cyclic, which starts afresh"
+        in caplog.text
+    )
     assert ids(after.take(2)) == ids(out)  # what is out is not forgotten
     assert ids(after.take(7)) == ids(stream_of(Cyclic).take(7))
 
@@ -115,13 +126,18 @@ def test_uniform_is_uniform() -> None:
     """Frequencies, and of pairs that follow each other: a choice does not depend on the one before. Five standard errors."""
     selection = Uniform(PROMPTS, 0, None)
     chosen = [p for _ in range(2500) for p in ids(selection.choose(4))]
-    for counts, cells in ((Counter(chosen), 7), (Counter(zip(chosen[::2], chosen[1::2], strict=True)), 49)):
+    for counts, cells in (
+        (Counter(chosen), 7),
+        (Counter(zip(chosen[::2], chosen[1::2], strict=True)), 49),
+    ):
         total = counts.total()
         assert len(counts) == cells
         assert all(abs(n - total / cells) < 5 * np.sqrt(total / cells) for n in counts.values())
 
 
-def explore(selection: Selection, rates: dict[str, float], rounds: int, seed: int = 0) -> Counter[str]:
+def explore(
+    selection: Selection, rates: dict[str, float], rounds: int, seed: int = 0
+) -> Counter[str]:
     """What is chosen, 4 at a time, when each prompt is answered 8 times at its rate."""
     rng, chosen = np.random.default_rng(seed), Counter[str]()
     for _ in range(rounds):
@@ -137,7 +153,9 @@ MANY = [Prompt(f"m{i}", "x") for i in range(90)]
 
 def rates(hard: int, middle: int) -> dict[str, float]:
     """The first prompts are never answered, the next half the time, the others always."""
-    return {p.id: 0.0 if i < hard else 0.5 if i < hard + middle else 1.0 for i, p in enumerate(MANY)}
+    return {
+        p.id: 0.0 if i < hard else 0.5 if i < hard + middle else 1.0 for i, p in enumerate(MANY)
+    }
 
 
 def share(chosen: Counter[str], rate: dict[str, float]) -> float:
@@ -157,7 +175,9 @@ def test_difficulty_aims_at_its_target() -> None:
         selection = Difficulty(MANY, 0, 1.0, target=target, forgetting=0.9)
         explore(selection, rate, rounds=200)
         chosen = explore(selection, rate, rounds=100)
-        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(target, abs=0.07)
+        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(
+            target, abs=0.07
+        )
 
 
 def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
@@ -178,7 +198,9 @@ def test_difficulty_is_the_papers_update() -> None:
     selection.learn(answered(PROMPTS[1], right=3, answers=5))
     selection.learn(answered(PROMPTS[1], right=1, answers=5))
     first = (0.75 * 2 + 0.25 * 2 + 3, 0.75 * 4 + 0.25 * 4 + 2)
-    assert selection.state()["posterior"] == {"p1": [0.75 * first[0] + 0.25 * 2 + 1, 0.75 * first[1] + 0.25 * 4 + 4]}  # and no other
+    assert selection.state()["posterior"] == {
+        "p1": [0.75 * first[0] + 0.25 * 2 + 1, 0.75 * first[1] + 0.25 * 4 + 4]
+    }  # and no other
 
 
 @pytest.mark.parametrize("candidates", [1, 3])
@@ -200,37 +222,67 @@ def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates: int) -
         (["selection.pass_reward=1"], "no such option"),
     ],
 )
-def test_difficulty_that_cannot_work_is_told_before_anything_starts(tiny_model: Path, tmp_path: Path, settings: list[str], told: str) -> None:
+def test_difficulty_that_cannot_work_is_told_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, settings: list[str], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
-        build.check(config(tiny_model, tmp_path, "selection=difficulty", *settings))
+        check(config(tiny_model, tmp_path, "selection=difficulty", *settings))
 
 
 # In a run
 
 
 @pytest.mark.parametrize("selection", ["uniform", "difficulty"])
-def test_a_resumed_run_goes_on_choosing_as_it_would_have(tiny_model: Path, tmp_path: Path, selection: str) -> None:
+def test_a_resumed_run_goes_on_choosing_as_it_would_have(
+    tiny_model: Path, tmp_path: Path, selection: str
+) -> None:
     resumes_exactly(tiny_model, tmp_path, f"selection={selection}", "task.size=40")
-    state = json.loads((checkpoint.newest(tmp_path / "part" / "checkpoints") / "state.json").read_text())["cursor"]["state"]
+    state = json.loads(
+        (checkpoint.newest(tmp_path / "part" / "checkpoints") / "state.json").read_text()
+    )["cursor"]["state"]
     assert state["chosen"] == 9 * 3  # first fill and after each step
     if selection == "difficulty":
         assert 0 < len(state["posterior"]) <= 27
-        assert all(alpha + beta >= 2 + 4 for alpha, beta in state["posterior"].values())  # prior and four answers
+        assert all(
+            alpha + beta >= 2 + 4 for alpha, beta in state["posterior"].values()
+        )  # prior and four answers
 
 
-def test_the_selection_can_be_changed_on_resuming(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_selection_can_be_changed_on_resuming(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     with caplog.at_level(logging.WARNING):
-        assert run(_config(["selection=difficulty", "run.steps=4"], tmp_path / "run"), tmp_path / "run").steps == 4
+        assert (
+            run(
+                _config(["selection=difficulty", "run.steps=4"], tmp_path / "run"), tmp_path / "run"
+            ).steps
+            == 4
+        )
     assert "starts afresh" in caplog.text
 
 
-def test_difficulty_learns_from_what_searchers_of_their_own_found(tiny_model: Path, tmp_path: Path) -> None:
+def test_difficulty_learns_from_what_searchers_of_their_own_found(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """Few prompts and two tasks in flight: the same prompt is out several times. Then a resume."""
-    run(on_ray(tiny_model, tmp_path / "run", "run.steps=15", "selection=difficulty", "task.size=5", "runtime.fresh=2"))
-    cursor = json.loads((checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text())["cursor"]
+    run(
+        on_ray(
+            tiny_model,
+            tmp_path / "run",
+            "run.steps=15",
+            "selection=difficulty",
+            "task.size=5",
+            "runtime.fresh=2",
+        )
+    )
+    cursor = json.loads(
+        (checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text()
+    )["cursor"]
     assert len(cursor["outstanding"]) > len(set(cursor["outstanding"]))
     assert cursor["state"]["posterior"].keys() == {f"{i}+1" for i in range(5)}
     assert run(_config(["run.steps=25"], tmp_path / "run"), tmp_path / "run").steps == 25
-    later = json.loads((checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text())["cursor"]
+    later = json.loads(
+        (checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text()
+    )["cursor"]
     assert later["state"]["chosen"] > cursor["state"]["chosen"]

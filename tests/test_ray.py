@@ -19,13 +19,14 @@ import psutil
 import pytest
 from test_loop import ENVIRONMENT, as_settings
 
-import tba.loop
-from tba import checkpoint
+import tba.run
 from tba.cli import _config
-from tba.config import Config, load
-from tba.log import METRICS, SUMMARY, read
-from tba.loop import Run
-from tba.replay import ReplayBuffer
+from tba.config.loading import load
+from tba.config.schema import Config
+from tba.replay.buffer import ReplayBuffer
+from tba.run import Run
+from tba.runs import checkpoint
+from tba.runs.log import METRICS, SUMMARY, read
 from tba.runtime.bind import bind_ray
 from tba.runtime.placement import Place, divide
 
@@ -41,7 +42,12 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
     )  # fmt: skip
 
 
-def run_and_keep(config: Config, monkeypatch: pytest.MonkeyPatch, resume: Path | None = None, meanwhile: Callable[[Run], None] | None = None) -> Run:
+def run_and_keep(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    resume: Path | None = None,
+    meanwhile: Callable[[Run], None] | None = None,
+) -> Run:
     """The run that was carried out; `meanwhile` runs in a thread beside it."""
     kept: list[Run] = []
     carry_out = tba.loop._carry_out
@@ -64,7 +70,10 @@ def run_and_keep(config: Config, monkeypatch: pytest.MonkeyPatch, resume: Path |
 
 def conserved(buffer: ReplayBuffer) -> bool:
     c = buffer.counts
-    return c["added"] == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
+    return (
+        c["added"]
+        == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
+    )
 
 
 def shared_memory() -> set[str]:
@@ -78,10 +87,17 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
     return true()
 
 
-def test_neither_side_waits(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_side_waits(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Search takes far longer than a step, and the trainer goes on learning: all its waiting would not pay for one search. Evaluations stop nobody."""
     search = 0.6
-    slow = ("engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']", "run.steps=60")
+    slow = (
+        "engine=scripted",
+        f"engine.latency={search}",
+        "engine.answers=['1','2','33']",
+        "run.steps=60",
+    )
     run = run_and_keep(config(tiny_model, tmp_path / "run", *slow), monkeypatch)
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["trainer_wait_fraction"] * summary["seconds"] < search
@@ -90,9 +106,13 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path, monkeypatch: pytes
     assert summary["searcher_wait_fraction"] < 0.25
 
 
-def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_reach_the_searchers(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Versions travel on the data, lag is what was consumed, and after a sync both sides compute the same log-probs."""
-    run_and_keep(config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"), monkeypatch)
+    run_and_keep(
+        config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"), monkeypatch
+    )
     rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
     assert rows[-1]["off_policy/lag_mean"] < 60
     gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
@@ -103,35 +123,80 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path, monkeypat
     assert versions[-1] == 120
 
 
-def test_search_and_learning_take_turns(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_and_learning_take_turns(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """lag = 0 on two searchers: all is on policy, both have work, none too much, a reset reference arrives in its turn, and so do values."""
     bind_ray(None)
     from tba.runtime.ray import RaySearchers
 
     given: Counter[int] = Counter()
     give = RaySearchers._give
-    monkeypatch.setattr(RaySearchers, "_give", lambda self, handle, task: (given.update({id(handle): len(task.prompts)}), give(self, handle, task))[1])
-    settings = ("runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=8")
-    changing = ("policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo", "objective.step_tokens=1", "objective.rollouts=2")
+    monkeypatch.setattr(
+        RaySearchers,
+        "_give",
+        lambda self, handle, task: (
+            given.update({id(handle): len(task.prompts)}),
+            give(self, handle, task),
+        )[1],
+    )
+    settings = (
+        "runtime.lag=0",
+        "runtime.publish_every=1",
+        "runtime.searchers=2",
+        "runtime.cores=share",
+        "strategy=recent",
+        "run.steps=8",
+    )
+    changing = (
+        "policy.reset_reference_every=3",
+        "trainer.learning_rate=1e-2",
+        "objective=vineppo",
+        "objective.step_tokens=1",
+        "objective.rollouts=2",
+    )
     ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing), monkeypatch)
     rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
     assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
     assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
-    assert [abs(r["kl"]) < 1e-4 for r in rows] == [True, False, False, True, False, False, True, False]
+    assert [abs(r["kl"]) < 1e-4 for r in rows] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     stored = [s.trajectory for shelf in ended.buffer.shelves for s in shelf.stored.values()]
-    assert sum(given.values()) == 27 and min(given.values()) >= 7  # three a turn: two for one of them, one for the other
-    assert all(t.value is not None and np.isfinite(t.value).all() and len(t.value) == len(t.tokens) for t in stored)
+    assert (
+        sum(given.values()) == 27 and min(given.values()) >= 7
+    )  # three a turn: two for one of them, one for the other
+    assert all(
+        t.value is not None and np.isfinite(t.value).all() and len(t.value) == len(t.tokens)
+        for t in stored
+    )
 
 
-def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Taking turns: stopped while a batch is found, no batch is learned from twice. Stopped during the last evaluation, the run is not finished."""
-    slow = ("engine=scripted", "engine.latency=0.5", "engine.answers=['1','2','33']", "eval.every=0")
+    slow = (
+        "engine=scripted",
+        "engine.latency=0.5",
+        "engine.answers=['1','2','33']",
+        "eval.every=0",
+    )
     turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent", "run.steps=5")
     folder = tmp_path / "run"
 
     def stop_after(step: int) -> Callable[[Run], None]:
         def stop(_: Run) -> None:
-            assert wait_until(lambda: any(r["step"] == step and "loss" in r for r in read(folder / METRICS)), 60)
+            assert wait_until(
+                lambda: any(r["step"] == step and "loss" in r for r in read(folder / METRICS)), 60
+            )
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -144,14 +209,25 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(tiny_model
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["finished"] == finished, steps
     rows = [r for r in read(folder / METRICS) if "loss" in r]
-    assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [(step, 0) for step in range(1, 6)]
+    assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [
+        (step, 0) for step in range(1, 6)
+    ]
     assert summary["eval/last"]["step"] == 5
     assert summary["samples_generated"] == 6 * 12
 
 
-def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_searcher_costs_its_work_in_flight(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 while it generates: replaced, its prompts issued again, nothing twice, and the run completes."""
-    settings = ("engine=scripted", "engine.latency=0.2", "engine.answers=['1','2','3','4','5','6']", "run.steps=400", "task.size=3000", "eval.every=0")
+    settings = (
+        "engine=scripted",
+        "engine.latency=0.2",
+        "engine.answers=['1','2','3','4','5','6']",
+        "run.steps=400",
+        "task.size=3000",
+        "eval.every=0",
+    )
 
     def kill(run: Run) -> None:
         time.sleep(2.0)
@@ -169,9 +245,18 @@ def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: 
     assert len({*cursor["outstanding"]} & {s.prompt.id for s in run.buffer.shelves}) == 0
 
 
-def test_a_hung_searcher_is_replaced(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_searcher_is_replaced(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray does not report a hang; its deadline does. Its late result is never accepted."""
-    settings = ("engine=scripted", "engine.latency=0.1", "run.steps=80", "runtime.task_deadline=2.0", "eval.prompts=0", "task.size=3000")
+    settings = (
+        "engine=scripted",
+        "engine.latency=0.1",
+        "run.steps=80",
+        "runtime.task_deadline=2.0",
+        "eval.prompts=0",
+        "task.size=3000",
+    )
 
     def stop(run: Run) -> None:
         time.sleep(2.0)
@@ -187,7 +272,9 @@ def test_a_hung_searcher_is_replaced(tiny_model: Path, tmp_path: Path, monkeypat
     assert time.monotonic() - started < 120
 
 
-def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
     with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
         tba.loop.run(broken)
@@ -200,11 +287,20 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, how: str) -> N
     steps = 5 if how == "finished" else 1_000_000
     settings = as_settings(config(tiny_model, folder, f"run.steps={steps}", "checkpoint.every=5"))
     before = shared_memory()
-    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], start_new_session=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tba.cli", "train", *settings],
+        start_new_session=True,
+        env=ENVIRONMENT,
+    )
     assert wait_until(lambda: len(read(folder / METRICS)) >= 3, 90)
     children = psutil.Process(process.pid).children(recursive=True)
     if how != "finished":
-        listening = [c for p in [psutil.Process(process.pid), *children] for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        listening = [
+            c
+            for p in [psutil.Process(process.pid), *children]
+            for c in p.net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
         assert listening
         assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         if how == "killed":
@@ -212,19 +308,29 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, how: str) -> N
         else:
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of the group
     process.wait(timeout=60)
-    assert wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10), [c for c in children if c.is_running()]
+    assert wait_until(
+        lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10
+    ), [c for c in children if c.is_running()]
     assert shared_memory() <= before
 
 
-def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 of everything; --resume continues with step, buffer and cursor, and no prompt is lost."""
     folder = tmp_path / "run"
-    settings = as_settings(config(tiny_model, folder, "run.steps=1000000", "checkpoint.every=10", "task.size=5000"))
-    process = subprocess.Popen([sys.executable, "-m", "tba.cli", "train", *settings], env=ENVIRONMENT)
+    settings = as_settings(
+        config(tiny_model, folder, "run.steps=1000000", "checkpoint.every=10", "task.size=5000")
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tba.cli", "train", *settings], env=ENVIRONMENT
+    )
     assert wait_until(lambda: len(checkpoint.generations(folder / "checkpoints")) >= 2, 90)
     process.kill()
     process.wait(timeout=10)
-    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())["progress"]["step"]
+    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())[
+        "progress"
+    ]["step"]
     run = run_and_keep(_config([f"run.steps={step + 10}"], folder), monkeypatch, resume=folder)
     assert run.start == step
     assert conserved(run.buffer)
@@ -245,8 +351,16 @@ def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path, monkeypatch: pyt
         (1, 0, 1, Place("cpu", (0,)), [Place("cpu", (0,))]),
         (8, 0, 6, Place("cpu", (0, 1)), [Place("cpu", (core,)) for core in range(2, 8)]),
         (4, 1, 1, Place("cuda:0", (0, 1)), [Place("cuda:0", (2, 3))]),
-        (8, 4, 3, Place("cuda:0", (0, 1, 2, 3)), [Place("cuda:1", (4,)), Place("cuda:2", (5,)), Place("cuda:3", (6,))]),
+        (
+            8,
+            4,
+            3,
+            Place("cuda:0", (0, 1, 2, 3)),
+            [Place("cuda:1", (4,)), Place("cuda:2", (5,)), Place("cuda:3", (6,))],
+        ),
     ],
 )
-def test_cores_and_devices_are_divided(cores: int, gpus: int, searchers: int, trainer: Place, places: list[Place]) -> None:
+def test_cores_and_devices_are_divided(
+    cores: int, gpus: int, searchers: int, trainer: Place, places: list[Place]
+) -> None:
     assert divide(list(range(cores)), gpus, searchers) == (trainer, places)

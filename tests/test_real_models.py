@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.log import SAMPLES, read
+from tba.runs.log import SAMPLES, read
 
 ROOT = Path(__file__).parent.parent
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
@@ -25,14 +25,26 @@ def needs(*paths: Path) -> pytest.MarkDecorator:
 
 
 def tba(*arguments: str) -> str:
-    return subprocess.run([sys.executable, "-m", "tba.cli", *arguments], check=True, text=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "tba.cli", *arguments],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    ).stdout
 
 
 @needs(MODELS / "smollm2", GSM8K)
 def test_gsm8k_end_to_end(tmp_path: Path) -> None:
     """Three asynchronous steps, evaluated on 16 test questions; the exported folder generates the same greedy text."""
     run = tmp_path / "run"
-    tba("train", "experiments/gsm8k_smollm2.toml", f"policy.model={MODELS / 'smollm2'}", f"task.data={GSM8K}", f"run.folder={run}")
+    tba(
+        "train",
+        "experiments/gsm8k_smollm2.toml",
+        f"policy.model={MODELS / 'smollm2'}",
+        f"task.data={GSM8K}",
+        f"run.folder={run}",
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 48)
     exported = Path(tba("export", str(run), str(tmp_path / "out")).strip())
@@ -41,10 +53,21 @@ def test_gsm8k_end_to_end(tmp_path: Path) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(exported),
+        AutoTokenizer.from_pretrained(exported),
+    )
     question = json.loads((GSM8K / "test.jsonl").read_text().splitlines()[0])["question"]
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ours, theirs = greedy_by_engine(exported, ids["input_ids"][0]), model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ours, theirs = (
+        greedy_by_engine(exported, ids["input_ids"][0]),
+        model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :],
+    )
     assert ours == theirs.tolist()[: len(ours)]
     assert len(ours) >= 16
 
@@ -54,9 +77,9 @@ def greedy_by_engine(folder: Path, prompt: object) -> list[int]:
     import numpy as np
     import torch
 
-    from tba.config import PolicyTable
+    from tba.config.schema import PolicyTable
     from tba.engines.transformers import Transformers
-    from tba.pretrained import load_text
+    from tba.models.pretrained import load_text
     from tba.types import Sampling
 
     policy = PolicyTable(model=str(folder))
@@ -71,10 +94,18 @@ def test_stories_become_happier(tmp_path: Path) -> None:
     """Mean held-out sentiment rises by many standard errors, at a bounded KL."""
     pytest.importorskip("vaderSentiment", reason="pip install 'tba[sentiment]'")
     run = tmp_path / "run"
-    tba("train", "experiments/stories_sentiment.toml", f"policy.model={MODELS / 'stories15m'}", f"run.folder={run}")
+    tba(
+        "train",
+        "experiments/stories_sentiment.toml",
+        f"policy.model={MODELS / 'stories15m'}",
+        f"run.folder={run}",
+    )
     summary = json.loads((run / "summary.json").read_text())
     first, last = summary["eval/first"], summary["eval/last"]
-    assert last["sampled_reward"] - first["sampled_reward"] > 5 * (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
+    assert (
+        last["sampled_reward"] - first["sampled_reward"]
+        > 5 * (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
+    )
     rows = [r for r in read(run / "metrics.jsonl") if "kl" in r]
     assert max(r["kl"] for r in rows[-20:]) < 40
     told = [r for r in read(run / SAMPLES) if r["kind"] == "eval"]

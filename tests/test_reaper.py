@@ -16,7 +16,14 @@ def test_a_zombie_does_not_blind_it_and_strangers_are_spared() -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "pass"])
     time.sleep(0.5)  # ended, and not waited for
     stranger = subprocess.Popen([sys.executable, "-c", SLEEP])
-    ours = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])", "--session=/x/session_1"])
+    ours = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])",
+            "--session=/x/session_1",
+        ]
+    )
     try:
         deadline = time.monotonic() + 10
         while len(found := family(os.getpid(), "/x/session_1")) < 2 and time.monotonic() < deadline:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tba.config import EvalTable, PolicyTable
+from tba.config.schema import EvalTable, PolicyTable
 from tba.engines.scripted import Scripted
-from tba.evaluate import evaluate
-from tba.pretrained import load_text
-from tba.rewards import Guard, Rejected, Tally, Verdict
+from tba.models.pretrained import load_text
+from tba.search.evaluate import evaluate
+from tba.search.rewards import Guard, Rejected, RejectionMonitor, Verdict
+from tba.search.result import SearchStats
 from tba.types import Answer, Prompt
 
 ANSWERS = ("one", "two", "three", "four", "five")
@@ -73,7 +74,10 @@ def test_what_raises_for_one_sample_costs_that_sample() -> None:
     verdicts = judge(length_except("three", lambda: 1 / 0))
     assert reasons(verdicts) == [3.0, 3.0, "raised", 4.0, 4.0]
     assert isinstance(verdicts[2], Rejected)
-    assert "ZeroDivisionError: division by zero" in verdicts[2].detail and "test_rewards.py" in verdicts[2].detail  # the traceback
+    assert (
+        "ZeroDivisionError: division by zero" in verdicts[2].detail
+        and "test_rewards.py" in verdicts[2].detail
+    )  # the traceback
 
 
 def test_what_raises_always_costs_all() -> None:
@@ -84,7 +88,10 @@ def test_what_raises_always_costs_all() -> None:
 def test_what_hangs_for_one_sample_costs_that_sample(hang: Callable[[], float]) -> None:
     verdicts = judge(length_except("four", hang))
     assert reasons(verdicts) == [3.0, 3.0, 5.0, "timeout", 4.0]
-    assert isinstance(verdicts[3], Rejected) and verdicts[3].detail == "scoring did not return within reward.deadline = 0.2 s"
+    assert (
+        isinstance(verdicts[3], Rejected)
+        and verdicts[3].detail == "scoring did not return within reward.deadline = 0.2 s"
+    )
 
 
 def test_after_two_hangs_the_rest_is_not_tried(hang: Callable[[], float]) -> None:
@@ -113,7 +120,13 @@ def test_a_reward_that_is_none_costs_that_sample(score: Any, reason: str) -> Non
 
 
 def test_numbers_of_any_library_are_rewards() -> None:
-    assert judge(lambda texts: torch.tensor([len(t) / 4 for t in texts])) == [0.75, 0.75, 1.25, 1.0, 1.0]
+    assert judge(lambda texts: torch.tensor([len(t) / 4 for t in texts])) == [
+        0.75,
+        0.75,
+        1.25,
+        1.0,
+        1.0,
+    ]
     assert judge(each(lambda t: len(t) > 3)) == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
@@ -121,7 +134,10 @@ def test_numbers_of_any_library_are_rewards() -> None:
 def test_another_number_of_rewards_costs_all(returned: list[float]) -> None:
     verdicts = judge(lambda _: returned)
     assert reasons(verdicts) == ["wrong_length"] * 5
-    assert isinstance(verdicts[0], Rejected) and verdicts[0].detail == f"{len(returned)} rewards for 5 answers"
+    assert (
+        isinstance(verdicts[0], Rejected)
+        and verdicts[0].detail == f"{len(returned)} rewards for 5 answers"
+    )
 
 
 def test_no_answers_have_no_verdicts() -> None:
@@ -129,29 +145,31 @@ def test_no_answers_have_no_verdicts() -> None:
 
 
 def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule() -> None:
-    tally, bad = Tally(max_share=0.5), Counter(raised=5, timeout=1)
+    monitor, bad = RejectionMonitor(max_share=0.5), Counter(raised=5, timeout=1)
     for _ in range(7):
-        tally.add(8, bad, "Traceback: division by zero")  # 56 samples: too few to judge
-    with pytest.raises(RuntimeError, match=r"48 of the last 64 samples .*\(raised: 40, timeout: 8\).*reward\.max_rejected = 0\.5(.|\n)*division by zero"):
-        tally.add(8, bad, "")  # what the last rejected sample said is remembered
+        monitor.add(SearchStats(8, rejected=bad, last_rejection="Traceback: division by zero"))  # 56 samples: too few to judge
+    with pytest.raises(
+        RuntimeError,
+        match=r"48 of the last 64 samples .*\(raised: 40, timeout: 8\).*reward\.max_rejected = 0\.5(.|\n)*division by zero",
+    ):
+        monitor.add(SearchStats(8, rejected=bad))  # what the last rejected sample said is remembered
 
 
-def test_rare_rejections_are_only_counted() -> None:
-    tally = Tally(max_share=0.5)
-    for report in range(1000):
-        tally.add(8, Counter(none=8 if report % 2 else 0), "no reward")  # half of any 64
-    assert tally.reasons["none"] == 4000
+def test_rare_rejections_do_not_stop_the_run() -> None:
+    monitor = RejectionMonitor(max_share=0.5)
+    for report in range(1000):  # half of any 64
+        monitor.add(SearchStats(8, rejected=Counter(none=8 if report % 2 else 0)))
 
 
 def test_only_the_last_samples_count() -> None:
     """A scoring that worked for long and then breaks is noticed within 64 samples."""
-    tally = Tally(max_share=0.5)
+    monitor = RejectionMonitor(max_share=0.5)
     for _ in range(500):
-        tally.add(16, Counter(), "")
+        monitor.add(SearchStats(16))
     for _ in range(2):  # 32 of 64: no more than half
-        tally.add(16, Counter(raised=16), "broken")
+        monitor.add(SearchStats(16, rejected=Counter(raised=16)))
     with pytest.raises(RuntimeError, match="48 of the last 64 samples"):
-        tally.add(16, Counter(raised=16), "broken")
+        monitor.add(SearchStats(16, rejected=Counter(raised=16)))
 
 
 def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path) -> None:
@@ -160,7 +178,19 @@ def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path
     text = load_text(policy)
     engine = Scripted(policy, text, "cpu", False, answers=("?", "-1", "0"))
     guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
-    scores = evaluate(engine, text, guard, [Prompt(str(i), "1+1=") for i in range(40)], EvalTable(samples=4, k=(4,)), 4, None).scores
+    scores = evaluate(
+        engine,
+        text,
+        guard,
+        [Prompt(str(i), "1+1=") for i in range(40)],
+        EvalTable(samples=4, k=(4,)),
+        4,
+        None,
+    ).scores
     assert scores["greedy_pass@1"] == 0.0 and scores["greedy_rejected"] == 1.0
-    assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"]) == pytest.approx(2 / 3, abs=0.15)
+    assert (
+        scores["sampled_pass@1"]
+        == pytest.approx(1 - scores["sampled_rejected"])
+        == pytest.approx(2 / 3, abs=0.15)
+    )
     assert scores["pass@4"] > scores["sampled_pass@1"]

@@ -11,15 +11,15 @@ import pytest
 import torch
 from toy import MAX_TOKENS, group_of_all, toy_config
 
-from tba import build
-from tba.config import PolicyTable
-from tba.objective import Vine
-from tba.policy import Policy
-from tba.pretrained import Text, load_model, load_text
-from tba.replay import ReplayBuffer, load_groups, save_groups
-from tba.rewards import Guard, Rejected
-from tba.rollouts import Rollouts
-from tba.searcher import Findings
+from tba.config.schema import PolicyTable
+from tba.learn.policy import Policy
+from tba.models.pretrained import Text, load_model, load_text
+from tba.objectives import ValueRollouts
+from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
+from tba.runs.parts import check
+from tba.search.result import SearchResult
+from tba.search.rewards import Guard, Rejected
+from tba.search.rollouts import Rollouts
 from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
 
 SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
@@ -32,13 +32,15 @@ class Endings:
     text: Text
     asked: list[tuple[list[str], Sampling, int]] = field(default_factory=list)
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
         self.asked.append(([self.text.decode(p) for p in prompts], sampling, seed))
         return [[self.completion(str(1 + i % 9)) for i in range(sampling.samples)] for _ in prompts]
 
     def completion(self, text: str) -> Completion:
         tokens = np.array([*self.text.tokenizer(text)["input_ids"], *self.text.eos_ids], np.int32)
-        return Completion(tokens, np.full(len(tokens), -1.0, np.float32), True)
+        return Completion(tokens, np.full(len(tokens), -1.0, np.float32), True, version=0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Digits:
         return []
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        return [None if "9" in a.text or a.text.endswith(("81", "82")) else float(a.text) for a in answers]
+        return [
+            None if "9" in a.text or a.text.endswith(("81", "82")) else float(a.text)
+            for a in answers
+        ]
 
 
 @pytest.fixture
@@ -69,14 +74,22 @@ def group(text: Text, prompt: str, *answers: str) -> Group:
         ids = text.tokenizer(answer.removesuffix("-"))["input_ids"]
         tokens = np.array([*ids, *(() if answer.endswith("-") else text.eos_ids)], np.int32)
         logp = np.zeros(len(tokens), np.float32)
-        found.append(Trajectory(tokens, logp, logp, float(answer.removesuffix("-")), 0, not answer.endswith("-")))
+        found.append(
+            Trajectory(
+                tokens, logp, logp, float(answer.removesuffix("-")), 0, not answer.endswith("-")
+            )
+        )
     p = Prompt(prompt, prompt)
     return Group(p, text.encode(p), tuple(found))
 
 
-def estimate(text: Text, groups: list[Group], rollouts: int, step_tokens: int) -> tuple[list[Group], list[float | Rejected], Endings]:
+def estimate(
+    text: Text, groups: list[Group], rollouts: int, step_tokens: int
+) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine = Endings(text)
-    found, verdicts = Rollouts(engine, text, Guard(Digits(), 10.0), SAMPLING, Vine(rollouts, step_tokens)).estimate(groups, seed=100)
+    found, verdicts = Rollouts(
+        engine, text, Guard(Digits(), 10.0), SAMPLING, ValueRollouts(rollouts, step_tokens)
+    ).estimate(groups, seed=100)
     return found, verdicts, engine
 
 
@@ -86,22 +99,43 @@ def values(group: Group) -> list[list[float]]:
 
 def test_values_by_hand(text: Text) -> None:
     """Steps of two tokens, two rollouts: V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122."""
-    (found,), verdicts, _ = estimate(text, [group(text, "1+", "123", "1245-", "7")], rollouts=2, step_tokens=2)
+    (found,), verdicts, _ = estimate(
+        text, [group(text, "1+", "123", "1245-", "7")], rollouts=2, step_tokens=2
+    )
     first = [(1245 + 7) / 2, (123 + 7) / 2, (123 + 1245) / 2]
-    assert values(found) == [[first[0], first[0], 121.5, 121.5], [first[1], first[1], 121.5, 121.5], [first[2], first[2]]]
+    assert values(found) == [
+        [first[0], first[0], 121.5, 121.5],
+        [first[1], first[1], 121.5, 121.5],
+        [first[2], first[2]],
+    ]
     assert verdicts == [121, 122]
 
 
 def test_values_of_each_token_by_hand(text: Text) -> None:
     """Steps of one token; the state after "12" is the same for two responses, that after "1" for three. Three rollouts."""
-    (found,), verdicts, engine = estimate(text, [group(text, "1+", "12", "123", "14")], rollouts=3, step_tokens=1)
-    assert values(found) == [[(123 + 14) / 2, 12, 122], [(12 + 14) / 2, 12, 122, 1232], [(12 + 123) / 2, 12, 142]]
-    assert [contexts for contexts, _, _ in engine.asked] == [["1+1"], ["1+12", "1+14"], ["1+123"]]  # each state once
+    (found,), verdicts, engine = estimate(
+        text, [group(text, "1+", "12", "123", "14")], rollouts=3, step_tokens=1
+    )
+    assert values(found) == [
+        [(123 + 14) / 2, 12, 122],
+        [(12 + 14) / 2, 12, 122, 1232],
+        [(12 + 123) / 2, 12, 142],
+    ]
+    assert [contexts for contexts, _, _ in engine.asked] == [
+        ["1+1"],
+        ["1+12", "1+14"],
+        ["1+123"],
+    ]  # each state once
     assert len(verdicts) == 3 * 4
 
 
 def test_prompts_do_not_share_states(text: Text) -> None:
-    found, _, engine = estimate(text, [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")], rollouts=1, step_tokens=1)
+    found, _, engine = estimate(
+        text,
+        [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")],
+        rollouts=1,
+        step_tokens=1,
+    )
     assert engine.asked[0][0] == ["1+1", "2+1"]
     assert [values(g)[0][0] for g in found] == [13, 16]
 
@@ -109,13 +143,18 @@ def test_prompts_do_not_share_states(text: Text) -> None:
 def test_rollouts_are_sampled_as_responses_are_with_what_is_left_of_the_limit(text: Text) -> None:
     """At the same temperature and from seeds of their own."""
     _, _, engine = estimate(text, [group(text, "1+", "12345-", "1")], rollouts=4, step_tokens=2)
-    assert [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked] == [(4, 3, 0.7), (4, 1, 0.7)]
+    assert [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked] == [
+        (4, 3, 0.7),
+        (4, 1, 0.7),
+    ]
     seeds = [seed for _, _, seed in engine.asked]
     assert len({100, *seeds}) == 3
 
 
 def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
-    (found,), verdicts, engine = estimate(text, [group(text, "1+", "12", "345", "6")], rollouts=4, step_tokens=4)
+    (found,), verdicts, engine = estimate(
+        text, [group(text, "1+", "12", "345", "6")], rollouts=4, step_tokens=4
+    )
     assert (verdicts, engine.asked) == ([], [])
     assert values(found) == [[175.5] * 3, [9.0] * 4, [178.5] * 2]
 
@@ -123,15 +162,22 @@ def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
 def test_what_was_found_stays_as_it_was(text: Text) -> None:
     before = group(text, "1+", "123", "45")
     (found,), _, _ = estimate(text, [before], rollouts=2, step_tokens=2)
-    assert all(a.tokens is b.tokens and a.reward == b.reward and a.value is None for a, b in zip(before.trajectories, found.trajectories, strict=True))
+    assert all(
+        a.tokens is b.tokens and a.reward == b.reward and a.value is None
+        for a, b in zip(before.trajectories, found.trajectories, strict=True)
+    )
 
 
 def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Text) -> None:
     """After "8" the endings 1 and 2 cannot be scored, the third can; after "48" as well."""
     groups = [group(text, "1+", "82", "48", "12"), group(text, "2+", "81", "82")]
     found, verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=1)
-    assert [[t.reward for t in g.trajectories] for g in found] == [[12.0]]  # and a prompt without any gives no group
-    assert values(found[0])[0][0] == (82 + 48) / 2  # whatever became of them, they are what the prompt's other responses were worth
+    assert [[t.reward for t in g.trajectories] for g in found] == [
+        [12.0]
+    ]  # and a prompt without any gives no group
+    assert (
+        values(found[0])[0][0] == (82 + 48) / 2
+    )  # whatever became of them, they are what the prompt's other responses were worth
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
     found, verdicts, _ = estimate(text, groups, rollouts=3, step_tokens=1)
     assert [[t.reward for t in g.trajectories] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
@@ -139,10 +185,10 @@ def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: T
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
 
 
-def search(model: Path, folder: Path, seed: int, *settings: str) -> Findings:
+def search(model: Path, folder: Path, seed: int, *settings: str) -> SearchResult:
     """By a real engine, of the toy's three prompts."""
-    parts = build.check(toy_config(model, folder, *settings))
-    return build.searcher(parts, "cpu", False).search(parts.prompts[:3], seed)
+    parts = check(toy_config(model, folder, *settings))
+    return parts.search_setup().build("cpu", False).search(parts.prompts[:3], seed)
 
 
 VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
@@ -150,7 +196,14 @@ VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
 
 def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> None:
     """Of every state after one token, by enumeration: within five standard errors of 300 rollouts."""
-    settings = (*VINE, "objective.rollouts=300", "trainer.group_size=32", "trainer.batch_size=96", "sampling.samples=32", "engine.batch_size=4096")
+    settings = (
+        *VINE,
+        "objective.rollouts=300",
+        "trainer.group_size=32",
+        "trainer.batch_size=96",
+        "sampling.samples=32",
+        "engine.batch_size=4096",
+    )
     config = toy_config(toy_model, tmp_path, *settings)
     text, policy = load_text(config.policy), Policy(load_model(config.policy, torch.float32), 1.0)
     found = search(toy_model, tmp_path, 0, *settings).groups
@@ -158,7 +211,9 @@ def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> No
         every = group_of_all(text, group.prompt, policy)
         states: dict[int, list[tuple[float, float]]] = {}
         for t in every.trajectories:
-            states.setdefault(int(t.tokens[0]), []).append((float(np.exp(t.ref_logp.sum())), t.reward))
+            states.setdefault(int(t.tokens[0]), []).append(
+                (float(np.exp(t.ref_logp.sum())), t.reward)
+            )
         seen = set()
         for t in group.trajectories:
             assert t.value is not None and len(t.value) == len(t.tokens)
@@ -173,7 +228,9 @@ def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> No
 
 def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
     settings = (*VINE, "objective.rollouts=3")
-    found = [collate(search(toy_model, tmp_path, seed, *settings).groups).value for seed in (1, 1, 2)]
+    found = [
+        collate(search(toy_model, tmp_path, seed, *settings).groups).value for seed in (1, 1, 2)
+    ]
     assert torch.equal(found[0], found[1])
     assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
 
@@ -181,20 +238,34 @@ def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
 def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path) -> None:
     """Four for each distinct first token that goes on; and the responses are those found without rollouts."""
     with_values = search(toy_model, tmp_path, 1, *VINE)
-    states = {(g.prompt.id, int(t.tokens[0])) for g in with_values.groups for t in g.trajectories if len(t.tokens) > 1}
-    assert (with_values.samples, with_values.rollouts) == (3 * 64, 4 * len(states))
-    assert with_values.seconds["rollouts"] > 0
+    states = {
+        (g.prompt.id, int(t.tokens[0]))
+        for g in with_values.groups
+        for t in g.trajectories
+        if len(t.tokens) > 1
+    }
+    assert (with_values.stats.samples, with_values.stats.rollouts) == (3 * 64, 4 * len(states))
+    assert with_values.stats.seconds["rollouts"] > 0
     without = search(toy_model, tmp_path, 1, "objective=rloo")
-    assert without.rollouts == 0
+    assert without.stats.rollouts == 0
     assert collate(without.groups).value[collate(without.groups).mask].isnan().all()
     for name in ("tokens", "mask", "behavior_logp", "ref_logp", "reward"):
-        assert torch.equal(getattr(collate(with_values.groups), name), getattr(collate(without.groups), name))
+        assert torch.equal(
+            getattr(collate(with_values.groups), name), getattr(collate(without.groups), name)
+        )
 
 
 def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Path) -> None:
     """On their way and in the buffer; a response without values, found for another objective, stays one."""
     some = [
-        replace(g, trajectories=tuple(replace(t, value=None) if (b + k) % 3 == 0 else t for k, t in enumerate(g.trajectories))) for b, g in enumerate(groups)
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, value=None) if (b + k) % 3 == 0 else t
+                for k, t in enumerate(g.trajectories)
+            ),
+        )
+        for b, g in enumerate(groups)
     ]
     save_groups(some, tmp_path / "held.safetensors")
     buffer, loaded = ReplayBuffer(), ReplayBuffer()
@@ -202,7 +273,12 @@ def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Pa
     buffer.save(tmp_path)
     loaded.load(tmp_path)
     kept = [s.trajectory for shelf in loaded.shelves for s in shelf.stored.values()]
-    for found in ([t for g in load_groups(tmp_path / "held.safetensors") for t in g.trajectories], kept):
+    for found in (
+        [t for g in load_groups(tmp_path / "held.safetensors") for t in g.trajectories],
+        kept,
+    ):
         expected = [t for g in some for t in g.trajectories]
         assert [t.tokens.tolist() for t in found] == [t.tokens.tolist() for t in expected]
-        assert [None if t.value is None else t.value.tolist() for t in found] == [None if t.value is None else t.value.tolist() for t in expected]
+        assert [None if t.value is None else t.value.tolist() for t in found] == [
+            None if t.value is None else t.value.tolist() for t in expected
+        ]

@@ -12,8 +12,8 @@ import pytest
 from tba.report import report
 from tba.report.figures import pareto, styles_for
 from tba.report.layout import Layout, Mean, Setting, lay_out
-from tba.results import Choice, Ledger, Trial, curve, read_ledger, write_results
-from tba.study import read_study
+from tba.studies.results import Choice, Ledger, Trial, curve, read_ledger, write_results
+from tba.studies.study import read_study
 
 GRIDS = """
 [[grid]]
@@ -36,26 +36,57 @@ STEPS = 40
 
 def score(trial: Trial, step: int) -> float:
     s = trial.settings
-    base = {"tb": 0.5, "grpo": 0.4, "rloo": 0.3}[s.get("objective.use", "tb")] + 0.01 * s.get("run.seed", 0)
-    return base + step / 100 - (0.2 if step == STEPS and s.get("runtime.publish_every") == 4 else 0.0)
+    base = {"tb": 0.5, "grpo": 0.4, "rloo": 0.3}[s.get("objective.use", "tb")] + 0.01 * s.get(
+        "run.seed", 0
+    )
+    return (
+        base + step / 100 - (0.2 if step == STEPS and s.get("runtime.publish_every") == 4 else 0.0)
+    )
 
 
 def write_run(path: Path, trial: Trial, failed: bool) -> None:
     path.mkdir(parents=True)
     seed = trial.settings.get("run.seed", 0)
-    (path / "config.json").write_text(json.dumps({"objective": {"use": trial.settings.get("objective.use", "tb")}, "run": {"seed": seed}}))
+    (path / "config.json").write_text(
+        json.dumps(
+            {"objective": {"use": trial.settings.get("objective.use", "tb")}, "run": {"seed": seed}}
+        )
+    )
     rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(trial, 0)}]
     for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
         rows.append(
-            {"step": step, "time": step / 2, "samples_trained": 8 * step, "samples_generated": 10 * step, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0}
+            {
+                "step": step,
+                "time": step / 2,
+                "samples_trained": 8 * step,
+                "samples_generated": 10 * step,
+                "kl": step / 50 + seed,
+                "off_policy/lag_mean": 2.0,
+            }
         )
         if step % 10 == 0:
             rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(trial, step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if not failed:
-        totals = {"steps": STEPS, "seconds": 20.0 + seed, "samples_generated": 400, "samples_trained": 320, "lag_mean": 2.0}
+        totals = {
+            "steps": STEPS,
+            "seconds": 20.0 + seed,
+            "samples_generated": 400,
+            "samples_trained": 320,
+            "lag_mean": 2.0,
+        }
         (path / "summary.json").write_text(
-            json.dumps({"finished": True, **totals, "eval/last": {"sampled_pass@1": score(trial, STEPS), "sampled_kl": 0.77 + seed, "step": STEPS}})
+            json.dumps(
+                {
+                    "finished": True,
+                    **totals,
+                    "eval/last": {
+                        "sampled_pass@1": score(trial, STEPS),
+                        "sampled_kl": 0.77 + seed,
+                        "step": STEPS,
+                    },
+                }
+            )
         )
 
 
@@ -66,13 +97,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "s.toml").write_text(f'[study]\nfolder = "{here}"\n{GRIDS}')
     study, runs = read_study(here / "s.toml"), []
     for trial in study.trials():
-        failed = trial.folder == "lags/use=rloo,publish_every=4,seed=0" or trial.axes.get("variant") == "plain"
+        failed = (
+            trial.folder == "lags/use=rloo,publish_every=4,seed=0"
+            or trial.axes.get("variant") == "plain"
+        )
         pending = trial.folder == "lags/use=rloo,publish_every=4,seed=1"
         if not pending:
             write_run(study.path(trial), trial, failed)
         error = "NotFinite: step 21: loss nan" if failed else None
-        runs.append(replace(trial, status="pending" if pending else "failed" if failed else "finished", error=error))
-    choice = Choice("lags", "rates", {"objective.use": "tb"}, {"trainer.learning_rate": 0.1}, 0.9, 4)
+        runs.append(
+            replace(
+                trial,
+                status="pending" if pending else "failed" if failed else "finished",
+                error=error,
+            )
+        )
+    choice = Choice(
+        "lags", "rates", {"objective.use": "tb"}, {"trainer.learning_rate": 0.1}, 0.9, 4
+    )
     Ledger("pairs", None, runs, [choice]).write(here)
     return here
 
@@ -87,32 +129,51 @@ def page(folder: Path) -> str:
 @pytest.fixture
 def layouts(folder: Path) -> dict[str, Layout]:
     runs, rows = read_ledger(folder).runs, write_results(folder)
-    return {name: lay_out(folder, name, runs, rows, "sampled_pass@1") for name in dict.fromkeys(t.grid for t in runs)}
+    return {
+        name: lay_out(folder, name, runs, rows, "sampled_pass@1")
+        for name in dict.fromkeys(t.grid for t in runs)
+    }
 
 
 def cells(page: str, *begin: str) -> list[str]:
     """The row of a table that begins so."""
-    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page.replace("\N{NO-BREAK SPACE}", " "))]
+    rows = [
+        re.findall(r"<td[^>]*>(.*?)</td>", row)
+        for row in re.findall(r"<tr>(.*?)</tr>", page.replace("\N{NO-BREAK SPACE}", " "))
+    ]
     (found,) = [row for row in rows if tuple(row[: len(begin)]) == begin]
     return found[len(begin) :]
 
 
 def test_the_page_asks_for_nothing_outside_itself(folder, page):
     assert not re.search(r"https?://|<script|<link|@import", page)
-    assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {"data:image/png;base64"}
-    names = {f"{grid}_{figure}" for grid in ("lags", "rates", "faulty") for figure in ("curves", "against", "fronts")} - {"faulty_against", "faulty_fronts"}
+    assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {
+        "data:image/png;base64"
+    }
+    names = {
+        f"{grid}_{figure}"
+        for grid in ("lags", "rates", "faulty")
+        for figure in ("curves", "against", "fronts")
+    } - {"faulty_against", "faulty_fronts"}
     assert {p.stem for p in (folder / "report").glob("*.png")} == names
     assert page.count("<img") == len(names)
 
 
 def test_a_grid_of_which_no_run_has_finished_has_a_table_and_no_curves(tmp_path):
     """One diverged, one goes on, and both have been evaluated."""
-    (tmp_path / "s.toml").write_text(f'[study]\nfolder = "{tmp_path}"\n[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n')
+    (tmp_path / "s.toml").write_text(
+        f'[study]\nfolder = "{tmp_path}"\n[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n'
+    )
     study = read_study(tmp_path / "s.toml")
     going, diverged = study.trials()
     for trial in (going, diverged):
         write_run(study.path(trial), trial, failed=True)
-    Ledger("begun", None, [going, replace(diverged, status="failed", error="NotFinite: step 21: loss nan")], []).write(tmp_path)
+    Ledger(
+        "begun",
+        None,
+        [going, replace(diverged, status="failed", error="NotFinite: step 21: loss nan")],
+        [],
+    ).write(tmp_path)
     page = report([tmp_path]).read_text()
     assert page.count("<img") == 0
     assert cells(page, "0.0001")[0] == "1, 1 to come" and cells(page, "0.001")[0] == "1, 1 failed"
@@ -120,7 +181,15 @@ def test_a_grid_of_which_no_run_has_finished_has_a_table_and_no_curves(tmp_path)
 
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
     # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl 0.77 + seed; seconds 20, 21, 22
-    assert cells(page, "1", "tb") == ["3", "91.0% ± 0.6%", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.770 ± 0.577", "2.0 ± 0.0", "21 ± 1"]
+    assert cells(page, "1", "tb") == [
+        "3",
+        "91.0% ± 0.6%",
+        "91.0% ± 0.6%",
+        "0.0% ± 0.0%",
+        "1.770 ± 0.577",
+        "2.0 ± 0.0",
+        "21 ± 1",
+    ]
     assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6%", "81.0% ± 0.6%", "10.0% ± 0.0%"]
     assert re.search(r'<td class="best">91.0%', page.replace("\N{NO-BREAK SPACE}", " "))
 
@@ -134,7 +203,10 @@ def test_failed_runs_and_those_to_come_are_counted_and_not_averaged(page):
 
 def test_names_are_text_and_choices_are_told(page):
     assert "few &amp; $mall" in page
-    assert "lags, objective.use = tb: trainer.learning_rate = 0.1, from the best of rates (mean score 0.900, the best of 4 settings)" in page
+    assert (
+        "lags, objective.use = tb: trainer.learning_rate = 0.1, from the best of rates (mean score 0.900, the best of 4 settings)"
+        in page
+    )
 
 
 def test_lines_are_what_most_strings_tell_apart(layouts):
@@ -143,7 +215,10 @@ def test_lines_are_what_most_strings_tell_apart(layouts):
     )  # fmt: skip
     assert list(layouts["lags"].panels("objective.use")) == ["publish_every 1", "publish_every 4"]
     assert (layouts["faulty"].keys, layouts["faulty"].number) == (["variant"], None)
-    assert {layouts["rates"].lines, layouts["rates"].number} == {"trainer.learning_rate", "objective.beta"}
+    assert {layouts["rates"].lines, layouts["rates"].number} == {
+        "trainer.learning_rate",
+        "objective.beta",
+    }
 
 
 def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
@@ -156,14 +231,30 @@ def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
         """
     )
     runs = read_study(tmp_path / "s.toml").trials()
-    layout = lay_out(tmp_path, "sizes", runs, [{"status": "pending"} for _ in runs], "sampled_pass@1")
+    layout = lay_out(
+        tmp_path, "sizes", runs, [{"status": "pending"} for _ in runs], "sampled_pass@1"
+    )
     assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.settings) == 2
 
 
 def test_a_curve_is_averaged_where_all_finished_runs_have_been(layouts):
-    (half,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "rloo", "runtime.publish_every": 4}]
-    assert [(x, len(scores)) for x, scores in half.evaluations()] == [(0, 1), (80, 1), (160, 1), (240, 1), (320, 1)]
-    (whole,) = [s for s in layouts["lags"].settings if s.axes == {"objective.use": "tb", "runtime.publish_every": 1}]
+    (half,) = [
+        s
+        for s in layouts["lags"].settings
+        if s.axes == {"objective.use": "rloo", "runtime.publish_every": 4}
+    ]
+    assert [(x, len(scores)) for x, scores in half.evaluations()] == [
+        (0, 1),
+        (80, 1),
+        (160, 1),
+        (240, 1),
+        (320, 1),
+    ]
+    (whole,) = [
+        s
+        for s in layouts["lags"].settings
+        if s.axes == {"objective.use": "tb", "runtime.publish_every": 1}
+    ]
     assert whole.evaluations()[1] == (80, pytest.approx([0.60, 0.61, 0.62]))
 
 
@@ -171,22 +262,44 @@ def test_no_point_of_the_front_is_beaten_in_both():
     def point(cost: float, value: float) -> tuple[Mean, Mean, Setting]:
         return Mean(cost, None), Mean(value, None), Setting({}, [], [])
 
-    front = pareto([point(3.0, 0.9), point(1.0, 0.2), point(2.0, 0.5), point(2.0, 0.4), point(2.5, 0.5), point(4.0, 0.9), point(1.0, 0.1)])
+    front = pareto(
+        [
+            point(3.0, 0.9),
+            point(1.0, 0.2),
+            point(2.0, 0.5),
+            point(2.0, 0.4),
+            point(2.5, 0.5),
+            point(4.0, 0.9),
+            point(1.0, 0.1),
+        ]
+    )
     assert [(c.mean, v.mean) for c, v, _ in front] == [(1, 0.2), (2, 0.5), (3, 0.9)]
 
 
 def test_a_dozen_lines_look_different():
-    assert len({s["color"] for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
+    assert (
+        len({s["color"] for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
+    )
 
 
 def test_a_resumed_run_that_told_an_evaluation_twice_has_it_once():
     steps = [{"step": s, "samples_trained": s, "samples_generated": s} for s in (1, 2)]
-    evaluations = [{"step": 0, "time": 0.0, "eval/x": 0.1}, {"step": 2, "time": 3.0, "eval/x": 0.5}, {"step": 2, "time": 4.0, "eval/x": 0.6}]
-    assert [(p["step"], p["score"]) for p in curve(steps + evaluations, "x")] == [(0, 0.1), (2, 0.6)]
+    evaluations = [
+        {"step": 0, "time": 0.0, "eval/x": 0.1},
+        {"step": 2, "time": 3.0, "eval/x": 0.5},
+        {"step": 2, "time": 4.0, "eval/x": 0.6},
+    ]
+    assert [(p["step"], p["score"]) for p in curve(steps + evaluations, "x")] == [
+        (0, 0.1),
+        (2, 0.6),
+    ]
 
 
 def test_what_cannot_be_drawn_is_refused_with_what_to_type(folder, tmp_path):
-    with pytest.raises(ValueError, match=f"is a study, which has a page of its own: type `tba report {re.escape(str(folder))}`"):
+    with pytest.raises(
+        ValueError,
+        match=f"is a study, which has a page of its own: type `tba report {re.escape(str(folder))}`",
+    ):
         report([tmp_path, folder])
     empty = tmp_path / "empty"
     empty.mkdir()

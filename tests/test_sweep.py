@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from toy import Ones
 
-from tba.log import read
-from tba.results import FAILED, read_ledger, standing, write_failed, write_results
+from tba.runs.log import read
 from tba.runtime.placement import available_cores
-from tba.study import Study, check_study, read_study
-from tba.sweep import INTERRUPTED, Sweep, as_left, sweep
+from tba.studies.results import FAILED, read_ledger, standing, write_failed, write_results
+from tba.studies.study import Study, check_study, read_study
+from tba.studies.sweep import INTERRUPTED, Sweep, as_left, sweep
+from tba.studies.workers import start
 from tba.types import Answer, Prompt
-from tba.workers import start
 
 TBA = Path(sys.executable).with_name("tba")
 BASE = """
@@ -87,23 +87,32 @@ class Placed(Ones):
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
         blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        raise RuntimeError(f"{available_cores()} threads: {os.environ['OMP_NUM_THREADS']}, ctrl-c blocked: {blocked}, alone: {os.getsid(0) == os.getpid()}")
+        raise RuntimeError(
+            f"{available_cores()} threads: {os.environ['OMP_NUM_THREADS']}, ctrl-c blocked: {blocked}, alone: {os.getsid(0) == os.getpid()}"
+        )
 
 
 def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pairs.toml"
-    path.write_text(f'[study]\nfolder = "{folder / "runs"}"\n{table}\n' + BASE.format(model=model) + grids)
+    path.write_text(
+        f'[study]\nfolder = "{folder / "runs"}"\n{table}\n' + BASE.format(model=model) + grids
+    )
     return path
 
 
 def statuses(study: Study) -> dict[str, str]:
-    return {r["folder"]: r["status"] for r in json.loads((study.folder / "study.json").read_text())["runs"]}
+    return {
+        r["folder"]: r["status"]
+        for r in json.loads((study.folder / "study.json").read_text())["runs"]
+    }
 
 
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    path = write(tmp_path_factory.mktemp("study"), tiny_model, table="keep_checkpoints = false\nparallel = 2")
+    path = write(
+        tmp_path_factory.mktemp("study"), tiny_model, table="keep_checkpoints = false\nparallel = 2"
+    )
     assert sweep(path) == 0
     return path
 
@@ -111,8 +120,16 @@ def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
 def test_every_run_is_a_plain_run_folder(carried_out):
     study = read_study(carried_out)
     assert statuses(study) == {
-        **{f"rates/use={use},learning_rate={rate},seed=0": "finished" for use in ("tb", "rloo") for rate in ("0.001", "0.01")},
-        **{f"often/use={use},publish_every={k}": "finished" for use in ("tb", "rloo") for k in (1, 2)},
+        **{
+            f"rates/use={use},learning_rate={rate},seed=0": "finished"
+            for use in ("tb", "rloo")
+            for rate in ("0.001", "0.01")
+        },
+        **{
+            f"often/use={use},publish_every={k}": "finished"
+            for use in ("tb", "rloo")
+            for k in (1, 2)
+        },
     }
     for name in statuses(study):
         assert json.loads((study.folder / name / "summary.json").read_text())["steps"] == 3
@@ -127,12 +144,23 @@ def test_the_best_of_an_earlier_grid_is_inherited_by_what_is_alike(carried_out):
     choices = json.loads((study.folder / "study.json").read_text())["choices"]
     assert [c["matched"] for c in choices] == [{"objective.use": "tb"}, {"objective.use": "rloo"}]
     for use in ("tb", "rloo"):
-        rates = {rate: rows[f"rates/use={use},learning_rate={rate},seed=0"]["sampled_pass@1"] for rate in (0.001, 0.01)}
+        rates = {
+            rate: rows[f"rates/use={use},learning_rate={rate},seed=0"]["sampled_pass@1"]
+            for rate in (0.001, 0.01)
+        }
         for k in (1, 2):
-            config = json.loads((study.folder / f"often/use={use},publish_every={k}" / "config.json").read_text())
+            config = json.loads(
+                (study.folder / f"often/use={use},publish_every={k}" / "config.json").read_text()
+            )
             assert config["trainer"]["learning_rate"] == max(rates, key=lambda rate: rates[rate])
-            assert (config["objective"]["use"], config["runtime"]["publish_every"], config["run"]["seed"]) == (use, k, 1)
-            assert config["objective"]["beta"] == (0.1 if use == "tb" else 0.05)  # another objective drops the options of the one before
+            assert (
+                config["objective"]["use"],
+                config["runtime"]["publish_every"],
+                config["run"]["seed"],
+            ) == (use, k, 1)
+            assert config["objective"]["beta"] == (
+                0.1 if use == "tb" else 0.05
+            )  # another objective drops the options of the one before
 
 
 def test_what_is_finished_is_not_done_again(carried_out, capsys):
@@ -146,7 +174,10 @@ def test_what_is_finished_is_not_done_again(carried_out, capsys):
 
 
 def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
-    with pytest.raises(ValueError, match=r"rates/use=tb.* holds a run with another config \(trainer.weight_decay = 0.0 there, 0.5 here\); remove that folder"):
+    with pytest.raises(
+        ValueError,
+        match=r"rates/use=tb.* holds a run with another config \(trainer.weight_decay = 0.0 there, 0.5 here\); remove that folder",
+    ):
         sweep(carried_out, ["trainer.weight_decay=0.5"])
     assert sweep(carried_out, ["log.sample_every=7"]) == 0  # what is logged makes no other run
 
@@ -154,9 +185,23 @@ def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
 def test_a_row_has_what_a_study_is_judged_by(carried_out):
     study = read_study(carried_out)
     row = json.loads((study.folder / "results.json").read_text())[0]
-    assert row["grid"] == "rates" and row["objective"] == "tb" and row["seed"] == 0 and row["settings"]["trainer.learning_rate"] == 0.001
-    assert row["last"] == row["sampled_pass@1"] and row["peak"] >= row["last"] and 0 <= row["drop"] <= row["peak"]
-    assert row["steps"] == 3 and row["samples_trained"] == 24 and row["seconds"] > 0 and row["status"] == "finished"
+    assert (
+        row["grid"] == "rates"
+        and row["objective"] == "tb"
+        and row["seed"] == 0
+        and row["settings"]["trainer.learning_rate"] == 0.001
+    )
+    assert (
+        row["last"] == row["sampled_pass@1"]
+        and row["peak"] >= row["last"]
+        and 0 <= row["drop"] <= row["peak"]
+    )
+    assert (
+        row["steps"] == 3
+        and row["samples_trained"] == 24
+        and row["seconds"] > 0
+        and row["status"] == "finished"
+    )
     assert row["kl"] is not None and row["lag_mean"] is not None
 
 
@@ -177,20 +222,36 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, capsys):
     path = write(tmp_path, tiny_model, variants, "parallel = 2")
     assert sweep(path) == 2
     study = read_study(path)
-    ends = {"diverges": "failed", "dies": "failed", "dies-once": "finished", "unready": "failed", "sound": "finished"}
+    ends = {
+        "diverges": "failed",
+        "dies": "failed",
+        "dies-once": "finished",
+        "unready": "failed",
+        "sound": "finished",
+    }
     assert statuses(study) == {f"all/{label},seed=0": status for label, status in ends.items()}
-    errors = {label: json.loads((study.folder / f"all/{label},seed=0" / FAILED).read_text())["error"] for label in ("diverges", "dies", "unready")}
+    errors = {
+        label: json.loads((study.folder / f"all/{label},seed=0" / FAILED).read_text())["error"]
+        for label in ("diverges", "dies", "unready")
+    }
     assert errors["diverges"].startswith("NotFinite: step ")
     assert "its process died (exit code -9)" in errors["dies"]
     assert "not ready" in errors["unready"]
     out = capsys.readouterr().out
-    assert f"failed: {study.folder}/all/dies,seed=0" in out and f"tba sweep {path} --retry-failed" in out
+    assert (
+        f"failed: {study.folder}/all/dies,seed=0" in out
+        and f"tba sweep {path} --retry-failed" in out
+    )
     assert f"failed: {study.folder}/all/diverges,seed=0" not in out  # to diverge is a result
 
     assert sweep(path) == 2
     assert "5 runs, 5 of them ended before" in capsys.readouterr().out
     ready.touch()
-    write(tmp_path, tiny_model, "\n".join(line for line in variants.splitlines() if not re.search("dies|diverges", line)))
+    write(
+        tmp_path,
+        tiny_model,
+        "\n".join(line for line in variants.splitlines() if not re.search("dies|diverges", line)),
+    )
     assert sweep(path, retry_failed=True) == 0
     assert statuses(study) == {"all/unready,seed=0": "finished", "all/sound,seed=0": "finished"}
 
@@ -200,7 +261,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list
     """The losses of a run that nobody interrupted."""
     path = write(tmp_path_factory.mktemp("straight"), tiny_model, LONG)
     assert sweep(path, ["run.steps=80"]) == 0
-    return [r["loss"] for r in read(path.parent / "runs" / "long" / "seed=0" / "metrics.jsonl") if "loss" in r]
+    return [
+        r["loss"]
+        for r in read(path.parent / "runs" / "long" / "seed=0" / "metrics.jsonl")
+        if "loss" in r
+    ]
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["asked to stop", "killed"])
@@ -209,7 +274,9 @@ def test_a_study_that_ended_early_goes_on_as_if_it_had_not(tmp_path, tiny_model,
     metrics = tmp_path / "runs" / "long" / "seed=0" / "metrics.jsonl"
     command = [str(TBA), "sweep", str(path), "run.steps=80"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         deadline = time.monotonic() + 60
         while len(read(metrics)) < 5 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -237,13 +304,22 @@ def test_a_run_that_dies_while_the_study_is_stopped_has_not_failed(tmp_path, tin
 
 
 def test_a_run_begins_with_cores_of_its_own_and_deaf_to_ctrl_c(tmp_path, tiny_model):
-    study = read_study(write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n"task.use" = "test_sweep.Placed"\n"run.seed" = [0]\n'))
+    study = read_study(
+        write(
+            tmp_path,
+            tiny_model,
+            '[[grid]]\nname = "one"\n"task.use" = "test_sweep.Placed"\n"run.seed" = [0]\n',
+        )
+    )
     config, core = check_study(study)[0], available_cores()[0]
     process = start(config, None, [core], tmp_path / "log")
     process.join(60)
     run = Path(config.run.folder)
     assert process.exitcode == 0
-    assert f"[{core}] threads: 1, ctrl-c blocked: True, alone: True" in json.loads((run / FAILED).read_text())["error"]
+    assert (
+        f"[{core}] threads: 1, ctrl-c blocked: True, alone: True"
+        in json.loads((run / FAILED).read_text())["error"]
+    )
     assert not (run / "summary.json").exists() and standing(run)[0] == "failed"
 
 
@@ -265,23 +341,44 @@ def test_what_does_not_fit_the_best_is_told_at_once(tmp_path, tiny_model, capsys
     for t in (lengths, other):
         study.path(t).mkdir(parents=True)
         scores = {"sampled_pass@1": 0.4 if t is lengths else 0.5, "step": 2.0}
-        (study.path(t) / "summary.json").write_text(json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores}))
+        (study.path(t) / "summary.json").write_text(
+            json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores})
+        )
     carried = Sweep(
-        study, {t.folder: as_left(study, t, None) for t in study.trials()}, dict(zip([lengths.folder, other.folder], check_study(study), strict=False))
+        study,
+        {t.folder: as_left(study, t, None) for t in study.trials()},
+        dict(zip([lengths.folder, other.folder], check_study(study), strict=False)),
     )
     carried.trials[other.folder] = other
     carried.end(other, "", asked=False)
-    assert "failed: grid 'scheduled', warmup_steps=3: trainer.warmup_steps" in capsys.readouterr().out
-    assert [t.status for t in carried.trials.values()] == ["finished", "finished", "pending", "failed"]
+    assert (
+        "failed: grid 'scheduled', warmup_steps=3: trainer.warmup_steps" in capsys.readouterr().out
+    )
+    assert [t.status for t in carried.trials.values()] == [
+        "finished",
+        "finished",
+        "pending",
+        "failed",
+    ]
     assert sweep(path) == 2  # a study called again goes on with what can begin
-    assert [t.status for t in read_ledger(study.folder).runs] == ["finished", "finished", "finished", "failed"]
+    assert [t.status for t in read_ledger(study.folder).runs] == [
+        "finished",
+        "finished",
+        "finished",
+        "failed",
+    ]
 
 
 def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
     path = write(tmp_path, tiny_model)
-    with pytest.raises(ValueError, match=r"'run.seed=7' would change nothing: every grid says what run.seed is; change it there"):
+    with pytest.raises(
+        ValueError,
+        match=r"'run.seed=7' would change nothing: every grid says what run.seed is; change it there",
+    ):
         read_study(path, ["run.seed=7"])
-    assert read_study(path, ["trainer.learning_rate=1e-4"]).base["trainer"]["learning_rate"] == 1e-4  # of the grid that does not vary it
+    assert (
+        read_study(path, ["trainer.learning_rate=1e-4"]).base["trainer"]["learning_rate"] == 1e-4
+    )  # of the grid that does not vary it
 
 
 def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):
@@ -308,22 +405,40 @@ def test_a_study_called_again_chooses_as_it_did(tmp_path, tiny_model):
             write_failed(study.path(t), "NotFinite: step 2: the loss")
         else:
             scores = {"sampled_pass@1": score, "step": 3.0}
-            (study.path(t) / "summary.json").write_text(json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores}))
+            (study.path(t) / "summary.json").write_text(
+                json.dumps({"finished": True, "seconds": 1.0, "eval/last": scores})
+            )
     configs = dict(zip([t.folder for t in ended[:2]], check_study(study), strict=False))
-    carried = Sweep(study, {t.folder: as_left(study, t, configs.get(t.folder)) for t in study.trials()}, configs)
+    carried = Sweep(
+        study, {t.folder: as_left(study, t, configs.get(t.folder)) for t in study.trials()}, configs
+    )
     carried.inherit()
     assert not carried.refused
-    assert [carried.trials[t.folder].settings.get("trainer.learning_rate") for t in ended[2:]] == [1e-2] * 4
-    assert [t.status for t in carried.trials.values()] == ["finished"] * 3 + ["failed"] + ["finished"] * 2 + ["pending"]
-    assert carried.trials[c.folder].settings == {"run.seed": 7, "objective.beta": 0.2, "trainer.learning_rate": 1e-2}
+    assert [carried.trials[t.folder].settings.get("trainer.learning_rate") for t in ended[2:]] == [
+        1e-2
+    ] * 4
+    assert [t.status for t in carried.trials.values()] == ["finished"] * 3 + ["failed"] + [
+        "finished"
+    ] * 2 + ["pending"]
+    assert carried.trials[c.folder].settings == {
+        "run.seed": 7,
+        "objective.beta": 0.2,
+        "trainer.learning_rate": 1e-2,
+    }
     assert carried.choices[-1].of == 2
 
 
 def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path, tiny_model, capsys):
     assert sweep(write(tmp_path, tiny_model), dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rates/use=tb,learning_rate=0.001,seed=0" and lines[-2] == "often/use=rloo,publish_every=2  + the best of rates"
-    assert lines[-1] == f"8 runs in {tmp_path / 'runs'}; nothing was started" and not (tmp_path / "runs").exists()
+    assert (
+        lines[0] == "rates/use=tb,learning_rate=0.001,seed=0"
+        and lines[-2] == "often/use=rloo,publish_every=2  + the best of rates"
+    )
+    assert (
+        lines[-1] == f"8 runs in {tmp_path / 'runs'}; nothing was started"
+        and not (tmp_path / "runs").exists()
+    )
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path, tiny_model):
@@ -333,19 +448,37 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path, tiny_model):
     (tmp_path / "runs").mkdir()
     with (tmp_path / "runs" / ".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"another `tba sweep` is at work in .*name another folder by study.folder="):
+        with pytest.raises(
+            ValueError,
+            match=r"another `tba sweep` is at work in .*name another folder by study.folder=",
+        ):
             sweep(path)
 
 
 def test_a_metric_that_no_run_has_is_told_after_the_first(tmp_path, tiny_model):
-    with pytest.raises(ValueError, match=r"study.metric = 'reward': the runs have no such score; set study.metric to one of .*sampled_pass@1"):
-        sweep(write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n"run.seed" = [0]\n'), ["study.metric=reward"])
+    with pytest.raises(
+        ValueError,
+        match=r"study.metric = 'reward': the runs have no such score; set study.metric to one of .*sampled_pass@1",
+    ):
+        sweep(
+            write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n"run.seed" = [0]\n'),
+            ["study.metric=reward"],
+        )
 
 
 MISTAKES = {
-    "an unknown key": (('"run.seed" = 1', '"run.sed" = 1'), r"grid 'often', use=tb,publish_every=1: unknown key 'run.sed'; did you mean 'seed'\?"),
-    "an unknown option": (('"run.seed" = 1', '"objective.bta" = 1'), r"grid 'often', use=tb,.*: objective.bta: 'tb' has no such option; did you mean 'beta'\?"),
-    "an unknown objective": (('"rloo"', '"rlo"'), r"no objectives called 'rlo'; did you mean 'rloo'\?"),
+    "an unknown key": (
+        ('"run.seed" = 1', '"run.sed" = 1'),
+        r"grid 'often', use=tb,publish_every=1: unknown key 'run.sed'; did you mean 'seed'\?",
+    ),
+    "an unknown option": (
+        ('"run.seed" = 1', '"objective.bta" = 1'),
+        r"grid 'often', use=tb,.*: objective.bta: 'tb' has no such option; did you mean 'beta'\?",
+    ),
+    "an unknown objective": (
+        ('"rloo"', '"rlo"'),
+        r"no objectives called 'rlo'; did you mean 'rloo'\?",
+    ),
     "a value out of range": (
         ("1e-3, 1e-2", "1e-3, -1"),
         "grid 'rates', use=tb,learning_rate=-1,seed=0: trainer.learning_rate = -1: Input should be greater than 0",
@@ -354,26 +487,44 @@ MISTAKES = {
         ('"runtime.publish_every" = [1, 2]', '"strategy.recent" = [0.5, 1.5]'),
         "grid 'often', use=tb,recent=1.5: .*1.5",
     ),
-    "a name twice": (('name = "often"', 'name = "rates"'), "two grids are called 'rates'; give each a name of its own"),
+    "a name twice": (
+        ('name = "often"', 'name = "rates"'),
+        "two grids are called 'rates'; give each a name of its own",
+    ),
     "no name": (('name = "often"', ""), 'grid name = None: write name = "..."'),
-    "the best of none": (('best = "rates"', 'best = "ratse"'), r"grid 'often': best = 'ratse' is no earlier grid; did you mean 'rates'\?"),
+    "the best of none": (
+        ('best = "rates"', 'best = "ratse"'),
+        r"grid 'often': best = 'ratse' is no earlier grid; did you mean 'rates'\?",
+    ),
     "the best of nothing alike": (
         ('"rloo"]\n"trainer', '"tb_learned_z"]\n"trainer'),
         "no run there has objective.use = 'rloo'; add it to 'objective.use' of grid 'rates'",
     ),
-    "no values": (('"run.seed" = [0]', '"run.seed" = []'), r"grid 'rates': 'run.seed' = \[\] has no values; write at least one"),
+    "no values": (
+        ('"run.seed" = [0]', '"run.seed" = []'),
+        r"grid 'rates': 'run.seed' = \[\] has no values; write at least one",
+    ),
     "a value twice": (
         ('"run.seed" = [0]', '"run.seed" = [0, 0]'),
         "grid 'rates', use=tb,learning_rate=0.001,seed=0: two runs are called so; leave out the value",
     ),
-    "no setting": (('"run.seed" = 1', "seed = 1"), """'seed' is no setting; write "table.key" = """),
+    "no setting": (
+        ('"run.seed" = 1', "seed = 1"),
+        """'seed' is no setting; write "table.key" = """,
+    ),
     "a folder": (('"run.seed" = 1', '"run.folder" = "x"'), "leave out 'run.folder'"),
     "variants of which some have no name": (
         ('"run.seed" = 1', 'variants = [{ label = "x", "run.seed" = 2 }, { "run.seed" = 3 }]'),
         'give each of the variants a label = "...", or have all of them set the same keys',
     ),
-    "a variant that repeats": (('"run.seed" = 1', '"run.seed" = 1\nvariants = [{ "run.seed" = 2 }]'), "'run.seed' stands in the grid and in a variant"),
-    "an unknown table": (('[[grid]]\nname = "often"', '[[grids]]\nname = "often"'), r"unknown table \[grids\]; a study has"),
+    "a variant that repeats": (
+        ('"run.seed" = 1', '"run.seed" = 1\nvariants = [{ "run.seed" = 2 }]'),
+        "'run.seed' stands in the grid and in a variant",
+    ),
+    "an unknown table": (
+        ('[[grid]]\nname = "often"', '[[grids]]\nname = "often"'),
+        r"unknown table \[grids\]; a study has",
+    ),
 }
 
 
@@ -390,7 +541,10 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, tiny_model, mistake)
 
 @pytest.mark.parametrize("setting", ["study.paralel=2", "study.parallel=0"])
 def test_mistakes_in_the_study_table(tmp_path, tiny_model, setting):
-    with pytest.raises(ValueError, match=r"unknown key 'study.paralel'; did you mean 'parallel'|study.parallel = 0: Input should be"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown key 'study.paralel'; did you mean 'parallel'|study.parallel = 0: Input should be",
+    ):
         read_study(write(tmp_path, tiny_model), [setting])
 
 
@@ -402,13 +556,19 @@ def test_no_grid_and_no_file(tmp_path, tiny_model):
 
 
 def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_model):
-    (tmp_path / "base.toml").write_text('[objective]\nuse = "rloo"\n[run]\nsteps = 7\nseed = 5\n[trainer]\nlearning_rate = 0.5\n')
+    (tmp_path / "base.toml").write_text(
+        '[objective]\nuse = "rloo"\n[run]\nsteps = 7\nseed = 5\n[trainer]\nlearning_rate = 0.5\n'
+    )
     path = write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n', 'base = "base.toml"')
     study = read_study(path, ["run.seed=9", "study.folder=elsewhere"])
     (config,) = check_study(study)
     assert (config.run.steps, config.run.seed, config.trainer.learning_rate) == (3, 9, 1e-3)
     assert config.objective.use == "tb" and config.objective.options == {"beta": 0.1}
-    assert config.run.folder == "elsewhere/one/run" and config.log.console == "off" and not config.log.tensorboard
+    assert (
+        config.run.folder == "elsewhere/one/run"
+        and config.log.console == "off"
+        and not config.log.tensorboard
+    )
 
 
 def test_a_study_without_a_folder_is_called_after_its_file(tmp_path):
@@ -433,22 +593,38 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
         """
     )
     first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials()
-    assert [t.folder for t in (first, second, third)] == ["schedules/falling,k=1-2", "schedules/-rloo,k=1-2", "schedules/falling,k=4"]
-    assert first.settings == {"eval.k": [1, 2], "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9}} and third.settings["eval.k"] == [4]
+    assert [t.folder for t in (first, second, third)] == [
+        "schedules/falling,k=1-2",
+        "schedules/-rloo,k=1-2",
+        "schedules/falling,k=4",
+    ]
+    assert first.settings == {
+        "eval.k": [1, 2],
+        "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9},
+    } and third.settings["eval.k"] == [4]
     assert (first.axes["variant"], second.label) == ("falling", "$ rloo, k [1, 2]")
-    assert [t.folder for t in sizes] == ["sizes/group_size=2,samples=4", "sizes/group_size=4,samples=4"]
+    assert [t.folder for t in sizes] == [
+        "sizes/group_size=2,samples=4",
+        "sizes/group_size=4,samples=4",
+    ]
     assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
 
 
 def test_what_was_inherited_is_handed_on(tmp_path):
     grid = '[[grid]]\nname = "{}"\n{}\n'
-    text = grid.format("a", '"trainer.learning_rate" = [0.1, 0.2]\n"run.seed" = [0, 1]') + grid.format("b", 'best = "a"\n"runtime.publish_every" = [1, 2]')
+    text = grid.format(
+        "a", '"trainer.learning_rate" = [0.1, 0.2]\n"run.seed" = [0, 1]'
+    ) + grid.format("b", 'best = "a"\n"runtime.publish_every" = [1, 2]')
     (tmp_path / "s.toml").write_text(text + grid.format("c", 'best = "b"\n"run.seed" = [7]'))
     study = read_study(tmp_path / "s.toml")
     a, b, c = (list(study.grids[name].trials()) for name in "abc")
     b_best = study.inherit(b[1], study.candidates(b[1])[2])
     assert study.candidates(c[0]) == b and a[2].settings["trainer.learning_rate"] == 0.2
-    assert study.inherit(c[0], b_best).settings == {"run.seed": 7, "runtime.publish_every": 2, "trainer.learning_rate": 0.2}
+    assert study.inherit(c[0], b_best).settings == {
+        "run.seed": 7,
+        "runtime.publish_every": 2,
+        "trainer.learning_rate": 0.2,
+    }
 
 
 def test_the_best_of_a_key_that_this_grid_fixes_is_that_of_its_value(tmp_path):

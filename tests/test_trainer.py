@@ -10,19 +10,29 @@ import numpy as np
 import pytest
 import torch
 
-from tba import build
-from tba.config import load
-from tba.plugins import Plugin
-from tba.trainer import NotFinite, Trainer
+from tba.config.loading import load
+from tba.config.plugins import Plugin
+from tba.learn.trainer import NotFinite, Trainer
+from tba.runs.parts import check
 from tba.types import Batch, Group, collate
-from tba.weights import adopt, pack
+from tba.weights import load_weights, pack
 
 
 def trainer(model: Path, *settings: str) -> Trainer:
-    parts = build.check(
-        load(None, [f"policy.model={model}", "sampling.max_tokens=6", "trainer.learning_rate=1e-2", "trainer.batch_size=12", "trainer.group_size=4", *settings])
+    parts = check(
+        load(
+            None,
+            [
+                f"policy.model={model}",
+                "sampling.max_tokens=6",
+                "trainer.learning_rate=1e-2",
+                "trainer.batch_size=12",
+                "trainer.group_size=4",
+                *settings,
+            ],
+        )
     )
-    return build.trainer(parts, "cpu")
+    return parts.trainer("cpu")
 
 
 def parameters(t: Trainer) -> list[torch.Tensor]:
@@ -31,9 +41,14 @@ def parameters(t: Trainer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("objective", ["tb", "rloo"])
 @pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
-def test_any_micro_batching_gives_the_same_parameters(tiny_model: Path, batch: Batch, objective: str, budget: int) -> None:
+def test_any_micro_batching_gives_the_same_parameters(
+    tiny_model: Path, batch: Batch, objective: str, budget: int
+) -> None:
     """From one pass down to single trajectories, with groups cut in pieces (two passes)."""
-    whole, parts = trainer(tiny_model, f"objective={objective}"), trainer(tiny_model, f"objective={objective}", f"trainer.token_budget={budget}")
+    whole, parts = (
+        trainer(tiny_model, f"objective={objective}"),
+        trainer(tiny_model, f"objective={objective}", f"trainer.token_budget={budget}"),
+    )
     for step in range(3):
         a, b = whole.step(batch, step), parts.step(batch, step)
         for name in ("loss", "kl", "entropy", "reward", "grad_norm", "completions/mean_length"):
@@ -70,19 +85,26 @@ class Wrong:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("a loss of each response", r"loss has shape \(3, 4\); it must be \(3,\), a number for each group"),
+        (
+            "a loss of each response",
+            r"loss has shape \(3, 4\); it must be \(3,\), a number for each group",
+        ),
         ("a single loss", r"loss has shape \(\); it must be \(3,\)"),
         ("no metrics", r"returned Tensor; it must return \(loss, metrics\)"),
         ("a metric of each response", r"mine has shape \(3, 4\)"),
     ],
 )
-def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model: Path, batch: Batch, kind: str, told: str) -> None:
+def test_an_objective_that_would_be_averaged_wrongly_is_refused(
+    tiny_model: Path, batch: Batch, kind: str, told: str
+) -> None:
     with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
         replace(trainer(tiny_model), objective=Plugin(Wrong, {"kind": kind})).step(batch, 0)
 
 
 @pytest.mark.parametrize("field", ["reward", "ref_logp"])
-def test_nothing_moves_when_the_batch_is_not_finite(tiny_model: Path, batch: Batch, field: str) -> None:
+def test_nothing_moves_when_the_batch_is_not_finite(
+    tiny_model: Path, batch: Batch, field: str
+) -> None:
     t = trainer(tiny_model)
     before = parameters(t)
     value = getattr(batch, field).clone()
@@ -113,8 +135,15 @@ def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) ->
         return [t.step(batch, step)["learning_rate"] * 100 for step in range(10)]
 
     assert rates() == pytest.approx([1.0] * 10)
-    assert rates("trainer.schedule=linear", "trainer.warmup_steps=2") == pytest.approx([0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
-    stable = rates("trainer.schedule=warmup_stable_decay", "trainer.warmup_steps=2", "trainer.decay_steps=4", "trainer.min_lr_ratio=0.5")
+    assert rates("trainer.schedule=linear", "trainer.warmup_steps=2") == pytest.approx(
+        [0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    )
+    stable = rates(
+        "trainer.schedule=warmup_stable_decay",
+        "trainer.warmup_steps=2",
+        "trainer.decay_steps=4",
+        "trainer.min_lr_ratio=0.5",
+    )
     assert stable[2:6] == pytest.approx([1.0] * 4)
     assert 0.5 <= stable[-1] < stable[-2] < 1
     cosine = rates("trainer.schedule=cosine")
@@ -124,9 +153,18 @@ def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) ->
 
 def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> None:
     """With beta falling, the same policy's loss changes as the formula says."""
-    t = trainer(tiny_model, "objective.beta={start=1.0, end=0.2, steps=4, cut_step=3, cut_to=0.05}", "trainer.learning_rate=1e-30")
+    t = trainer(
+        tiny_model,
+        "objective.beta={start=1.0, end=0.2, steps=4, cut_step=3, cut_to=0.05}",
+        "trainer.learning_rate=1e-30",
+    )
     losses = [t.step(batch, step)["loss"] for step in range(4)]
-    fixed = [trainer(tiny_model, f"objective.beta={b}", "trainer.learning_rate=1e-30").step(batch, 0)["loss"] for b in (1.0, 0.8, 0.6, 0.05)]
+    fixed = [
+        trainer(tiny_model, f"objective.beta={b}", "trainer.learning_rate=1e-30").step(batch, 0)[
+            "loss"
+        ]
+        for b in (1.0, 0.8, 0.6, 0.05)
+    ]
     assert losses == pytest.approx(fixed, rel=1e-5)
 
 
@@ -134,16 +172,16 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
     """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
     t = trainer(tiny_model)
-    parts = build.check(load(None, [f"policy.model={tiny_model}", "sampling.max_tokens=6"]))
-    engine = parts.engine.build(parts.config.policy, parts.text, "cpu", False)
+    parts = check(load(None, [f"policy.model={tiny_model}", "sampling.max_tokens=6"]))
+    engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)
     weights = t.weights(version=5)
     assert weights.probe is not None
     stale = replace(weights, arrays=pack(engine.model, 0, False).arrays)
-    assert engine.adopt(stale) > 1e-2
+    assert engine.load_weights(stale) > 1e-2
     t.bf16_weights = bf16
-    gap = engine.adopt(t.weights(version=5))
+    gap = engine.load_weights(t.weights(version=5))
     assert gap < (0.05 if bf16 else 1e-5)
     assert engine.version == 5
 
@@ -155,7 +193,12 @@ def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
     first = next(iter(weights.arrays))
     broken = {n: (a + 1 if n == first else a[..., :-1]) for n, a in weights.arrays.items()}
     with pytest.raises(ValueError, match="another model"):
-        adopt(t.policy.model, replace(weights, arrays=broken))
+        load_weights(t.policy.model, replace(weights, arrays=broken))
     with pytest.raises(ValueError, match="another model"):
-        adopt(t.policy.model, replace(weights, arrays={n: np.array(a) for n, a in weights.arrays.items() if n != first}))
+        load_weights(
+            t.policy.model,
+            replace(
+                weights, arrays={n: np.array(a) for n, a in weights.arrays.items() if n != first}
+            ),
+        )
     assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))

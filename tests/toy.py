@@ -13,9 +13,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tba.config import Config, load
-from tba.policy import Policy
-from tba.pretrained import Text
+from tba.config.loading import load
+from tba.config.schema import Config
+from tba.learn.policy import Policy
+from tba.models.pretrained import Text
 from tba.strategies._draw import by_count
 from tba.types import Answer, Group, Prompt, Shelf, Trajectory, collate
 
@@ -63,7 +64,9 @@ class Delayed:
 
     age: int = 8
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
         old = [s for s in shelves if s.arrived <= now - self.age][-groups:]
         chosen = old if len(old) == groups else shelves[:groups]
         return [s.group(by_count(s.latest(), size, rng)) for s in chosen]
@@ -92,19 +95,32 @@ def every_answer(text: Text, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
     return [np.array(a, np.int32) for a in [*finished, *cut]]
 
 
-def group_of_all(text: Text, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS) -> Group:
+def group_of_all(
+    text: Text, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS
+) -> Group:
     """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
     answers = every_answer(text, max_tokens)
     finished = [a[-1] in text.eos_ids for a in answers]
-    rewards = Toy().score([prompt] * len(answers), [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)])
+    rewards = Toy().score(
+        [prompt] * len(answers),
+        [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)],
+    )
     zeros = [np.zeros(len(a), np.float32) for a in answers]
-    blank = [Trajectory(a, z, z, float(r or 0), 0, f) for a, z, r, f in zip(answers, zeros, rewards, finished, strict=True)]
+    blank = [
+        Trajectory(a, z, z, float(r or 0), 0, f)
+        for a, z, r, f in zip(answers, zeros, rewards, finished, strict=True)
+    ]
     group = Group(prompt, text.encode(prompt), tuple(blank))
     logp = log_probs(reference, group)
     return Group(
         prompt,
         group.prompt_tokens,
-        tuple(Trajectory(t.tokens, t.behavior_logp, row[: len(t.tokens)].numpy(), t.reward, 0, t.finished) for t, row in zip(blank, logp, strict=True)),
+        tuple(
+            Trajectory(
+                t.tokens, t.behavior_logp, row[: len(t.tokens)].numpy(), t.reward, 0, t.finished
+            )
+            for t, row in zip(blank, logp, strict=True)
+        ),
     )
 
 
@@ -134,14 +150,20 @@ class Enumerated:
         return 0.5 * (self.policy - other).abs().sum().item()
 
 
-def enumerate_answers(policy: Policy, reference: Policy, text: Text, max_tokens: int = MAX_TOKENS) -> list[Enumerated]:
+def enumerate_answers(
+    policy: Policy, reference: Policy, text: Text, max_tokens: int = MAX_TOKENS
+) -> list[Enumerated]:
     """For each of the toy's prompts."""
     found = []
     for prompt in Toy().prompts()[: len(TEXTS)]:
         group = group_of_all(text, prompt, reference, max_tokens)
         batch = collate([group])
-        one = Enumerated(log_probs(policy, group).sum(-1).exp(), batch.ref_logp[0].sum(-1).exp(), batch.reward[0])
-        torch.testing.assert_close(one.policy.sum(), torch.tensor(1.0), atol=1e-4, rtol=0)  # the enumeration is complete
+        one = Enumerated(
+            log_probs(policy, group).sum(-1).exp(), batch.ref_logp[0].sum(-1).exp(), batch.reward[0]
+        )
+        torch.testing.assert_close(
+            one.policy.sum(), torch.tensor(1.0), atol=1e-4, rtol=0
+        )  # the enumeration is complete
         found.append(one)
     return found
 
@@ -154,10 +176,14 @@ def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) 
 def save_model(folder: Path) -> Path:
     """A random model over eight characters, wide enough to represent any distribution over the answers."""
     vocabulary = ["<pad>", "<eos>", *"1237+="]
-    characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>"))
+    characters = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>")
+    )
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.12,

@@ -26,7 +26,9 @@ class Countdown:
 
     def __post_init__(self) -> None:
         if self.train_size + self.held_out_size > 5000:
-            raise ValueError("task.train_size + task.held_out_size must be at most 5000: there are few more such puzzles")
+            raise ValueError(
+                "task.train_size + task.held_out_size must be at most 5000: there are few more such puzzles"
+            )
 
     def prompts(self) -> Sequence[Prompt]:
         return self._puzzles()[: self.train_size]
@@ -35,7 +37,10 @@ class Countdown:
         return self._puzzles()[self.train_size :]
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        return [worth(a.text, p.columns["numbers"], p.columns["target"]) for p, a in zip(prompts, answers, strict=True)]
+        return [
+            worth(a.text, p.columns["numbers"], p.columns["target"])
+            for p, a in zip(prompts, answers, strict=True)
+        ]
 
     def _puzzles(self) -> list[Prompt]:
         """The same at every call, all distinct: the last ones are held out."""
@@ -45,7 +50,9 @@ class Countdown:
             numbers = rng.integers(1, 20, 3).tolist()
             target = numbers[0] + int(rng.choice([-1, 1], 2) @ numbers[1:])
             name = f"{numbers} -> {target}"
-            text = self.prompt.replace("{numbers}", " ".join(map(str, numbers))).replace("{target}", str(target))
+            text = self.prompt.replace("{numbers}", " ".join(map(str, numbers))).replace(
+                "{target}", str(target)
+            )
             found[name] = Prompt(name, text, {"numbers": numbers, "target": target})
         return list(found.values())
 

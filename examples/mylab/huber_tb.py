@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.types import Batch
 
 
@@ -23,10 +23,18 @@ class HuberTB:
 
     def __post_init__(self) -> None:
         if not (self.beta > 0 and self.delta > 0):
-            raise ValueError(f"objective.beta = {self.beta} and objective.delta = {self.delta} must be above 0; try 0.05 and 1.0")
+            raise ValueError(
+                f"objective.beta = {self.beta} and objective.delta = {self.delta} must be above 0; try 0.05 and 1.0"
+            )
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        residual = self.beta * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward  # [B K]
-        residual = residual - residual.mean(1, keepdim=True).detach()  # beta log Z: the group's own mean, no gradient
+        residual = (
+            self.beta * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward
+        )  # [B K]
+        residual = (
+            residual - residual.mean(1, keepdim=True).detach()
+        )  # beta log Z: the group's own mean, no gradient
         loss = huber_loss(residual, torch.zeros_like(residual), reduction="none", delta=self.delta)
-        return loss.mean(1) / self.beta, {"huber/linear": (residual.abs() > self.delta).float().mean(1)}
+        return loss.mean(1) / self.beta, {
+            "huber/linear": (residual.abs() > self.delta).float().mean(1)
+        }

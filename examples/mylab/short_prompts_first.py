@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.plugins import GIVEN
+from tba.config.plugins import GIVEN
 from tba.types import Group, Prompt
 
 
@@ -29,7 +29,9 @@ class ShortPromptsFirst:
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen])
-        open_to_choice = int(np.ceil(len(self.prompts) * min(1.0, 0.1 + 0.9 * self._chosen / self.over)))
+        open_to_choice = int(
+            np.ceil(len(self.prompts) * min(1.0, 0.1 + 0.9 * self._chosen / self.over))
+        )
         self._chosen += count
         return [self.prompts[i] for i in rng.integers(open_to_choice, size=count)]
 

@@ -20,12 +20,16 @@ class ShortestFirst:
 
     temperature: float = 8.0
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
         chosen = rng.choice(len(shelves), groups, replace=len(shelves) < groups)
         return [self._group(shelves[i], size, rng) for i in chosen]
 
     def _group(self, shelf: Shelf, size: int, rng: np.random.Generator) -> Group:
         held = [s.trajectory for s in shelf.stored.values()]
         log_odds = -np.array([len(t.tokens) for t in held]) / self.temperature
-        best = np.argsort(-(log_odds + rng.gumbel(size=len(held))))[:size]  # a draw without replacement that cannot underflow
+        best = np.argsort(-(log_odds + rng.gumbel(size=len(held))))[
+            :size
+        ]  # a draw without replacement that cannot underflow
         return shelf.group([held[i] for i in np.resize(best, size)])

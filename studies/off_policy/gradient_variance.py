@@ -22,11 +22,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from tba import build
-from tba.build import Parts
-from tba.config import load
-from tba.objective import Objective
-from tba.policy import Policy
+from tba.config.loading import load
+from tba.learn.policy import Policy
+from tba.objectives import Objective
+from tba.runs.parts import Parts, check
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Answer, Batch, Prompt, collate
 
@@ -49,24 +48,44 @@ class RightSoFar(Arithmetic):
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
         columns = [str(p.columns["answer"]) for p in prompts]
-        return [float(a.text == c if a.finished else c.startswith(a.text)) for c, a in zip(columns, answers, strict=True)]
+        return [
+            float(a.text == c if a.finished else c.startswith(a.text))
+            for c, a in zip(columns, answers, strict=True)
+        ]
 
 
 def parts_for(objective: str, k: int, max_tokens: int) -> Parts:
     with TemporaryDirectory() as folder:
-        settings = [f"run.folder={folder}/run", f"objective={objective}", "runtime.use=local", "task=gradient_variance.RightSoFar"]
-        settings += [f"sampling.samples={k}", f"trainer.group_size={k}", f"trainer.batch_size={RESPONSES}", f"sampling.max_tokens={max_tokens}"]
-        return build.check(load(None, settings + ([f"objective{OBJECTIVES[objective]}"] if OBJECTIVES[objective] else [])))
+        settings = [
+            f"run.folder={folder}/run",
+            f"objective={objective}",
+            "runtime.use=local",
+            "task=gradient_variance.RightSoFar",
+        ]
+        settings += [
+            f"sampling.samples={k}",
+            f"trainer.group_size={k}",
+            f"trainer.batch_size={RESPONSES}",
+            f"sampling.max_tokens={max_tokens}",
+        ]
+        return check(
+            load(
+                None,
+                settings + ([f"objective{OBJECTIVES[objective]}"] if OBJECTIVES[objective] else []),
+            )
+        )
 
 
 def batches(parts: Parts, count: int) -> Iterator[Batch]:
-    searcher = build.searcher(parts, "cpu", False)
-    stream = build.prompt_stream(parts)
+    searcher = parts.search_setup().build("cpu", False)
+    stream = parts.prompt_stream()
     for seed in range(count):
         yield collate(searcher.search(stream.take(parts.config.trainer.groups), seed).groups)
 
 
-def noise_and_signal(policy: Policy, objective: Objective, found: Sequence[Batch]) -> tuple[float, float, float]:
+def noise_and_signal(
+    policy: Policy, objective: Objective, found: Sequence[Batch]
+) -> tuple[float, float, float]:
     """Trace of the covariance of the gradient of one batch, the squared norm of its mean, both unbiased, and the standard error of their ratio.
 
     The signal is the mean product of the mean gradients of two folds of the batches; the error is a jackknife over the folds.
@@ -80,14 +99,22 @@ def noise_and_signal(policy: Policy, objective: Objective, found: Sequence[Batch
         squares[i % FOLDS] += sum(float(g.square().sum()) for g in grads) * FOLDS / len(found)
         for t, g in zip(totals[i % FOLDS], grads, strict=True):
             t += g * FOLDS / len(found)
-    products = {(a, b): sum(float((x * y).sum()) for x, y in zip(totals[a], totals[b], strict=True)) for a, b in combinations(range(FOLDS), 2)}
+    products = {
+        (a, b): sum(float((x * y).sum()) for x, y in zip(totals[a], totals[b], strict=True))
+        for a, b in combinations(range(FOLDS), 2)
+    }
 
     def estimate(folds: Sequence[int]) -> tuple[float, float]:
         signal = fmean(products[pair] for pair in combinations(folds, 2))
         return fmean(squares[f] for f in folds) - signal, signal
 
     noise, signal = estimate(range(FOLDS))
-    ratios = [noise / signal for noise, signal in (estimate([f for f in range(FOLDS) if f != left_out]) for left_out in range(FOLDS))]
+    ratios = [
+        noise / signal
+        for noise, signal in (
+            estimate([f for f in range(FOLDS) if f != left_out]) for left_out in range(FOLDS)
+        )
+    ]
     return noise, signal, pstdev(ratios) * (FOLDS - 1) ** 0.5
 
 
@@ -97,11 +124,23 @@ def measure(count: int) -> list[dict[str, float | str]]:
     for axis, k, length in cases:
         parts = parts_for("tb", k, length)
         found = list(batches(parts, count))
-        policy = build.trainer(parts, "cpu").policy
+        policy = parts.trainer("cpu").policy
         for name in OBJECTIVES:
-            noise, signal, error = noise_and_signal(policy, parts_for(name, k, length).objective.at(0), found)
+            noise, signal, error = noise_and_signal(
+                policy, parts_for(name, k, length).objective.at(0), found
+            )
             spread = {"ratio": noise / signal, "ratio_stderr": error}
-            rows.append({"axis": axis, "objective": name, "k": k, "length": length, "noise": noise, "signal": signal, **spread})
+            rows.append(
+                {
+                    "axis": axis,
+                    "objective": name,
+                    "k": k,
+                    "length": length,
+                    "noise": noise,
+                    "signal": signal,
+                    **spread,
+                }
+            )
             told = f"noise {noise:9.3g}  signal {signal:9.3g}  noise / signal {noise / signal:6.2f} ± {error:.2f}"
             print(f"{axis:<7} K {k:<3} length {length}  {name:<11} {told}", flush=True)
     return rows
@@ -112,11 +151,23 @@ def draw(rows: Sequence[dict[str, float | str]], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, (axis, key, label) in zip(
-        figure.subplots(1, 2), (("K", "k", "K, responses of a group (64 in all)"), ("length", "length", "tokens of a response, at most")), strict=True
+        figure.subplots(1, 2),
+        (
+            ("K", "k", "K, responses of a group (64 in all)"),
+            ("length", "length", "tokens of a response, at most"),
+        ),
+        strict=True,
     ):
         for name in OBJECTIVES:
             own = [r for r in rows if r["axis"] == axis and r["objective"] == name]
-            axes.errorbar([r[key] for r in own], [r["ratio"] for r in own], [r["ratio_stderr"] for r in own], marker="o", capsize=3, label=name)
+            axes.errorbar(
+                [r[key] for r in own],
+                [r["ratio"] for r in own],
+                [r["ratio_stderr"] for r in own],
+                marker="o",
+                capsize=3,
+                label=name,
+            )
         axes.set_ylim(bottom=0)
         axes.set_xlabel(label)
         axes.set_ylabel("noise / signal of the gradient")

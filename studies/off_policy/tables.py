@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tba.results import stderr
+from tba.studies.results import stderr
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
@@ -33,7 +33,11 @@ def told(rows: Sequence[Row], name: str, form: Callable[[float], str]) -> str:
         return "–"
     error = stderr(values)
     spread = "" if error is None else f" ± {form(error)}"
-    return form(fmean(values)) + spread + (f" ({len(rows) - len(values)} failed)" if len(values) < len(rows) else "")
+    return (
+        form(fmean(values))
+        + spread
+        + (f" ({len(rows) - len(values)} failed)" if len(values) < len(rows) else "")
+    )
 
 
 def share(value: float) -> str:
@@ -44,42 +48,69 @@ def nats(value: float) -> str:
     return f"{value:.2f}"
 
 
-def table(rows: Sequence[Row], down: str, across: str, name: str = "last", form: Callable[[float], str] = share, best: bool = False) -> str:
+def table(
+    rows: Sequence[Row],
+    down: str,
+    across: str,
+    name: str = "last",
+    form: Callable[[float], str] = share,
+    best: bool = False,
+) -> str:
     """`down` and `across` are keys of the settings, or `label`; with `best` the highest mean of each row is bold."""
 
     def value(row: Row, key: str) -> Any:
         return row["label"] if key == "label" else row["settings"].get(key)
 
     lines, columns = (list(dict.fromkeys(value(r, key) for r in rows)) for key in (down, across))
-    head = [down.removesuffix(".use").rpartition(".")[2], *(f"{across.rpartition('.')[2]} {c}" for c in columns)]
+    head = [
+        down.removesuffix(".use").rpartition(".")[2],
+        *(f"{across.rpartition('.')[2]} {c}" for c in columns),
+    ]
     text = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(columns)]
     for line in lines:
-        cells = [[r for r in rows if value(r, down) == line and value(r, across) == c] for c in columns]
+        cells = [
+            [r for r in rows if value(r, down) == line and value(r, across) == c] for c in columns
+        ]
         shown = [told(cell, name, form) for cell in cells]
         if best:
             means = [fmean(r[name] or 0.0 for r in cell) for cell in cells]
-            shown = [f"**{s}**" if m == max(means) else s for s, m in zip(shown, means, strict=True)]
+            shown = [
+                f"**{s}**" if m == max(means) else s for s, m in zip(shown, means, strict=True)
+            ]
         text.append("| " + " | ".join([str(line), *shown]) + " |")
     return "\n".join(text)
 
 
 def listed(rows: Sequence[Row], key: str) -> str:
     """A line for each value of `key`: pass@1 at the end, its worst drop after the peak, and the KL."""
-    text = [f"| {key.removesuffix('.use').rpartition('.')[2]} | pass@1 | worst drop | KL |", "| --- | ---: | ---: | ---: |"]
+    text = [
+        f"| {key.removesuffix('.use').rpartition('.')[2]} | pass@1 | worst drop | KL |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     for v in dict.fromkeys(r["settings"].get(key) for r in rows):
         own = [r for r in rows if r["settings"].get(key) == v]
-        text.append(f"| {v} | {told(own, 'last', share)} | {told(own, 'drop', share)} | {told(own, 'sampled_kl', nats)} |")
+        text.append(
+            f"| {v} | {told(own, 'last', share)} | {told(own, 'drop', share)} | {told(own, 'sampled_kl', nats)} |"
+        )
     return "\n".join(text)
 
 
 def variances(found: Sequence[Row], axis: str, key: str) -> str:
     own = [r for r in found if r["axis"] == axis]
     columns = list(dict.fromkeys(r[key] for r in own))
-    text = ["| objective | " + " | ".join(f"{axis} {c}" for c in columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    text = [
+        "| objective | " + " | ".join(f"{axis} {c}" for c in columns) + " |",
+        "| --- |" + " ---: |" * len(columns),
+    ]
     for name in dict.fromkeys(r["objective"] for r in own):
         text.append(
             f"| {name} | "
-            + " | ".join(f"{r['ratio']:.1f} ± {r['ratio_stderr']:.1f}" for c in columns for r in own if r["objective"] == name and r[key] == c)
+            + " | ".join(
+                f"{r['ratio']:.1f} ± {r['ratio_stderr']:.1f}"
+                for c in columns
+                for r in own
+                if r["objective"] == name and r[key] == c
+            )
             + " |"
         )
     return "\n".join(text)
@@ -99,12 +130,16 @@ def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
         "ess": table(grid("lags"), use, lag, "ess", nats),
         "same_rate": table(grid("same_rate"), use, lag),
         "replayed": table(grid("replayed"), use, "strategy.recent"),
-        "correction": table([{**r, "label": r["label"].split(", lag")[0]} for r in compared], "label", lag),
+        "correction": table(
+            [{**r, "label": r["label"].split(", lag")[0]} for r in compared], "label", lag
+        ),
         "m_and_k": table(grid("m_and_k"), "strategy.recent", "runtime.publish_every"),
         "group_size": listed(grid("group_size"), "trainer.group_size"),
         "beta": listed(grid("beta"), "objective.beta"),
         "replay": listed(grid("replay"), "strategy.reward"),
-        "faults": table([{**r, "label": fault(r)} for r in grid("faults")], "label", "strategy.reward"),
+        "faults": table(
+            [{**r, "label": fault(r)} for r in grid("faults")], "label", "strategy.reward"
+        ),
         "selection": listed(grid("selection"), "selection.use"),
         "noise_k": variances(gradients, "K", "k"),
         "noise_length": variances(gradients, "length", "length"),
@@ -119,12 +154,19 @@ def fault(row: Row) -> str:
 def written(page: str, found: Mapping[str, str]) -> str:
     """The page with the tables in their places."""
     for name, text in found.items():
-        page = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
+        page = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+            lambda m, text=text: f"{m[1]}{text}\n{m[2]}",
+            page,
+            flags=re.DOTALL,
+        )
     return page
 
 
 def load() -> tuple[list[Row], list[Row]]:
-    return json.loads((HERE / "results.json").read_text()), json.loads((HERE / "gradient_variance.json").read_text())
+    return json.loads((HERE / "results.json").read_text()), json.loads(
+        (HERE / "gradient_variance.json").read_text()
+    )
 
 
 def take_over(runs: Path) -> None:
@@ -132,7 +174,13 @@ def take_over(runs: Path) -> None:
     rows = json.loads((runs / "results.json").read_text())
     lines = (json.dumps({key: rounded(row.get(key)) for key in KEPT}) for row in rows)
     (HERE / "results.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    for name in ("gradient_variance.json", "gradient_variance.png", "report/lags_against.png", "report/lags_curves.png", "report/replayed_curves.png"):
+    for name in (
+        "gradient_variance.json",
+        "gradient_variance.png",
+        "report/lags_against.png",
+        "report/lags_curves.png",
+        "report/replayed_curves.png",
+    ):
         shutil.copy(runs / name, HERE)
 
 

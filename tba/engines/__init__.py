@@ -1,0 +1,39 @@
+"""Engines generate completions. This module is their contract; each other file is one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from tba.types import Completion, Sampling
+from tba.weights import Weights
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates completions with some version of the policy's weights.
+
+    Both methods may be called from several threads at once: an actor runs several searches
+    side by side, and newer weights arrive while completions are being generated. Every
+    completion carries the version of the weights that began it.
+    """
+
+    version: int
+    """Version of the weights that the next completion will begin with."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        """Return `sampling.samples` completions of each prompt's tokens.
+
+        The same seed and weights give the same completions. Temperature 0 is greedy.
+        """
+
+    def load_weights(self, weights: Weights) -> float | None:
+        """Load all weights or raise, leaving the old ones in place.
+
+        Returns the mean absolute difference between the engine's and the trainer's log-probs of
+        `weights.probe`, in nats, or None if there is nothing to compare.
+        """

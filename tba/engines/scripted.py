@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tba.config import PolicyTable
-from tba.plugins import GIVEN
-from tba.pretrained import Text
+from tba.config.plugins import GIVEN
+from tba.config.schema import PolicyTable
+from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -21,7 +21,7 @@ class Scripted:
     """Draws uniformly from `answers` (greedy: the first), after a pause of `latency` seconds, long-tailed when `tail` > 0.
 
     The pause is latency * exp(tail * normal). Answers end with EOS; log-probs are the true ones, ln(share of the answer),
-    placed on the first token. It holds no weights: `adopt` only takes the version.
+    placed on the first token. It holds no weights: `load_weights` only takes the version.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -35,24 +35,36 @@ class Scripted:
 
     def __post_init__(self) -> None:
         if not self.answers:
-            raise ValueError("engine.answers is empty; give at least one: engine.answers=['yes', 'no']")
+            raise ValueError(
+                "engine.answers is empty; give at least one: engine.answers=['yes', 'no']"
+            )
 
-    def generate(self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
         rng = np.random.default_rng(seed)
         time.sleep(self.latency * math.exp(self.tail * rng.normal()))
         if sampling.temperature == 0:
-            return [[self._completion(self.answers[0], sampling.max_tokens)] * sampling.samples for _ in prompts]
+            return [
+                [self._completion(self.answers[0], sampling.max_tokens)] * sampling.samples
+                for _ in prompts
+            ]
         drawn = rng.integers(len(self.answers), size=(len(prompts), sampling.samples))
-        return [[self._completion(self.answers[i], sampling.max_tokens) for i in row] for row in drawn]
+        return [
+            [self._completion(self.answers[i], sampling.max_tokens) for i in row] for row in drawn
+        ]
 
-    def adopt(self, weights: Weights) -> float | None:
+    def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
         return None
 
     def _completion(self, answer: str, max_tokens: int) -> Completion:
         share = self.answers.count(answer) / len(self.answers)
-        whole = [*self.text.tokenizer(answer, add_special_tokens=False)["input_ids"], min(self.text.eos_ids)]
+        whole = [
+            *self.text.tokenizer(answer, add_special_tokens=False)["input_ids"],
+            min(self.text.eos_ids),
+        ]
         tokens = np.asarray(whole[:max_tokens], np.int32)
         logp = np.zeros(len(tokens), np.float32)
         logp[0] = math.log(share)
-        return Completion(tokens, logp, len(whole) <= max_tokens)
+        return Completion(tokens, logp, len(whole) <= max_tokens, self.version)

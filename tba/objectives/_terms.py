@@ -20,7 +20,9 @@ def total(values: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K"]:
     return (values * batch.mask).sum(-1)
 
 
-def of_response(values: Float[Tensor, "B K T"], batch: Batch, length_normalised: bool) -> Float[Tensor, "B K"]:
+def of_response(
+    values: Float[Tensor, "B K T"], batch: Batch, length_normalised: bool
+) -> Float[Tensor, "B K"]:
     """The sum over the response, or the mean over its tokens."""
     summed = total(values, batch)
     return summed / batch.mask.sum(-1) if length_normalised else summed
@@ -56,17 +58,28 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def outside(ratio: Float[Tensor, "B K T"], low: float, high: float, batch: Batch) -> Float[Tensor, " B"]:
+def outside(
+    ratio: Float[Tensor, "B K T"], low: float, high: float, batch: Batch
+) -> Float[Tensor, " B"]:
     """TRL's `clip_ratio`: the share of a response's tokens whose ratio is not in [1 - low, 1 + high]."""
-    return (((ratio < 1 - low) | (ratio > 1 + high)) * batch.mask).sum(-1).div(batch.mask.sum(-1)).mean(1)
+    return (
+        (((ratio < 1 - low) | (ratio > 1 + high)) * batch.mask)
+        .sum(-1)
+        .div(batch.mask.sum(-1))
+        .mean(1)
+    )
 
 
-def importance(kind: Importance, logp: Float[Tensor, "B K T"], batch: Batch, cap: float) -> Float[Tensor, "B K T"]:
+def importance(
+    kind: Importance, logp: Float[Tensor, "B K T"], batch: Batch, cap: float
+) -> Float[Tensor, "B K T"]:
     """Truncated importance weights min(pi / mu, cap), without gradient: of each token, or the whole response's at each of its tokens."""
     change = log_ratio(logp.detach(), batch)
     if kind == "none":
         return torch.ones_like(change)
-    return ratio(change if kind == "token" else change.sum(-1, keepdim=True).expand_as(change)).clamp(max=cap)
+    return ratio(
+        change if kind == "token" else change.sum(-1, keepdim=True).expand_as(change)
+    ).clamp(max=cap)
 
 
 def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
@@ -79,11 +92,18 @@ def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
 
 
 def penalised(
-    logp: Float[Tensor, "B K T"], batch: Batch, advantage: Float[Tensor, "B K #T"], beta: float, low: float, high: float
+    logp: Float[Tensor, "B K T"],
+    batch: Batch,
+    advantage: Float[Tensor, "B K #T"],
+    beta: float,
+    low: float,
+    high: float,
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, " B"]]:
     """sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, rho = pi / mu of a token, KL by k3; and the share of tokens outside."""
     rho = ratio(log_ratio(logp, batch))
-    return total(clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch), batch), outside(rho, low, high, batch)
+    return total(clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch), batch), outside(
+        rho, low, high, batch
+    )
 
 
 def positive(name: str, value: float, instead: float) -> None:

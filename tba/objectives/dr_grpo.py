@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
@@ -30,5 +30,7 @@ class DrGrpo:
         positive("clip", self.clip, 0.2)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        summed, outside = penalised(logp, batch, centred(batch.reward)[..., None], self.beta, self.clip, self.clip)
+        summed, outside = penalised(
+            logp, batch, centred(batch.reward)[..., None], self.beta, self.clip, self.clip
+        )
         return -summed.mean(1), {"clip_ratio": outside}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
@@ -32,9 +32,18 @@ class Grpo:
         if self.clip_high is not None:
             positive("clip_high", self.clip_high, 0.28)
             if self.clip_high < self.clip:
-                raise ValueError(f"objective.clip_high = {self.clip_high} is below objective.clip = {self.clip}; write {self.clip} or more")
+                raise ValueError(
+                    f"objective.clip_high = {self.clip_high} is below objective.clip = {self.clip}; write {self.clip} or more"
+                )
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = (centred(batch.reward) / (batch.reward.std(1, keepdim=True) + 1e-4))[..., None]
-        summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip if self.clip_high is None else self.clip_high)
+        summed, outside = penalised(
+            logp,
+            batch,
+            advantage,
+            self.beta,
+            self.clip,
+            self.clip if self.clip_high is None else self.clip_high,
+        )
         return -(summed / batch.mask.sum(-1)).mean(1), {"clip_ratio": outside}

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import of_response, positive
 from tba.types import Batch
 
@@ -38,6 +38,8 @@ class OnlineDpo:
         better, worse = considered.argmax(1, keepdim=True), considered.argmin(1, keepdim=True)
         difference = of_response(logp - batch.ref_logp, batch, self.length_normalised)
         margin = self.beta * (difference.gather(1, better) - difference.gather(1, worse)).squeeze(1)
-        preferred = (batch.reward.gather(1, better) > batch.reward.gather(1, worse)).squeeze(1).float()
+        preferred = (
+            (batch.reward.gather(1, better) > batch.reward.gather(1, worse)).squeeze(1).float()
+        )
         loss = -torch.nn.functional.logsigmoid(margin) * preferred
         return loss, {"rewards/margins": margin.detach(), "dpo/pairs": preferred}

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Head, Loss
+from tba.objectives import Head, Loss
 from tba.objectives._terms import clipped, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
@@ -34,7 +34,10 @@ class Ppo:
     """Of AdamW for the head; it follows the schedule of the policy's rate."""
 
     def __post_init__(self) -> None:
-        for name, value, instead in (("clip", self.clip, 0.2), ("head_learning_rate", self.head_learning_rate, 0.01)):
+        for name, value, instead in (
+            ("clip", self.clip, 0.2),
+            ("head_learning_rate", self.head_learning_rate, 0.01),
+        ):
             positive(name, value, instead)
         for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             if not 0 <= value <= 1:
@@ -44,19 +47,30 @@ class Ppo:
     def head(self) -> Head:
         return Head("response", self.head_learning_rate)
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, "B K T"]) -> Loss:
+    def __call__(
+        self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, "B K T"]
+    ) -> Loss:
         advantage = self.advantages(head.detach(), batch)
         rho = ratio(log_ratio(logp, batch))
         error = (head - (advantage + head.detach())) * batch.mask
-        loss = total(-clipped(rho, advantage, self.clip, self.clip) + self.value_coefficient / 2 * error.square(), batch).mean(1)
+        loss = total(
+            -clipped(rho, advantage, self.clip, self.clip)
+            + self.value_coefficient / 2 * error.square(),
+            batch,
+        ).mean(1)
         value_error = (total(error.detach().square(), batch) / batch.mask.sum(-1)).mean(1)
-        return loss, {"clip_ratio": outside(rho, self.clip, self.clip, batch), "ppo/value_error": value_error}
+        return loss, {
+            "clip_ratio": outside(rho, self.clip, self.clip, batch),
+            "ppo/value_error": value_error,
+        }
 
     def advantages(self, value: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
         """Generalised advantage estimates from V of the state before each token; the state after the last is worth 0."""
         mask = batch.mask.float()
         last = mask - torch.nn.functional.pad(mask[..., 1:], (0, 1))
-        reward = (-self.beta * (batch.behavior_logp - batch.ref_logp) + last * batch.reward[..., None]) * mask
+        reward = (
+            -self.beta * (batch.behavior_logp - batch.ref_logp) + last * batch.reward[..., None]
+        ) * mask
         value = value * mask
         delta = reward + self.discount * torch.nn.functional.pad(value[..., 1:], (0, 1)) - value
         found = torch.zeros_like(delta)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio, regularised
 from tba.types import Batch
 
@@ -31,4 +31,7 @@ class ProximalRloo:
         advantage = leave_one_out(regularised(batch, self.beta))
         rho = ratio(log_ratio(logp, batch).sum(-1))
         outside = ((rho - 1).abs() > self.clip).float().mean(1)
-        return -clipped(rho, advantage, self.clip, self.clip).mean(1), {"rloo/advantage_std": advantage.std(1), "clip_ratio": outside}
+        return -clipped(rho, advantage, self.clip, self.clip).mean(1), {
+            "rloo/advantage_std": advantage.std(1),
+            "clip_ratio": outside,
+        }

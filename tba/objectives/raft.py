@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import of_response
 from tba.types import Batch
 
@@ -34,4 +34,6 @@ class Raft:
             good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))
         else:
             good = batch.reward >= self.threshold
-        return -(good.float() * of_response(logp, batch, self.length_normalised)).mean(1), {"raft/accepted": good.float().mean(1)}
+        return -(good.float() * of_response(logp, batch, self.length_normalised)).mean(1), {
+            "raft/accepted": good.float().mean(1)
+        }

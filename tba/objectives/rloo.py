@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
-from tba.objectives._terms import Importance, importance, leave_one_out, of_response, positive, regularised
+from tba.objectives import Loss
+from tba.objectives._terms import (
+    Importance,
+    importance,
+    leave_one_out,
+    of_response,
+    positive,
+    regularised,
+)
 from tba.types import Batch
 
 
@@ -36,4 +43,6 @@ class Rloo:
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))
         weight = importance(self.importance, logp, batch, self.importance_cap)
-        return -(advantage * of_response(weight * logp, batch, self.length_normalised)).mean(1), {"rloo/advantage_std": advantage.std(1)}
+        return -(advantage * of_response(weight * logp, batch, self.length_normalised)).mean(1), {
+            "rloo/advantage_std": advantage.std(1)
+        }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import importance, positive, total
 from tba.types import Batch
 
@@ -31,14 +31,25 @@ class TrajectoryBalance:
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.05)
-        for name, value, instead in (("importance_cap", self.importance_cap, 2.0), ("log_ratio_clamp", self.log_ratio_clamp, 10.0)):
+        for name, value, instead in (
+            ("importance_cap", self.importance_cap, 2.0),
+            ("log_ratio_clamp", self.log_ratio_clamp, 10.0),
+        ):
             if value is not None:
                 positive(name, value, instead)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp
-        residual = self.beta * total((logp - batch.ref_logp).clamp(-bound, bound), batch) - batch.reward
+        residual = (
+            self.beta * total((logp - batch.ref_logp).clamp(-bound, bound), batch) - batch.reward
+        )
         corrected = self.importance_cap is not None
-        weight = importance("sequence" if corrected else "none", logp, batch, self.importance_cap or 1.0)[..., 0]
-        log_z = -(weight * residual.detach()).sum(1, keepdim=True) / weight.sum(1, keepdim=True)  # beta log Z: live policy, this group, no gradient
-        return (weight * (residual + log_z).square()).mean(1) / (2 * self.beta), {"tb/log_z": log_z.squeeze(1) / self.beta}
+        weight = importance(
+            "sequence" if corrected else "none", logp, batch, self.importance_cap or 1.0
+        )[..., 0]
+        log_z = -(weight * residual.detach()).sum(1, keepdim=True) / weight.sum(
+            1, keepdim=True
+        )  # beta log Z: live policy, this group, no gradient
+        return (weight * (residual + log_z).square()).mean(1) / (2 * self.beta), {
+            "tb/log_z": log_z.squeeze(1) / self.beta
+        }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Head, Loss
+from tba.objectives import Head, Loss
 from tba.objectives._terms import positive, total
 from tba.types import Batch
 
@@ -35,6 +35,8 @@ class TrajectoryBalanceLearnedZ:
     def head(self) -> Head:
         return Head("prompt", self.head_learning_rate)
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, " B"]) -> Loss:
+    def __call__(
+        self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, " B"]
+    ) -> Loss:
         residual = self.beta * (total(logp - batch.ref_logp, batch) + head[:, None]) - batch.reward
         return residual.square().mean(1) / (2 * self.beta), {"tb/log_z": head.detach()}

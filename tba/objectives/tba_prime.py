@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss
+from tba.objectives import Loss
 from tba.objectives._terms import Importance, centred, importance, positive, total
 from tba.types import Batch
 
@@ -36,8 +36,14 @@ class TBAPrime:
         positive("importance_cap", self.importance_cap, 8.0)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        kl = total((logp.detach() - batch.ref_logp).clamp(-self.log_ratio_clamp, self.log_ratio_clamp), batch)
+        kl = total(
+            (logp.detach() - batch.ref_logp).clamp(-self.log_ratio_clamp, self.log_ratio_clamp),
+            batch,
+        )
         advantage = centred(batch.reward - self.beta * kl)
         weight = importance(self.importance, logp, batch, self.importance_cap)
         loss = -(advantage * total(weight * logp, batch)).sum(1) / batch.mask.sum((1, 2))
-        return loss, {"tb/advantage_std": advantage.std(1), "tb/log_z": (batch.reward / self.beta - kl).mean(1)}
+        return loss, {
+            "tb/advantage_std": advantage.std(1),
+            "tb/log_z": (batch.reward / self.beta - kl).mean(1),
+        }

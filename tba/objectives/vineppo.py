@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objective import Loss, Vine
+from tba.objectives import Loss, ValueRollouts
 from tba.objectives._terms import penalised, positive
 from tba.types import Batch
 
@@ -36,20 +36,28 @@ class VinePpo:
         positive("clip", self.clip, 0.2)
 
     @property
-    def vine(self) -> Vine:
-        return Vine(self.rollouts, self.step_tokens)
+    def value_rollouts(self) -> ValueRollouts:
+        return ValueRollouts(self.rollouts, self.step_tokens)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         if batch.value[batch.mask].isnan().any():
-            raise ValueError("these responses were found without rollouts, for another objective; begin a new run for vineppo")
-        summed, outside = penalised(logp, batch, self.advantages(batch), self.beta, self.clip, self.clip)
+            raise ValueError(
+                "these responses were found without rollouts, for another objective; begin a new run for vineppo"
+            )
+        summed, outside = penalised(
+            logp, batch, self.advantages(batch), self.beta, self.clip, self.clip
+        )
         return -summed.mean(1), {"clip_ratio": outside}
 
     def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
         """Of the step that each token belongs to; `batch.value` has, at each token, V of the state before its step."""
         length = batch.mask.sum(-1, keepdim=True)
         t = torch.arange(batch.mask.shape[-1], device=length.device)
-        after = ((t // self.step_tokens + 1) * self.step_tokens).expand_as(batch.mask)  # where the next step begins
+        after = ((t // self.step_tokens + 1) * self.step_tokens).expand_as(
+            batch.mask
+        )  # where the next step begins
         value = batch.value.masked_fill(~batch.mask, 0.0)
-        next_value = torch.where(after < length, value.gather(-1, after.clamp(max=len(t) - 1)), batch.reward[..., None])
+        next_value = torch.where(
+            after < length, value.gather(-1, after.clamp(max=len(t) - 1)), batch.reward[..., None]
+        )
         return (next_value - value) * batch.mask

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba.report.run import FIGURES, report_runs
 from tba.report.study import report_study
-from tba.results import STUDY
+from tba.studies.results import STUDY
 
 __all__ = ["FIGURES", "report", "report_runs", "report_study"]
 
@@ -21,5 +21,7 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
     if not studies:
         return report_runs(folders, out)
     if len(folders) > 1:
-        raise ValueError(f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`, and name the other folders apart")
+        raise ValueError(
+            f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`, and name the other folders apart"
+        )
     return report_study(studies[0].expanduser(), out)

@@ -17,11 +17,13 @@ COLOURS = (
     "#22262d", "#8c5a3c", "#7f8c1f", "#e8a0bf", "#17a2a2",
 )  # fmt: skip
 GREY, RULE = "#5b6472", "#e4e8ee"
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def dress(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(plain(title if len(title) <= 52 else f"{title[:51]}…"), loc="left", fontsize=10.5)
+    axes.set_title(
+        plain(title if len(title) <= 52 else f"{title[:51]}…"), loc="left", fontsize=10.5
+    )
     axes.set_xlabel(below, color=GREY)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b8bec8")
@@ -39,7 +41,13 @@ def short(value: float, _: int | None = None) -> str:
     """A tick: 20k, 0.5, 1e-4."""
     if 0 < abs(value) < 1e-3:
         return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
-    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k" if abs(value) >= 1e3 else f"{value:g}"
+    return (
+        f"{value / 1e6:g}M"
+        if abs(value) >= 1e6
+        else f"{value / 1e3:g}k"
+        if abs(value) >= 1e3
+        else f"{value:g}"
+    )
 
 
 def number(value: float | None, share: bool = False) -> str:
@@ -56,7 +64,17 @@ def png(figure: Figure, path: Path) -> str:
 
 
 def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     page = folder / "index.html"
-    page.write_text(environment.get_template(template).render(values), encoding="utf-8", errors="xmlcharrefreplace")  # half a surrogate pair may be there
+    page.write_text(
+        environment.get_template(template).render(values),
+        encoding="utf-8",
+        errors="xmlcharrefreplace",
+    )  # half a surrogate pair may be there
     return page

@@ -15,14 +15,16 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from tba.report.draw import COLOURS, GREY, dress, plain, short
 from tba.report.layout import Layout, Mean, Setting, Value
-from tba.results import phrase
+from tba.studies.results import phrase
 
 COSTS = {"sampled_kl": "KL to the reference at the end (nats)", "seconds": "time of a run (s)"}
 NO_BREAK = "\N{NO-BREAK SPACE}"
 Style = Mapping[str, Any]
 STYLES: Sequence[Style] = [
     {"color": colour, "marker": marker, "linestyle": dash}
-    for colour, marker, dash in zip(COLOURS, "osD^vPXosD^v", ["-"] * 7 + [(0, (4, 1.5))] * 5, strict=True)
+    for colour, marker, dash in zip(
+        COLOURS, "osD^vPXosD^v", ["-"] * 7 + [(0, (4, 1.5))] * 5, strict=True
+    )
 ]
 
 
@@ -33,13 +35,21 @@ def styles_for(values: Sequence[Value]) -> dict[Value, Style]:
 
 def draw(layout: Layout, styles: Mapping[Value, Style], metric: str) -> dict[str, Figure]:
     """All figures that the grid has something for."""
-    figures = {"curves": curves(layout, styles, metric), "against": against(layout, styles, metric), "fronts": fronts(layout, styles, metric)}
+    figures = {
+        "curves": curves(layout, styles, metric),
+        "against": against(layout, styles, metric),
+        "fronts": fronts(layout, styles, metric),
+    }
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
     """A line for each setting, a panel for each value of what else was varied; None while no run has finished."""
-    panels = {title: with_curves for title, settings in layout.panels(layout.lines).items() if (with_curves := [s for s in settings if s.evaluations()])}
+    panels = {
+        title: with_curves
+        for title, settings in layout.panels(layout.lines).items()
+        if (with_curves := [s for s in settings if s.evaluations()])
+    }
     if not panels:
         return None
     figure, all_axes = _axes(len(panels), metric, layout, styles)
@@ -63,7 +73,11 @@ def against(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figur
     for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
         dress(axes, title, key)
         for line in lines:
-            own = [s for s in settings if s.values("last") and (line is None or s.axes[str(layout.lines)] == line)]
+            own = [
+                s
+                for s in settings
+                if s.values("last") and (line is None or s.axes[str(layout.lines)] == line)
+            ]
             points = sorted((float(s.axes[key]), s.values("last")) for s in own)
             _line(axes, points, STYLES[0] if line is None else styles[line])
         _number_axis(axes, [float(v) for v in layout.values[key]])
@@ -72,7 +86,10 @@ def against(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figur
 
 def fronts(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
     """The metric against what it costs, with the settings that no other beats in both."""
-    points = {cost: [(c, v, s) for s in layout.settings if (c := s.mean(cost)) and (v := s.mean("last"))] for cost in COSTS}
+    points = {
+        cost: [(c, v, s) for s in layout.settings if (c := s.mean(cost)) and (v := s.mean("last"))]
+        for cost in COSTS
+    }
     points = {cost: at for cost, at in points.items() if len(at) > 1}
     if not points:
         return None
@@ -80,11 +97,31 @@ def fronts(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure
     for axes, (cost, at) in zip(all_axes, points.items(), strict=True):
         dress(axes, "", COSTS[cost])
         for c, v, s in at:
-            axes.errorbar(c.mean, v.mean, v.stderr, c.stderr, **{**_style(layout, styles, s), "linestyle": "none"}, markersize=6, elinewidth=0.6)
+            axes.errorbar(
+                c.mean,
+                v.mean,
+                v.stderr,
+                c.stderr,
+                **{**_style(layout, styles, s), "linestyle": "none"},
+                markersize=6,
+                elinewidth=0.6,
+            )
         front = pareto(at)
-        axes.plot([c.mean for c, _, _ in front], [v.mean for _, v, _ in front], drawstyle="steps-post", color=GREY, linewidth=1.1, zorder=1.5)
-        names = (", ".join(phrase(k, s.axes[k]) for k in reversed(layout.keys)).replace(" ", NO_BREAK) for _, _, s in front)
-        axes.set_title(plain(fill("front: " + "  ·  ".join(names), 92)), loc="left", fontsize=8.5, color=GREY)
+        axes.plot(
+            [c.mean for c, _, _ in front],
+            [v.mean for _, v, _ in front],
+            drawstyle="steps-post",
+            color=GREY,
+            linewidth=1.1,
+            zorder=1.5,
+        )
+        names = (
+            ", ".join(phrase(k, s.axes[k]) for k in reversed(layout.keys)).replace(" ", NO_BREAK)
+            for _, _, s in front
+        )
+        axes.set_title(
+            plain(fill("front: " + "  ·  ".join(names), 92)), loc="left", fontsize=8.5, color=GREY
+        )
         costs = [c.mean for c, _, _ in at]
         if min(costs) > 0 and max(costs) >= 10 * min(costs):
             axes.set_xscale("log")
@@ -104,7 +141,14 @@ def pareto(points: Sequence[tuple[Mean, Mean, Setting]]) -> list[tuple[Mean, Mea
 def _line(axes: Axes, points: Sequence[tuple[float, list[float]]], style: Style) -> None:
     """The mean over seeds, and a band from the least to the greatest."""
     at = [x for x, _ in points]
-    axes.fill_between(at, [min(v) for _, v in points], [max(v) for _, v in points], color=style["color"], alpha=0.13, linewidth=0)
+    axes.fill_between(
+        at,
+        [min(v) for _, v in points],
+        [max(v) for _, v in points],
+        color=style["color"],
+        alpha=0.13,
+        linewidth=0,
+    )
     axes.plot(at, [fmean(v) for _, v in points], **style, linewidth=1.6, markersize=4)
 
 
@@ -112,24 +156,33 @@ def _style(layout: Layout, styles: Mapping[Value, Style], setting: Setting) -> S
     return STYLES[0] if layout.lines is None else styles[setting.axes[layout.lines]]
 
 
-def _axes(count: int, metric: str, layout: Layout, styles: Mapping[Value, Style]) -> tuple[Figure, list[Axes]]:
+def _axes(
+    count: int, metric: str, layout: Layout, styles: Mapping[Value, Style]
+) -> tuple[Figure, list[Axes]]:
     """Axes with the same scores at the same height, and a legend of the grid's lines above them."""
     columns = 3 if count > 4 or count == 3 else min(2, count)
     rows = ceil(count / columns)
     lines = [v for v in layout.line_values() if v in styles]
-    figure = Figure(figsize=(12, 0.5 + 0.28 * ceil(len(lines) / 6) + (2.9 if columns == 3 else 3.8) * rows), layout="constrained")
+    figure = Figure(
+        figsize=(12, 0.5 + 0.28 * ceil(len(lines) / 6) + (2.9 if columns == 3 else 3.8) * rows),
+        layout="constrained",
+    )
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes in grid[:, 0]:
         axes.set_ylabel(metric.replace("_", " "), color=GREY)
     for axes in grid.flat[count:]:
         axes.remove()
     for axes in grid.flat[:count]:
-        axes.yaxis.set_major_formatter(FuncFormatter((lambda v, _: f"{100 * v:g}%") if "pass@" in metric else short))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter((lambda v, _: f"{100 * v:g}%") if "pass@" in metric else short)
+        )
         axes.xaxis.set_tick_params(labelbottom=True)
     handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
     if handles:
         names = [plain(phrase(layout.lines or "", v)[-40:]) for v in lines]
-        figure.legend(handles, names, loc="outside upper left", ncols=6, frameon=False, handlelength=3.2)
+        figure.legend(
+            handles, names, loc="outside upper left", ncols=6, frameon=False, handlelength=3.2
+        )
     return figure, list(grid.flat[:count])
 
 
@@ -137,7 +190,9 @@ def _number_axis(axes: Axes, values: Sequence[float]) -> None:
     """Logarithmic where the values span a decade; a tick at each of a few values."""
     positive = [v for v in values if v > 0]
     if positive and max(positive) >= 10 * min(positive):
-        axes.set_xscale("log") if len(positive) == len(values) else axes.set_xscale("symlog", linthresh=min(positive))
+        axes.set_xscale("log") if len(positive) == len(values) else axes.set_xscale(
+            "symlog", linthresh=min(positive)
+        )
     if len(values) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(list(values)))
         axes.xaxis.set_minor_locator(NullLocator())

@@ -1,43 +1,18 @@
-"""Where searchers run. `Searchers` is all that the train loop knows of them."""
+"""Where searchers run. `Searchers` is everything that the train loop knows of them."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from tba.evaluate import Evaluation
-from tba.prompts import Cursor
-from tba.searcher import Findings
+from tba.config.schema import RuntimeTable
+from tba.search.prompts import Cursor, PromptStream
+from tba.search.result import Evaluation, SearchStats
+from tba.search.setup import SearchSetup
 from tba.types import Group
 from tba.weights import Weights
-
-
-@dataclass
-class Account:
-    """What searchers did since the run began. Seconds are summed over searchers."""
-
-    samples: int = 0
-    rollouts: int = 0
-    """New endings that values were estimated from, beside the samples."""
-    restarts: int = 0
-    faulty: int = 0
-    """Samples whose reward was made wrong, as `[faults]` says."""
-    rejected: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """`generate`, `rollouts`, `reward`, `reference`, `adopt`, and `idle`: between two tasks."""
-    logp_gap: float = float("nan")
-    """Mean |log-prob of an engine - of the trainer| on the last publication's probe."""
-
-    def add(self, findings: Findings) -> None:
-        self.samples += findings.samples
-        self.rollouts += findings.rollouts
-        self.faulty += findings.faulty
-        self.rejected += findings.rejected
-        for name, seconds in findings.seconds.items():
-            self.seconds[name] += seconds
 
 
 @dataclass(frozen=True)
@@ -50,15 +25,31 @@ class SearchState:
 
     cursor: Cursor
     tasks: int
+    stats: SearchStats
     weights: Weights | None
     reference: Weights | None
+    held: tuple[Group, ...] = ()
+    """Groups on their way to the buffer, with a constant lag."""
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """What a runtime searches, and with which settings."""
+
+    setup: SearchSetup
+    stream: PromptStream
+    settings: RuntimeTable
+    batch_groups: int
+    """Groups in a batch; `gather_deadline` is for so many."""
+    seed: int
 
 
 @runtime_checkable
 class Searchers(Protocol):
     """Everything that searches."""
 
-    account: Account
+    @property
+    def stats(self) -> SearchStats: ...
 
     def gather(self, at_least: int) -> list[Group]:
         """Groups found since the last call; blocks only until there are `at_least` so many, and never past its deadline."""

@@ -5,29 +5,33 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 
 import ray
 import torch
 
-from tba import build
-from tba.config import Config
-from tba.evaluate import Evaluation
 from tba.runtime.placement import Place
-from tba.searcher import Findings
+from tba.search.result import Evaluation, SearchResult
+from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Weights, adopt
+from tba.weights import Weights, load_weights
 
 
 class SearcherActor:
     """A searcher in its own process. `publish` runs beside a search; what it leaves is adopted before the next one."""
 
-    def __init__(self, config: Config, held_out: list[Prompt], place: Place, bf16: bool, path: list[str], newest: Weights | None, reference: Weights | None):
+    def __init__(
+        self,
+        setup: SearchSetup,
+        place: Place,
+        bf16: bool,
+        path: list[str],
+        newest: Weights | None,
+        reference: Weights | None,
+    ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         torch.set_grad_enabled(False)
         place.take()
-        self.parts = build.assemble(config, [], held_out)
-        self.searcher = build.searcher(self.parts, place.device, bf16)
+        self.searcher = setup.build(place.device, bf16)
         self.newest = newest
         if reference is not None:
             self.reset_reference(reference)
@@ -44,24 +48,28 @@ class SearcherActor:
 
     def reset_reference(self, weights: Weights) -> None:
         """In its turn: what was asked for before is searched with the reference of before."""
-        adopt(self.searcher.reference.model, weights)
+        load_weights(self.searcher.reference.model, weights)
 
-    def search(self, prompts: list[Prompt], seed: int, weights: Weights | None) -> tuple[Findings, float | None]:
-        """What was found, and the log-prob gap if newer weights were adopted first: `weights`, or else those last published."""
+    def search(self, prompts: list[Prompt], seed: int, weights: Weights | None) -> SearchResult:
+        """Search with `weights`, or else with those last published, if they are newer."""
         started = time.perf_counter()
-        seconds = {"idle": started - self.idle_since}
-        gap = self._adopt(self.newest if weights is None else weights)
-        seconds["adopt"] = time.perf_counter() - started
-        findings = self.searcher.search(prompts, seed)
+        idle = started - self.idle_since
+        gap = self._load_newer(self.newest if weights is None else weights)
+        loading = time.perf_counter() - started
+        result = self.searcher.search(prompts, seed)
+        result.stats.seconds["idle"] += idle
+        result.stats.seconds["load_weights"] += loading
+        if gap is not None:
+            result.stats.logp_gap = gap
         self.idle_since = time.perf_counter()
-        return replace(findings, seconds=findings.seconds | seconds), gap
+        return result
 
     def evaluate(self, weights: Weights | None) -> Evaluation:
-        self._adopt(weights)
-        found = build.evaluation(self.parts, self.searcher)
+        self._load_newer(weights)
+        evaluation = self.searcher.evaluate()
         self.idle_since = time.perf_counter()
-        return found
+        return evaluation
 
-    def _adopt(self, weights: Weights | None) -> float | None:
+    def _load_newer(self, weights: Weights | None) -> float | None:
         newer = weights is not None and weights.version > self.searcher.engine.version
-        return self.searcher.engine.adopt(weights) if newer and weights is not None else None
+        return self.searcher.engine.load_weights(weights) if newer and weights is not None else None

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 
-from tba import build
-from tba.build import Parts
-from tba.evaluate import Evaluation
-from tba.rewards import Tally
-from tba.runtime import Account, SearchState, task_seed
-from tba.searcher import Searcher
+from tba.runtime import SearchJob, SearchState, task_seed
+from tba.search.result import Evaluation, SearchStats
+from tba.search.rewards import RejectionMonitor
+from tba.search.searcher import Searcher
 from tba.types import Group
-from tba.weights import Weights, adopt
+from tba.weights import Weights, load_weights
 
 
 class LocalSearchers:
     """One searcher. It answers exactly as many prompts as the trainer waits for."""
 
-    def __init__(self, parts: Parts, searcher: Searcher, resumed: SearchState | None):
-        self.account = Account()
-        self._parts, self._searcher = parts, searcher
-        self._stream = build.prompt_stream(parts)
-        self._tally = Tally(parts.config.reward.max_rejected)
+    def __init__(self, job: SearchJob, searcher: Searcher, resumed: SearchState | None):
+        self.stats = SearchStats()
+        self._job, self._searcher, self._stream = job, searcher, job.stream
+        self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._tasks = 0
         self._weights: Weights | None = None
         self._reference: Weights | None = None
@@ -29,6 +27,7 @@ class LocalSearchers:
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             self._tasks = resumed.tasks
+            self.stats = resumed.stats
             if resumed.weights is not None:
                 self.publish(resumed.weights)
             if resumed.reference is not None:
@@ -36,40 +35,47 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         groups: list[Group] = []
-        c = self._parts.config
-        deadline = time.monotonic() + c.runtime.gather_deadline * max(1.0, at_least / c.trainer.groups)
+        settings = self._job.settings
+        deadline = time.monotonic() + settings.gather_deadline * max(
+            1.0, at_least / self._job.batch_groups
+        )
         while len(groups) < at_least:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow")
-            prompts = self._stream.take(min(c.runtime.prompts_per_task, at_least - len(groups)))
-            findings = self._searcher.search(prompts, task_seed(c.run.seed, self._tasks))
+                raise TimeoutError(
+                    f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow"
+                )
+            prompts = self._stream.take(min(settings.prompts_per_task, at_least - len(groups)))
+            result = self._searcher.search(prompts, task_seed(self._job.seed, self._tasks))
             self._tasks += 1
-            self._stream.done(prompts, findings.groups)
-            self.account.add(findings)
-            self._tally.add(findings.samples + findings.rollouts, findings.rejected, findings.detail)
-            groups += findings.groups
+            self._stream.done(prompts, result.groups)
+            self.stats.add(result.stats)
+            self._rejections.add(result.stats)
+            groups += result.groups
         return groups
 
     def publish(self, weights: Weights) -> None:
         started = time.perf_counter()
-        gap = self._searcher.engine.adopt(weights)
+        gap = self._searcher.engine.load_weights(weights)
         self._weights = weights
-        self.account.logp_gap = self.account.logp_gap if gap is None else gap
-        self.account.seconds["adopt"] += time.perf_counter() - started
+        if gap is not None:
+            self.stats.logp_gap = gap
+        self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, weights: Weights) -> None:
-        adopt(self._searcher.reference.model, weights)
+        load_weights(self._searcher.reference.model, weights)
         self._reference = weights
 
     def evaluate(self) -> None:
-        self._evaluations.append(build.evaluation(self._parts, self._searcher))
+        self._evaluations.append(self._searcher.evaluate())
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         found, self._evaluations = self._evaluations, []
         return found
 
     def state(self) -> SearchState:
-        return SearchState(self._stream.cursor(), self._tasks, self._weights, self._reference)
+        return SearchState(
+            self._stream.cursor(), self._tasks, deepcopy(self.stats), self._weights, self._reference
+        )
 
     def close(self) -> None:
         pass

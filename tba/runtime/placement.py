@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from tba.config.schema import RuntimeTable
+
 
 @dataclass(frozen=True)
 class Place:
@@ -54,10 +56,30 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     rest = list(cores[half:]) or list(cores)
     each = max(1, len(rest) // searchers)
     slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
-    places = [Place(device, slots[i % len(slots)]) for i, device in enumerate(_devices(gpus, searchers))]
+    places = [
+        Place(device, slots[i % len(slots)]) for i, device in enumerate(_devices(gpus, searchers))
+    ]
     return Place("cuda:0" if gpus else "cpu", tuple(cores[:half])), places
 
 
 def _devices(gpus: int, searchers: int) -> list[str]:
-    names = ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
+    names = (
+        ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
+    )
     return [names[i % len(names)] for i in range(searchers)]
+
+
+def gpu_count() -> int:
+    return torch.cuda.device_count()
+
+
+def places_for(settings: RuntimeTable) -> tuple[Place, list[Place]]:
+    """Return where trainer and searchers run.
+
+    On a cluster Ray gives each searcher a GPU of its own, which is then its first.
+    """
+    if settings.address is not None:
+        device = "cuda:0" if gpu_count() else "cpu"
+        return Place(device), [Place(device)] * settings.searchers
+    cores = available_cores() if settings.cores == "divide" else []
+    return divide(cores, gpu_count(), settings.searchers)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,16 +22,13 @@ import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from tba import build
-from tba.build import Parts
-from tba.config import Config
-from tba.evaluate import Evaluation
-from tba.rewards import Tally
-from tba.runtime import Account, SearchState, task_seed
+from tba.config.schema import RuntimeTable
+from tba.runtime import SearchJob, SearchState, task_seed
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.runtime.reaper import Reaper, watch
-from tba.searcher import Findings
+from tba.search.result import Evaluation, SearchResult, SearchStats
+from tba.search.rewards import RejectionMonitor
 from tba.types import Group, Prompt, Trajectory
 from tba.weights import Weights
 
@@ -63,17 +61,28 @@ class Handle:
 class RaySearchers:
     """As many searchers as `runtime.searchers` says, each in a process and on cores of its own."""
 
-    def __init__(self, parts: Parts, places: list[Place], bf16: bool, stopping: Callable[[], bool], resumed: SearchState | None, newest: Weights | None):
-        self.account = Account()
-        self._parts, self._bf16, self._stopping = parts, bf16, stopping
-        self._stream = build.prompt_stream(parts)
-        self._tally = Tally(parts.config.reward.max_rejected)
+    def __init__(
+        self,
+        job: SearchJob,
+        places: list[Place],
+        bf16: bool,
+        stopping: Callable[[], bool],
+        resumed: SearchState | None,
+        newest: Weights | None,
+    ):
+        self.stats = SearchStats()
+        self._job, self._settings, self._stream = job, job.settings, job.stream
+        self._bf16, self._stopping = bf16, stopping
+        self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._number = 0
-        self._in_turns = parts.config.runtime.lag is not None  # search what is waited for, and nothing in the meantime
+        self._in_turns = (
+            job.settings.lag is not None
+        )  # search what is waited for, and nothing in the meantime
         self._owed = 0
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             self._number = resumed.tasks
+            self.stats = resumed.stats
         self._changed = threading.Condition()  # guards everything below, and the stream
         self._tray: list[tuple[tuple[Prompt, ...], list[Group]]] = []
         self._wanted: deque[Any] = deque()  # weights to evaluate
@@ -81,8 +90,10 @@ class RaySearchers:
         self._evaluating = 0
         self._failure: Exception | None = None
         self._closing = False
-        self._reaper = _start_ray(parts.config)
-        self._weights: Any = None if newest is None else ray.put(newest)  # a reference to those last published
+        self._reaper = _start_ray(job.settings)
+        self._weights: Any = (
+            None if newest is None else ray.put(newest)
+        )  # a reference to those last published
         self._reference = None if resumed is None else resumed.reference
         self._reference_ref: Any = None if self._reference is None else ray.put(self._reference)
         self._handles = [self._start(place) for place in places]
@@ -90,12 +101,15 @@ class RaySearchers:
         self._collector.start()
 
     def gather(self, at_least: int) -> list[Group]:
-        c = self._parts.config
-        limit = c.runtime.gather_deadline * max(1.0, at_least / c.trainer.groups)
+        limit = self._settings.gather_deadline * max(1.0, at_least / self._job.batch_groups)
         with self._changed:
             self._owed = at_least
             self._changed.notify_all()  # the collector, if it has nothing else to do
-        self._wait(lambda: sum(len(g) for _, g in self._tray) >= at_least, limit, f"runtime.gather_deadline: {at_least} groups from the searchers")
+        self._wait(
+            lambda: sum(len(g) for _, g in self._tray) >= at_least,
+            limit,
+            f"runtime.gather_deadline: {at_least} groups from the searchers",
+        )
         with self._changed:
             tray, self._tray, self._owed = self._tray, [], 0
             for prompts, groups in tray:
@@ -111,8 +125,15 @@ class RaySearchers:
     def reset_reference(self, weights: Weights) -> None:
         with self._changed:
             self._reference, self._reference_ref = weights, ray.put(weights)
-            for handle in self._handles:  # in its turn: what was asked for before keeps the reference of before
-                self._give(handle, Task("reset_reference", handle.actor.reset_reference.remote(self._reference_ref)))
+            for handle in (
+                self._handles
+            ):  # in its turn: what was asked for before keeps the reference of before
+                self._give(
+                    handle,
+                    Task(
+                        "reset_reference", handle.actor.reset_reference.remote(self._reference_ref)
+                    ),
+                )
 
     def evaluate(self) -> None:
         with self._changed:
@@ -121,8 +142,10 @@ class RaySearchers:
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         if finish:
-            c = self._parts.config
-            limit = c.eval.deadline * max(1, self._evaluating) + c.runtime.task_deadline * IN_FLIGHT  # it waits behind searches
+            evaluations = self._job.setup.evaluation.deadline * max(1, self._evaluating)
+            limit = (
+                evaluations + self._settings.task_deadline * IN_FLIGHT
+            )  # it waits behind searches
             self._wait(lambda: self._evaluating == 0, limit, "eval.deadline: an evaluation")
         with self._changed:
             found, self._evaluated = self._evaluated, []
@@ -130,7 +153,9 @@ class RaySearchers:
 
     def state(self) -> SearchState:
         with self._changed:
-            return SearchState(self._stream.cursor(), self._number, None, self._reference)
+            return SearchState(
+                self._stream.cursor(), self._number, deepcopy(self.stats), None, self._reference
+            )
 
     def close(self) -> None:
         with self._changed:
@@ -151,7 +176,9 @@ class RaySearchers:
         """Process ids of the searchers (on this machine). For tests and for the curious."""
         with self._changed:
             actors = [h.actor for h in self._handles]
-        return list(ray.get([a.pid.remote() for a in actors], timeout=self._parts.config.runtime.start_deadline))
+        return list(
+            ray.get([a.pid.remote() for a in actors], timeout=self._settings.start_deadline)
+        )
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Until `enough()`, the run is stopping, or the collector failed. TimeoutError names what was waited for."""
@@ -161,15 +188,24 @@ class RaySearchers:
                 if self._failure is not None:
                     raise self._failure
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting, or see what is slow")
+                    raise TimeoutError(
+                        f"{what} did not come within {seconds:g} s; raise that setting, or see what is slow"
+                    )
                 self._changed.wait(0.2)
             if self._failure is not None:
                 raise self._failure
 
     def _start(self, place: Place) -> Handle:
-        options = {"num_cpus": 0, "concurrency_groups": {"control": 1}, "max_restarts": 0, **_resources(self._parts.config, place)}
+        options = {
+            "num_cpus": 0,
+            "concurrency_groups": {"control": 1},
+            "max_restarts": 0,
+            **_resources(self._settings, place),
+        }
         remote: Any = ray.remote(**options)(SearcherActor)
-        actor = remote.remote(self._parts.config, list(self._parts.held_out), place, self._bf16, sys.path, self._weights, self._reference_ref)
+        actor = remote.remote(
+            self._job.setup, place, self._bf16, sys.path, self._weights, self._reference_ref
+        )
         handle = Handle(place, actor, since=time.monotonic())
         handle.tasks.append(Task("start", actor.pid.remote()))
         return handle
@@ -198,19 +234,28 @@ class RaySearchers:
         while len((handle := min(self._handles, key=lambda h: len(h.tasks))).tasks) < IN_FLIGHT:
             if self._wanted:
                 weights = self._wanted.popleft()
-                self._give(handle, Task("evaluate", handle.actor.evaluate.remote(weights), weights=weights))
+                self._give(
+                    handle, Task("evaluate", handle.actor.evaluate.remote(weights), weights=weights)
+                )
             elif count := self._due():
                 prompts = self._stream.take(count)
-                seed = task_seed(self._parts.config.run.seed, self._number)
+                seed = task_seed(self._job.seed, self._number)
                 self._number += 1
-                weights = self._weights if self._in_turns else None  # those of this turn, although a publication may overtake or be late
-                self._give(handle, Task("search", handle.actor.search.remote(prompts, seed, weights), tuple(prompts)))
+                weights = (
+                    self._weights if self._in_turns else None
+                )  # those of this turn, although a publication may overtake or be late
+                self._give(
+                    handle,
+                    Task(
+                        "search", handle.actor.search.remote(prompts, seed, weights), tuple(prompts)
+                    ),
+                )
             else:
                 return
 
     def _due(self) -> int:
         """How many prompts the next task of search has: with turns, an even share of what is waited for and not yet asked for."""
-        most = self._parts.config.runtime.prompts_per_task
+        most = self._settings.prompts_per_task
         if not self._in_turns:
             return most
         found = sum(len(groups) for _, groups in self._tray)
@@ -226,7 +271,9 @@ class RaySearchers:
         task = handle.tasks[0]
         try:
             result = ray.get(task.ref)
-        except RayTaskError as error:  # a mistake in the code or the settings: another searcher would make it again
+        except (
+            RayTaskError
+        ) as error:  # a mistake in the code or the settings: another searcher would make it again
             raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
@@ -237,34 +284,46 @@ class RaySearchers:
             handle.tasks.popleft()
             handle.since = time.monotonic()
             if task.kind == "search":
-                self._take_in(task, *result)
+                self._take_in(task, result)
             elif task.kind == "evaluate":
                 self._evaluated.append(result)
                 self._evaluating -= 1
             self._changed.notify_all()
 
-    def _take_in(self, task: Task, findings: Findings, gap: float | None) -> None:
-        self.account.add(findings)
-        self.account.logp_gap = self.account.logp_gap if gap is None else gap
-        self._tally.add(findings.samples + findings.rollouts, findings.rejected, findings.detail)
-        self._tray.append((task.prompts, [_owned(g) for g in findings.groups]))
+    def _take_in(self, task: Task, result: SearchResult) -> None:
+        self.stats.add(result.stats)
+        self._rejections.add(result.stats)
+        self._tray.append((task.prompts, [_owned(g) for g in result.groups]))
 
     def _replace_late(self) -> None:
-        settings = self._parts.config
-        task = settings.runtime.task_deadline
-        limits = {"start": settings.runtime.start_deadline, "search": task, "reset_reference": task, "evaluate": settings.eval.deadline}
+        task = self._settings.task_deadline
+        limits = {
+            "start": self._settings.start_deadline,
+            "search": task,
+            "reset_reference": task,
+            "evaluate": self._job.setup.evaluation.deadline,
+        }
         for handle in [h for h in self._handles if h.tasks]:
             if time.monotonic() - handle.since > limits[handle.tasks[0].kind]:
-                self._replace(handle, f"did not finish `{handle.tasks[0].kind}` in {limits[handle.tasks[0].kind]:g} s")
+                self._replace(
+                    handle,
+                    f"did not finish `{handle.tasks[0].kind}` in {limits[handle.tasks[0].kind]:g} s",
+                )
 
     def _replace(self, handle: Handle, why: str) -> None:
         """Ends this searcher and starts another; what it was asked for is asked again, and its own answers are lost for good."""
         ray.kill(handle.actor)
         with self._changed:
-            self.account.restarts += 1
-            if self.account.restarts > self._parts.config.runtime.max_restarts:
-                raise RuntimeError(f"a searcher {why}, and runtime.max_restarts = {self._parts.config.runtime.max_restarts} have been replaced already")
-            log.warning("a searcher %s: replaced, %d tasks are handed out again", why, sum(t.kind in ("search", "evaluate") for t in handle.tasks))
+            self.stats.restarts += 1
+            if self.stats.restarts > self._settings.max_restarts:
+                raise RuntimeError(
+                    f"a searcher {why}, and runtime.max_restarts = {self._settings.max_restarts} have been replaced already"
+                )
+            log.warning(
+                "a searcher %s: replaced, %d tasks are handed out again",
+                why,
+                sum(t.kind in ("search", "evaluate") for t in handle.tasks),
+            )
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
                 if task.kind == "evaluate":
@@ -272,28 +331,44 @@ class RaySearchers:
             self._handles[self._handles.index(handle)] = self._start(handle.place)
 
 
-def _start_ray(config: Config) -> Reaper | None:
+def _start_ray(settings: RuntimeTable) -> Reaper | None:
     """Joins the cluster at `runtime.address`, or starts a private Ray on loopback that ends with this process, however it ends."""
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if config.runtime.address is not None:
-        ray.init(address=config.runtime.address, **common)
+    if settings.address is not None:
+        ray.init(address=settings.address, **common)
         return None
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # searchers choose their device themselves
-    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's default of 15, any other program on its core starves a searcher
-    context: Any = ray.init(address="local", include_dashboard=False, num_cpus=config.runtime.searchers, **common)
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # searchers choose their device themselves
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # at Ray's default of 15, any other program on its core starves a searcher
+    context: Any = ray.init(
+        address="local", include_dashboard=False, num_cpus=settings.searchers, **common
+    )
     return watch(context.address_info["session_dir"])
 
 
-def _resources(config: Config, place: Place) -> dict[str, Any]:
+def _resources(settings: RuntimeTable, place: Place) -> dict[str, Any]:
     """On a cluster Ray places searchers, one GPU each where there are any; on one machine `place` says where."""
-    return {"num_gpus": 1} if config.runtime.address is not None and place.device != "cpu" else {}
+    return {"num_gpus": 1} if settings.address is not None and place.device != "cpu" else {}
 
 
 def _owned(group: Group) -> Group:
     """A copy that does not keep Ray's shared memory alive for as long as the replay buffer holds it."""
-    return replace(group, prompt_tokens=np.array(group.prompt_tokens), trajectories=tuple(_copied(t) for t in group.trajectories))
+    return replace(
+        group,
+        prompt_tokens=np.array(group.prompt_tokens),
+        trajectories=tuple(_copied(t) for t in group.trajectories),
+    )
 
 
 def _copied(t: Trajectory) -> Trajectory:
     value = None if t.value is None else np.array(t.value)
-    return replace(t, tokens=np.array(t.tokens), behavior_logp=np.array(t.behavior_logp), ref_logp=np.array(t.ref_logp), value=value)
+    return replace(
+        t,
+        tokens=np.array(t.tokens),
+        behavior_logp=np.array(t.behavior_logp),
+        ref_logp=np.array(t.ref_logp),
+        value=value,
+    )

@@ -36,7 +36,15 @@ class Reaper:
 def watch(session: str) -> Reaper:
     """Starts the watcher over the Ray with this session folder, outside this process group. By its path: it imports nothing else of ours."""
     command = [sys.executable, __file__, str(os.getpid()), session]
-    return Reaper(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, stdout=subprocess.DEVNULL))
+    return Reaper(
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+        )
+    )
 
 
 def family(driver: int, session: str) -> set[psutil.Process]:
@@ -58,7 +66,9 @@ def family(driver: int, session: str) -> set[psutil.Process]:
 def main() -> None:
     driver, session = int(sys.argv[1]), sys.argv[2]
     known = family(driver, session)
-    while not select.select([sys.stdin], [], [], EVERY)[0]:  # readable only once the pipe has closed
+    while not select.select([sys.stdin], [], [], EVERY)[
+        0
+    ]:  # readable only once the pipe has closed
         known |= family(driver, session)
     for process in known:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tba.plugins import GIVEN
+from tba.config.plugins import GIVEN
 from tba.types import Group, Prompt
 
 

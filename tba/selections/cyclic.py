@@ -23,6 +23,9 @@ class Cyclic(Counted):
     def _next(self) -> Prompt:
         epoch, position = divmod(self._chosen, len(self.prompts))
         if epoch != self._order_of:
-            self._order, self._order_of = np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts)), epoch
+            self._order, self._order_of = (
+                np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts)),
+                epoch,
+            )
         self._chosen += 1
         return self.prompts[self._order[position]]

@@ -36,31 +36,52 @@ class Difficulty(Counted):
             )
         for name, share in (("target", self.target), ("forgetting", self.forgetting)):
             if not 0 <= share <= 1:
-                raise ValueError(f"selection.{name} = {share}: give a number from 0 to 1, for example 0.5")
+                raise ValueError(
+                    f"selection.{name} = {share}: give a number from 0 to 1, for example 0.5"
+                )
         if self.candidates < 1:
-            raise ValueError(f"selection.candidates = {self.candidates}: give 1 (no choice) or more, for example 8")
+            raise ValueError(
+                f"selection.candidates = {self.candidates}: give 1 (no choice) or more, for example 8"
+            )
         if not min(self.prior) > 0:
-            raise ValueError(f"selection.prior = {list(self.prior)}: give two numbers above 0, for example [1.0, 1.0]")
+            raise ValueError(
+                f"selection.prior = {list(self.prior)}: give two numbers above 0, for example [1.0, 1.0]"
+            )
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen, 2])
         self._chosen += count
-        pool = rng.choice(len(self.prompts), min(len(self.prompts), count * self.candidates), replace=False)
-        alpha, beta = np.array([self._posterior.get(self.prompts[i].id, self.prior) for i in pool]).reshape(-1, 2).T
+        pool = rng.choice(
+            len(self.prompts), min(len(self.prompts), count * self.candidates), replace=False
+        )
+        alpha, beta = (
+            np.array([self._posterior.get(self.prompts[i].id, self.prior) for i in pool])
+            .reshape(-1, 2)
+            .T
+        )
         nearest = pool[np.argsort(np.abs(rng.beta(alpha, beta) - self.target))]
-        return [self.prompts[i] for i in np.resize(nearest[:count], count).tolist()]  # again from the nearest, where there are too few
+        return [
+            self.prompts[i] for i in np.resize(nearest[:count], count).tolist()
+        ]  # again from the nearest, where there are too few
 
     def learn(self, group: Group) -> None:
         assert self.pass_reward is not None
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
         counts = (right, len(group.trajectories) - right)
         before = self._posterior.get(group.prompt.id, self.prior)
-        alpha, beta = (self.forgetting * old + (1 - self.forgetting) * prior + n for old, prior, n in zip(before, self.prior, counts, strict=True))
+        alpha, beta = (
+            self.forgetting * old + (1 - self.forgetting) * prior + n
+            for old, prior, n in zip(before, self.prior, counts, strict=True)
+        )
         self._posterior[group.prompt.id] = (alpha, beta)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"posterior": {prompt: list(counts) for prompt, counts in self._posterior.items()}}
+        return super().state() | {
+            "posterior": {prompt: list(counts) for prompt, counts in self._posterior.items()}
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._posterior = {prompt: (alpha, beta) for prompt, (alpha, beta) in state["posterior"].items()}
+        self._posterior = {
+            prompt: (alpha, beta) for prompt, (alpha, beta) in state["posterior"].items()
+        }

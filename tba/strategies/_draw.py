@@ -30,7 +30,9 @@ def by_count(stored: Sequence[Stored], size: int, rng: np.random.Generator) -> l
     return [stored[i].trajectory for i in order]
 
 
-def by_weight(stored: Sequence[Stored], log_weight: np.ndarray, size: int, rng: np.random.Generator) -> list[Trajectory]:
+def by_weight(
+    stored: Sequence[Stored], log_weight: np.ndarray, size: int, rng: np.random.Generator
+) -> list[Trajectory]:
     """`size` distinct ones with odds exp(log_weight), without replacement; if there are too few, all, and the rest by the same odds.
 
     The largest of log_weight + Gumbel noise: such weights cannot underflow, as softmax followed by a draw does.

@@ -31,10 +31,27 @@ class Mixture:
     def __post_init__(self) -> None:
         for name, share in (("recent", self.recent), ("reward", self.reward)):
             if not 0 <= share <= 1:
-                raise ValueError(f"strategy.{name} = {share} is a probability: give a number from 0 to 1")
+                raise ValueError(
+                    f"strategy.{name} = {share} is a probability: give a number from 0 to 1"
+                )
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
-        shares = (self.recent, (1 - self.recent) * self.reward, (1 - self.recent) * (1 - self.reward))
-        arms: tuple[Recent | Reward | Uniform, ...] = (Recent(self.window), Reward(self.temperature), Uniform())
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
+        shares = (
+            self.recent,
+            (1 - self.recent) * self.reward,
+            (1 - self.recent) * (1 - self.reward),
+        )
+        arms: tuple[Recent | Reward | Uniform, ...] = (
+            Recent(self.window),
+            Reward(self.temperature),
+            Uniform(),
+        )
         counts = rng.multinomial(groups, shares)
-        return [g for arm, n in zip(arms, counts, strict=True) if n for g in arm.draw(shelves, int(n), size, now, rng)]
+        return [
+            g
+            for arm, n in zip(arms, counts, strict=True)
+            if n
+            for g in arm.draw(shelves, int(n), size, now, rng)
+        ]

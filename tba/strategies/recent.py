@@ -24,6 +24,8 @@ class Recent:
         if self.window < 1:
             raise ValueError(f"the window of recent data is {self.window} steps; write 1 or more")
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
         chosen = pick(newest(shelves, groups, self.window, now), groups, rng)
         return [s.group(by_count(s.latest(), size, rng)) for s in chosen]

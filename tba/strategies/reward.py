@@ -22,9 +22,13 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"the temperature of reward sampling is {self.temperature}; it must be above 0: try 1.0, or the strategy `uniform`")
+            raise ValueError(
+                f"the temperature of reward sampling is {self.temperature}; it must be above 0: try 1.0, or the strategy `uniform`"
+            )
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
         chosen = []
         for shelf in pick(shelves, groups, rng):
             stored = list(shelf.stored.values())

@@ -15,5 +15,10 @@ from tba.types import Group, Shelf
 class Uniform:
     """A prompt at random, then K of all its samples at random."""
 
-    def draw(self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator) -> list[Group]:
-        return [s.group(by_count(list(s.stored.values()), size, rng)) for s in pick(shelves, groups, rng)]
+    def draw(
+        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> list[Group]:
+        return [
+            s.group(by_count(list(s.stored.values()), size, rng))
+            for s in pick(shelves, groups, rng)
+        ]

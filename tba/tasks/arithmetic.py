@@ -27,11 +27,18 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
-            raise ValueError(f"task.digits = {self.digits}: give 1 to 9 (the bundled model has learned 3)")
+            raise ValueError(
+                f"task.digits = {self.digits}: give 1 to 9 (the bundled model has learned 3)"
+            )
         pairs = (9 * 10 ** (self.digits - 1)) ** 2
-        for name, size, share in (("train_size", self.train_size, 0.8), ("held_out_size", self.held_out_size, 0.05)):
+        for name, size, share in (
+            ("train_size", self.train_size, 0.8),
+            ("held_out_size", self.held_out_size, 0.05),
+        ):
             if size > pairs * share:
-                raise ValueError(f"task.{name} = {size}: there are not so many sums of {self.digits} digits; give {int(pairs * share)} or fewer")
+                raise ValueError(
+                    f"task.{name} = {size}: there are not so many sums of {self.digits} digits; give {int(pairs * share)} or fewer"
+                )
 
     def prompts(self) -> Sequence[Prompt]:
         return self._draw(self.train_size, of_held_out=False)
@@ -40,7 +47,10 @@ class Arithmetic:
         return self._draw(self.held_out_size, of_held_out=True)
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        return [float(a.finished and a.text == p.columns["answer"]) for p, a in zip(prompts, answers, strict=True)]
+        return [
+            float(a.finished and a.text == p.columns["answer"])
+            for p, a in zip(prompts, answers, strict=True)
+        ]
 
     def _draw(self, count: int, of_held_out: bool) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, of_held_out])

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tba.data import rows
-from tba.rewards import WrongLength
+from tba.tasks import WrongLength
+from tba.tasks._data import rows
 from tba.types import Answer, Prompt
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -47,9 +47,13 @@ class Custom:
         if self.held_out_size < 0:
             raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
         if not self._names:
-            raise ValueError("task.reward is empty; write package.module:function or file.py:function")
+            raise ValueError(
+                "task.reward is empty; write package.module:function or file.py:function"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
-            raise ValueError(f"task.reward_weights has {len(self.reward_weights)} numbers for {len(self._names)} reward functions")
+            raise ValueError(
+                f"task.reward_weights has {len(self.reward_weights)} numbers for {len(self._names)} reward functions"
+            )
         self.functions  # noqa: B018  a name that leads nowhere is told before anything starts
 
     def prompts(self) -> Sequence[Prompt]:
@@ -61,7 +65,9 @@ class Custom:
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
         """The weighted sum of the functions that gave a number; None where none did."""
         chat = not isinstance(prompts[0].text, str)
-        completions = [[{"role": "assistant", "content": a.text}] if chat else a.text for a in answers]
+        completions = [
+            [{"role": "assistant", "content": a.text}] if chat else a.text for a in answers
+        ]
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         found = [_call(f, [p.text for p in prompts], completions, columns) for f in self.functions]
         weights = self.reward_weights or [1.0] * len(found)
@@ -79,11 +85,19 @@ class Custom:
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
         found = rows("task.data", self.data, self.split, self.subset, required=("prompt",))
         if self.held_out_data is not None:
-            kept = rows("task.held_out_data", self.held_out_data, self.held_out_split, self.subset, required=("prompt",))[: self.held_out_size]
+            kept = rows(
+                "task.held_out_data",
+                self.held_out_data,
+                self.held_out_split,
+                self.subset,
+                required=("prompt",),
+            )[: self.held_out_size]
         else:
             cut = len(found) - self.held_out_size
             if cut < 1:
-                raise ValueError(f"task.data = {self.data!r} has only {len(found)} rows; lower task.held_out_size, or give task.held_out_data")
+                raise ValueError(
+                    f"task.data = {self.data!r} has only {len(found)} rows; lower task.held_out_size, or give task.held_out_data"
+                )
             found, kept = found[:cut], found[cut:]
         for function in self.functions:
             _check_columns(function, found[0])
@@ -93,20 +107,38 @@ class Custom:
 def _prompts(name: str, found: list[dict[str, Any]]) -> list[Prompt]:
     for i, row in enumerate(found):
         if not isinstance(row["prompt"], str | list):
-            raise ValueError(f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat messages: remove the row, or give it text")
-    return [Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"}) for i, row in enumerate(found)]
+            raise ValueError(
+                f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat messages: remove the row, or give it text"
+            )
+    return [
+        Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
+        for i, row in enumerate(found)
+    ]
 
 
 def _check_columns(function: RewardFunction, row: Mapping[str, Any]) -> None:
     """ValueError if the function needs what no column gives."""
     parameters = inspect.signature(function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if missing := [name for name in needed if name not in {*row, "prompts", "completions"} - {"prompt"}]:
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if missing := [
+        name for name in needed if name not in {*row, "prompts", "completions"} - {"prompt"}
+    ]:
         columns = ", ".join(name for name in row if name != "prompt") or "none"
-        raise ValueError(f"task.reward: {function.__name__} needs {missing[0]!r}, which is no column of task.data; beside prompt there are: {columns}")
+        raise ValueError(
+            f"task.reward: {function.__name__} needs {missing[0]!r}, which is no column of task.data; beside prompt there are: {columns}"
+        )
 
 
-def _call(function: RewardFunction, prompts: list[Any], completions: list[Any], columns: dict[str, list[Any]]) -> Sequence[float | None]:
+def _call(
+    function: RewardFunction,
+    prompts: list[Any],
+    completions: list[Any],
+    columns: dict[str, list[Any]],
+) -> Sequence[float | None]:
     """With what it takes: everything for `**columns`, else what it names."""
     parameters = inspect.signature(function).parameters
     given = {**columns, "prompts": prompts, "completions": completions}
@@ -114,7 +146,9 @@ def _call(function: RewardFunction, prompts: list[Any], completions: list[Any], 
         given = {name: values for name, values in given.items() if name in parameters}
     scores = function(**given)
     if len(scores) != len(completions):
-        raise WrongLength(f"{function.__name__} returned {len(scores)} rewards for {len(completions)} completions")
+        raise WrongLength(
+            f"{function.__name__} returned {len(scores)} rewards for {len(completions)} completions"
+        )
     return scores
 
 
@@ -126,11 +160,19 @@ def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float
 def _function(name: str) -> RewardFunction:
     where, _, function = name.rpartition(":")
     if not where:
-        raise ValueError(f"task.reward = {name!r}: write package.module:function or file.py:function")
+        raise ValueError(
+            f"task.reward = {name!r}: write package.module:function or file.py:function"
+        )
     try:
-        module = _from_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
+        module = (
+            _from_file(Path(where).expanduser())
+            if where.endswith(".py")
+            else importlib.import_module(where)
+        )
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"task.reward = {name!r}: {error}; write package.module:function or file.py:function") from error
+        raise ValueError(
+            f"task.reward = {name!r}: {error}; write package.module:function or file.py:function"
+        ) from error
     if function not in vars(module):
         raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
     found: RewardFunction = vars(module)[function]

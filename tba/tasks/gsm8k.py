@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba.data import rows
+from tba.tasks._data import rows
 from tba.types import Answer, Prompt
 
 NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
@@ -45,7 +45,10 @@ class Gsm8k:
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
         gold = [last_number(p.columns["answer"].rpartition("####")[2]) for p in prompts]
-        return [None if g is None else float(last_number(a.text) == g) for a, g in zip(answers, gold, strict=True)]
+        return [
+            None if g is None else float(last_number(a.text) == g)
+            for a, g in zip(answers, gold, strict=True)
+        ]
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
         found = rows("task.data", self.data, split, "main", required=("question", "answer"))[:size]
@@ -53,4 +56,8 @@ class Gsm8k:
 
     def _prompt(self, name: str, row: dict[str, str]) -> Prompt:
         text = self.prompt.replace("{question}", row["question"])
-        return Prompt(name, [{"role": "user", "content": row["question"]}] if self.chat else text, {"answer": row["answer"]})
+        return Prompt(
+            name,
+            [{"role": "user", "content": row["question"]}] if self.chat else text,
+            {"answer": row["answer"]},
+        )

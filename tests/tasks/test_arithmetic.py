@@ -11,7 +11,10 @@ from tba.types import Answer, Prompt
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_held_out_is_disjoint_from_train_for_any_seeds(digits: int) -> None:
     train, kept_back = {1: (3, 2), 2: (300, 150), 3: (300, 150)}[digits]
-    tasks = [Arithmetic(digits, train_size=train, held_out_size=kept_back, seed=seed) for seed in range(5)]
+    tasks = [
+        Arithmetic(digits, train_size=train, held_out_size=kept_back, seed=seed)
+        for seed in range(5)
+    ]
     trained = {p.text for task in tasks for p in task.prompts()}
     kept = {p.text for task in tasks for p in task.held_out()}
     assert trained and kept and not trained & kept
@@ -22,7 +25,9 @@ def test_a_tenth_of_all_pairs_is_held_out() -> None:
 
 
 def test_a_seed_gives_the_same_prompts_and_another_seed_others() -> None:
-    first, same, other = (Arithmetic(train_size=50, held_out_size=20, seed=seed) for seed in (1, 1, 2))
+    first, same, other = (
+        Arithmetic(train_size=50, held_out_size=20, seed=seed) for seed in (1, 1, 2)
+    )
     assert first.prompts() == same.prompts() != other.prompts()
     assert first.held_out() == same.held_out() != other.held_out()
 
@@ -35,7 +40,15 @@ def test_prompts_are_sums_of_so_many_digits() -> None:
 
 def test_only_the_right_digits_are_right() -> None:
     prompts = [Prompt("0", "5+37=", {"answer": "42"})] * 7
-    answers = [Answer("42", True), Answer("42", False), Answer("42=", True), Answer("042", True), Answer("24", True), Answer("4", True), Answer("", True)]
+    answers = [
+        Answer("42", True),
+        Answer("42", False),
+        Answer("42=", True),
+        Answer("042", True),
+        Answer("24", True),
+        Answer("4", True),
+        Answer("", True),
+    ]
     assert Arithmetic().score(prompts, answers) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -44,8 +57,14 @@ def test_only_the_right_digits_are_right() -> None:
     [
         ({"digits": 0}, "task.digits = 0: give 1 to 9 (the bundled model has learned 3)"),
         ({"digits": 10}, "task.digits = 10"),
-        ({"digits": 2}, "task.train_size = 20000: there are not so many sums of 2 digits; give 6480 or fewer"),
-        ({"digits": 2, "train_size": 100}, "task.held_out_size = 512: there are not so many sums of 2 digits; give 405 or fewer"),
+        (
+            {"digits": 2},
+            "task.train_size = 20000: there are not so many sums of 2 digits; give 6480 or fewer",
+        ),
+        (
+            {"digits": 2, "train_size": 100},
+            "task.held_out_size = 512: there are not so many sums of 2 digits; give 405 or fewer",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_told(options: dict[str, int], told: str) -> None:

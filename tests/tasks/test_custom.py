@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tba.rewards import Guard, Rejected
+from tba.search.rewards import Guard, Rejected
 from tba.tasks.custom import Custom
 from tba.types import Answer
 
@@ -54,7 +54,14 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cus
     def make(*functions: str, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Custom:
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         reward = [f"my_rewards:{name}" for name in functions]
-        return Custom(**{"data": str(tmp_path / "data.jsonl"), "reward": reward, "held_out_size": 2, **options})
+        return Custom(
+            **{
+                "data": str(tmp_path / "data.jsonl"),
+                "reward": reward,
+                "held_out_size": 2,
+                **options,
+            }
+        )
 
     return make
 
@@ -74,9 +81,17 @@ def scores(task: Custom, first: int = 1) -> list[float | None]:
     return task.score(task.prompts()[first : first + 3], answers)
 
 
-def test_a_function_gets_prompts_completions_and_every_column(custom: Callable[..., Custom], seen: list[Any]) -> None:
+def test_a_function_gets_prompts_completions_and_every_column(
+    custom: Callable[..., Custom], seen: list[Any]
+) -> None:
     assert scores(custom("length")) == [1.0, 2.0, 4.0]
-    assert seen == [(["1+1=", "2+2=", "3+3="], list(COMPLETIONS), {"answer": ["2", "4", "6"], "level": [1, 2, 0]})]
+    assert seen == [
+        (
+            ["1+1=", "2+2=", "3+3="],
+            list(COMPLETIONS),
+            {"answer": ["2", "4", "6"], "level": [1, 2, 0]},
+        )
+    ]
 
 
 def test_a_function_gets_only_what_it_names(custom: Callable[..., Custom], seen: list[Any]) -> None:
@@ -95,26 +110,38 @@ def test_none_means_that_a_function_does_not_apply(custom: Callable[..., Custom]
     assert scores(custom("never")) == [None, None, None]
 
 
-def test_chat_prompts_have_message_lists_as_completions(custom: Callable[..., Custom], seen: list[Any]) -> None:
+def test_chat_prompts_have_message_lists_as_completions(
+    custom: Callable[..., Custom], seen: list[Any]
+) -> None:
     chat = [{"prompt": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
     task = custom("politeness", rows=chat)
     assert task.score(task.prompts(), [Answer("please", finished=False)]) == [1.0]
     assert seen == [([chat[0]["prompt"]], [[{"role": "assistant", "content": "please"}]], {})]
 
 
-def test_a_function_is_named_by_file_or_by_module(custom: Callable[..., Custom], tmp_path: Path) -> None:
+def test_a_function_is_named_by_file_or_by_module(
+    custom: Callable[..., Custom], tmp_path: Path
+) -> None:
     package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "rewards.py").write_text(REWARDS)
-    for name in (f"{tmp_path}/my_rewards.py:length", "my_package.rewards:length", "my_rewards:length"):
+    for name in (
+        f"{tmp_path}/my_rewards.py:length",
+        "my_package.rewards:length",
+        "my_rewards:length",
+    ):
         assert scores(custom(reward=name)) == [1.0, 2.0, 4.0]
 
 
 def test_a_wrong_number_of_rewards_is_rejected_as_that(custom: Callable[..., Custom]) -> None:
     task = custom("one_short")
-    verdicts = Guard(task, 1.0)(task.prompts()[:3], [Answer(text, finished=True) for text in COMPLETIONS])
-    assert verdicts == [Rejected("wrong_length", "one_short returned 2 rewards for 3 completions")] * 3
+    verdicts = Guard(task, 1.0)(
+        task.prompts()[:3], [Answer(text, finished=True) for text in COMPLETIONS]
+    )
+    assert (
+        verdicts == [Rejected("wrong_length", "one_short returned 2 rewards for 3 completions")] * 3
+    )
 
 
 def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:
@@ -124,15 +151,24 @@ def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:
     assert task.held_out()[0].columns == {"answer": "10", "level": 2}
 
 
-def test_a_function_that_needs_another_column_is_told_before_anything_starts(custom: Callable[..., Custom], tmp_path: Path) -> None:
-    (tmp_path / "needs.py").write_text("def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]\n")
-    with pytest.raises(ValueError, match=r"task.reward: f needs 'solution', which is no column of task.data; beside prompt there are: .*answer"):
+def test_a_function_that_needs_another_column_is_told_before_anything_starts(
+    custom: Callable[..., Custom], tmp_path: Path
+) -> None:
+    (tmp_path / "needs.py").write_text(
+        "def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]\n"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"task.reward: f needs 'solution', which is no column of task.data; beside prompt there are: .*answer",
+    ):
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
 
 
 def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "test.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    (tmp_path / "other" / "test.jsonl").write_text(
+        '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
+    )
     task = custom("length", held_out_data=str(tmp_path / "other"))
     assert len(task.prompts()) == 7
     assert [p.text for p in task.held_out()] == ["a", "b"]
@@ -141,16 +177,30 @@ def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no function": ({"reward": "my_rewards:lenght"}, "my_rewards has no function 'lenght'"),
     "not a function": ({"reward": "my_rewards:number"}, "number is no function but 3"),
-    "no module": ({"reward": "my_rewrds:length"}, "No module named 'my_rewrds'; write package.module:function or file.py:function"),
-    "no file": ({"reward": "nowhere/rewards.py:length"}, "no such file: nowhere/rewards.py; write package.module:function or file.py:function"),
-    "no colon": ({"reward": "my_rewards.length"}, "task.reward = 'my_rewards.length': write package.module:function or file.py:function"),
+    "no module": (
+        {"reward": "my_rewrds:length"},
+        "No module named 'my_rewrds'; write package.module:function or file.py:function",
+    ),
+    "no file": (
+        {"reward": "nowhere/rewards.py:length"},
+        "no such file: nowhere/rewards.py; write package.module:function or file.py:function",
+    ),
+    "no colon": (
+        {"reward": "my_rewards.length"},
+        "task.reward = 'my_rewards.length': write package.module:function or file.py:function",
+    ),
     "no reward": ({"reward": []}, "task.reward is empty"),
-    "weights": ({"reward_weights": [1.0, 2.0]}, "task.reward_weights has 2 numbers for 1 reward functions"),
+    "weights": (
+        {"reward_weights": [1.0, 2.0]},
+        "task.reward_weights has 2 numbers for 1 reward functions",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_before_any_data_is_read(custom: Callable[..., Custom], case: str) -> None:
+def test_a_mistake_is_told_before_any_data_is_read(
+    custom: Callable[..., Custom], case: str
+) -> None:
     options, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         custom("length", **{"data": "not read", **options})
@@ -161,12 +211,23 @@ def test_a_mistake_is_told_before_any_data_is_read(custom: Callable[..., Custom]
     ("rows", "told"),
     [
         ([{"question": "1"}] * 3, "has no column 'prompt'; it has question"),
-        ([{"prompt": "1"}] * 2, "has only 2 rows; lower task.held_out_size, or give task.held_out_data"),
-        ([{"prompt": "1"}, {"prompt": None}, {"prompt": "2"}, {"prompt": "3"}], "prompt 'train-1' is None; a prompt is text or a list of chat messages"),
-        ([{"prompt": "1"}, {"prompt": "2"}, {"prompt": 3}], "prompt 'held-out-1' is 3; a prompt is text or a list of chat messages"),
+        (
+            [{"prompt": "1"}] * 2,
+            "has only 2 rows; lower task.held_out_size, or give task.held_out_data",
+        ),
+        (
+            [{"prompt": "1"}, {"prompt": None}, {"prompt": "2"}, {"prompt": "3"}],
+            "prompt 'train-1' is None; a prompt is text or a list of chat messages",
+        ),
+        (
+            [{"prompt": "1"}, {"prompt": "2"}, {"prompt": 3}],
+            "prompt 'held-out-1' is 3; a prompt is text or a list of chat messages",
+        ),
     ],
 )
-def test_data_that_cannot_be_prompts_are_told(custom: Callable[..., Custom], rows: list[dict[str, Any]], told: str) -> None:
+def test_data_that_cannot_be_prompts_are_told(
+    custom: Callable[..., Custom], rows: list[dict[str, Any]], told: str
+) -> None:
     with pytest.raises(ValueError) as error:
         custom("length", rows=rows).prompts()
     assert told in str(error.value)

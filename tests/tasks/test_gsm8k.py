@@ -22,7 +22,10 @@ def graded(gold: str, answer: str) -> float | None:
     return reward
 
 
-@pytest.mark.skipif(not (GSM8K / "test.jsonl").is_file(), reason="needs GSM8K's test.jsonl, which is not in ../shared/data/gsm8k")
+@pytest.mark.skipif(
+    not (GSM8K / "test.jsonl").is_file(),
+    reason="needs GSM8K's test.jsonl, which is not in ../shared/data/gsm8k",
+)
 def test_every_gold_answer_is_right() -> None:
     task = Gsm8k(str(GSM8K))
     prompts = task.held_out()
@@ -30,7 +33,10 @@ def test_every_gold_answer_is_right() -> None:
     assert len(prompts) == 1319
     for answers in (solutions, [s.rpartition("####")[2] for s in solutions]):
         assert task.score(prompts, [Answer(a, finished=True) for a in answers]) == [1.0] * 1319
-    assert task.score(prompts, [Answer(f"{s} and 0.5", finished=True) for s in solutions]) == [0.0] * 1319
+    assert (
+        task.score(prompts, [Answer(f"{s} and 0.5", finished=True) for s in solutions])
+        == [0.0] * 1319
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,10 @@ def test_every_gold_answer_is_right() -> None:
         ("first 4, then 12 (twelve)", 12),
         ("10 - 4", 4),
         ("7/8", 8),
-        ("2.5e3", 3),  # the pattern is the paper's: of a decimal with an exponent it sees two numbers
+        (
+            "2.5e3",
+            3,
+        ),  # the pattern is the paper's: of a decimal with an exponent it sees two numbers
         ("no number", None),
         ("", None),
     ],
@@ -78,8 +87,15 @@ def test_prompts(tmp_path: Path) -> None:
     for split, found in (("train", rows[:3]), ("test", rows[3:])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     text, chat = Gsm8k(str(tmp_path), train_size=2), Gsm8k(str(tmp_path), chat=True)
-    assert [p.text for p in text.prompts()] == [f"[MATH_TASK] Problem:\nWhat is {i}, and {{x}}?\n\nSolution:" for i in range(2)]
-    assert [p.id for p in (*text.prompts(), *text.held_out())] == ["train-0", "train-1", "test-0", "test-1"]
+    assert [p.text for p in text.prompts()] == [
+        f"[MATH_TASK] Problem:\nWhat is {i}, and {{x}}?\n\nSolution:" for i in range(2)
+    ]
+    assert [p.id for p in (*text.prompts(), *text.held_out())] == [
+        "train-0",
+        "train-1",
+        "test-0",
+        "test-1",
+    ]
     assert chat.held_out()[1].text == [{"role": "user", "content": "What is 4, and {x}?"}]
     with pytest.raises(ValueError, match=r"task\.prompt must contain \{question\}"):
         Gsm8k(prompt="Solve this:")

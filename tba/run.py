@@ -1,0 +1,238 @@
+"""A run: its parts put together, trained, and closed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tba.config.loading import parse
+from tba.config.schema import Config
+from tba.learn.trainer import Trainer
+from tba.loop import due, train
+from tba.replay.buffer import ReplayBuffer
+from tba.runs import checkpoint
+from tba.runs.console import Console, open_console
+from tba.runs.folder import RunFolder
+from tba.runs.log import Journal
+from tba.runs.parts import Parts, check, check_resumed
+from tba.runs.stop import Stop
+from tba.runs.summary import Summary, Tracker
+from tba.runtime import Searchers, SearchJob, SearchState
+from tba.runtime.lag import LaggedSearchers
+from tba.runtime.placement import places_for
+from tba.types import Group
+
+
+@dataclass
+class Run:
+    """Everything that a run consists of, and where it stands."""
+
+    config: Config
+    parts: Parts
+    folder: RunFolder
+    trainer: Trainer
+    buffer: ReplayBuffer
+    searchers: Searchers
+    rng: np.random.Generator
+    journal: Journal
+    console: Console
+    tracker: Tracker
+    stop: Stop
+    step: int
+    """Optimizer steps done."""
+    missing: int
+    """Groups to wait for before the next step: the first fill, or what a stop kept from coming."""
+    evaluating: int
+    """Evaluations that were requested and have not been logged."""
+    _saved: int | None = field(default=None, init=False)
+
+    def sample(self) -> list[Group]:
+        """Draw the groups of the next batch from the buffer."""
+        t = self.config.trainer
+        return self.buffer.sample(
+            t.groups, t.group_size, self.parts.strategy, now=self.step, rng=self.rng
+        )
+
+    def gather(self, at_least: int) -> list[Group]:
+        """Return the groups found since the last call; fewer than `at_least` only after a stop."""
+        groups = self.searchers.gather(at_least)
+        self.missing = max(0, at_least - len(groups))
+        return groups
+
+    def publish(self) -> None:
+        """Send the newest weights to the searchers."""
+        with self.tracker.syncing():
+            self.searchers.publish(self.trainer.weights(version=self.step))
+
+    def reset_reference(self) -> None:
+        """Make the current policy the reference of all later searches."""
+        self.searchers.reset_reference(self.trainer.weights(version=self.step))
+
+    def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
+        """Write the metrics of a step, finished evaluations, and a sample now and then."""
+        stats = self.searchers.stats
+        metrics = metrics | self.tracker.step(self.step - 1, groups, self.buffer, stats)
+        self.journal.row(self.step, metrics)
+        self.console.step(self.step, metrics)
+        self.log_evaluations()
+        every = self.config.log.sample_every
+        if due(self.step, every) or (every and self.step == 1):
+            self._log_sample(groups[0])
+
+    def evaluate(self) -> None:
+        """Request an evaluation of the published weights, if there are held-out prompts."""
+        if self.parts.held_out:
+            self.searchers.evaluate()
+            self.evaluating += 1
+
+    def log_evaluations(self, finish: bool = False) -> None:
+        """Write the evaluations that have finished; with `finish`, wait for all of them."""
+        for e in self.searchers.evaluations(finish=finish):
+            self.evaluating -= 1
+            scores = {f"eval/{name}": value for name, value in e.scores.items()}
+            self.tracker.evaluation(e.version, scores)
+            self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
+            self.console.evaluation(e.version, scores)
+            for x in e.examples:
+                self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step, unless there is one."""
+        if self.step == self._saved:
+            return
+        rng, counts = self.rng.bit_generator.state, self.tracker.counts()
+        checkpoint.save(
+            self.folder.checkpoints,
+            self.config.checkpoint.keep,
+            self.trainer,
+            self.parts.text,
+            self.buffer,
+            self.searchers.state(),
+            checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts),
+        )
+        self._saved = self.step
+
+    def train(self) -> Summary:
+        """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
+        # at the beginning; of a resumed run, those that were lost with the searchers
+        wanted, self.evaluating = self.evaluating, 0
+        steps = self.config.run.steps
+        with self.tracker.clock():
+            if wanted and self.step < steps:
+                self.evaluate()
+            train(self)
+        self.save()
+        complete = self.step == steps
+        if complete:
+            if not due(steps, self.config.runtime.publish_every):  # else the loop has just done so
+                self.searchers.publish(self.trainer.weights(version=steps))
+            self.evaluate()
+        self.log_evaluations(finish=complete)
+        finished = complete and self.evaluating == 0
+        summary = self.tracker.summary(self.step, self.searchers.stats, finished)
+        self.folder.write_summary(summary)
+        self.console.end(summary, self.folder.path)
+        return summary
+
+    def _log_sample(self, group: Group) -> None:
+        t, text = group.trajectories[0], self.parts.text
+        prompt, completion = text.decode(group.prompt_tokens), text.decode(t.tokens)
+        self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
+        self.console.sample(prompt, completion, t.reward)
+
+
+def run(config: Config, resume: Path | None = None) -> Summary:
+    """Carry out a whole run. ValueError before anything starts if the config cannot work."""
+    with open_run(config, resume) as opened:
+        try:
+            return opened.train()
+        except ValueError as error:  # the config was checked: show where this one comes from
+            raise RuntimeError(f"the run failed: {error}") from error
+
+
+@contextmanager
+def open_run(config: Config, resume: Path | None = None) -> Iterator[Run]:
+    """Open a run: check its config, load its parts, start its searchers; close them at the end."""
+    parts = check(config)
+    if resume is None:
+        folder, generation = RunFolder.create(parts.config), None
+    else:
+        folder = RunFolder.reopen(resume)
+        check_resumed(parts.config, before=parse(folder.config()))
+        generation = checkpoint.newest(folder.checkpoints)
+    with ExitStack() as closing:
+        yield _assemble(parts, folder, generation, closing)
+
+
+def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing: ExitStack) -> Run:
+    """Build a run, new or from the checkpoint `generation`. What must be closed goes to `closing`."""
+    c = parts.config
+    stop = closing.enter_context(Stop())
+    console = open_console(c)
+    closing.callback(console.close)
+    console.note(f"run folder: {folder.path}")
+    place, places = places_for(c.runtime)
+    if c.runtime.use == "ray":
+        closing.enter_context(place.taken())
+    trainer = parts.trainer(place.device)
+    buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
+    tracker, rng, resumed = Tracker(), np.random.default_rng([c.run.seed, 7]), None
+    progress = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {})
+    if generation is not None:
+        progress, resumed = checkpoint.restore(generation, trainer, buffer)
+        if progress.step > c.run.steps:
+            raise ValueError(
+                f"run.steps = {c.run.steps}, but the run is at step {progress.step};"
+                f" set run.steps={progress.step} or more"
+            )
+        parts.prompt_stream().check(resumed.cursor)  # before anything is written
+        rng.bit_generator.state = progress.rng
+        folder.rewind(progress.step)
+        folder.write_config(c)  # with what was changed on resuming
+        tracker.resume(progress.counts, resumed.stats, folder.evaluations())
+        console.note(f"resumed from {generation.name}")
+    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
+    journal = Journal(folder.path, c, progress.step)
+    closing.callback(journal.close)
+    searchers = _searchers(parts, place.device, places, trainer, stop, resumed, progress.step)
+    closing.callback(searchers.close)
+    return Run(
+        c, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop,
+        step=progress.step, missing=progress.missing, evaluating=progress.evaluating,
+    )  # fmt: skip
+
+
+def _searchers(
+    parts: Parts, device: str, places: list, trainer: Trainer, stop: Stop,
+    resumed: SearchState | None, start: int,
+) -> Searchers:  # fmt: skip
+    c = parts.config
+    job = SearchJob(
+        parts.search_setup(), parts.prompt_stream(), c.runtime, c.trainer.groups, c.run.seed
+    )
+    searchers: Searchers
+    if c.runtime.use == "local":
+        from tba.runtime.local import LocalSearchers
+
+        searchers = LocalSearchers(job, job.setup.build(device, trainer.bf16_weights), resumed)
+        was_on_ray = resumed is not None and resumed.weights is None
+        if was_on_ray and start >= c.runtime.publish_every:
+            searchers.publish(trainer.weights(version=start))
+    else:
+        from tba.runtime.bind import bind_ray
+
+        bind_ray(c.runtime.address)
+        from tba.runtime.ray import RaySearchers
+
+        newest = trainer.weights(version=start) if start else None
+        bf16 = trainer.bf16_weights
+        searchers = RaySearchers(job, places, bf16, stop.is_requested, resumed, newest)
+        stop.install()  # Ray has replaced our signal handlers with its own
+    if c.runtime.lag:
+        held = () if resumed is None else resumed.held
+        return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)
+    return searchers

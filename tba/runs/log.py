@@ -1,0 +1,113 @@
+"""What a run writes down: metrics.jsonl, TensorBoard unless switched off, Weights & Biases on request, sample completions to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba.config.schema import Config
+
+METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; none if it is not there. A last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drops what was written after `step`, so that a resumed run does not tell those steps twice."""
+    kept = [row for row in read(path) if row["step"] <= step]
+    if path.is_file():
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whoever reads the file finds the old one or the new one."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.rename(path)
+
+
+@dataclass
+class Journal:
+    """Writes rows as they come. `close` is needed for TensorBoard and W&B only: every JSONL row is on disk when `row` returns."""
+
+    folder: Path
+    config: Config
+    start: int = 0
+    """The step that a resumed run goes on from: TensorBoard forgets what was told after it."""
+    _tensorboard: Any = field(default=None, init=False)
+    _wandb: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(
+                str(self.folder / "tensorboard"), purge_step=self.start + 1 if self.start else None
+            )
+        if self.config.log.wandb:
+            self._wandb = _wandb_run(self.folder, self.config)
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        _append(self.folder / METRICS, {"step": step, **metrics})
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**metrics, "step": step})
+
+    def sample(
+        self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
+    ) -> None:
+        """A completion for a person to read; `kind` is `train` or `eval`."""
+        _append(
+            self.folder / SAMPLES,
+            {
+                "step": step,
+                "kind": kind,
+                "version": version,
+                "reward": reward,
+                "prompt": prompt,
+                "completion": completion,
+            },
+        )
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    finite = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }  # JSON has no NaN
+    with path.open("a") as file:
+        file.write(json.dumps(finite) + "\n")
+
+
+def _wandb_run(folder: Path, config: Config) -> Any:
+    import wandb
+
+    own = folder / "wandb_id"  # runs of different studies may have folders of the same name
+    if not own.is_file():
+        write_whole(own, uuid.uuid4().hex)
+    return wandb.init(
+        project=config.log.wandb_project,
+        name=folder.name,
+        id=own.read_text(),
+        dir=str(folder),
+        config=config.nested(),
+        resume="allow",
+    )

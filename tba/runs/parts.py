@@ -1,0 +1,124 @@
+"""The parts of a run, resolved and checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from tba.config.plugins import Plugin, resolve_all, with_defaults
+from tba.config.schema import Config
+from tba.learn.trainer import Trainer, build_trainer
+from tba.models.pretrained import Text, load_text
+from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
+from tba.search.prompts import PromptStream
+from tba.search.setup import SearchSetup
+from tba.strategies import Strategy
+from tba.tasks import Task
+from tba.types import Prompt
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A config whose every name has been resolved, every option checked and every prompt read."""
+
+    config: Config
+    task: Task
+    strategy: Strategy
+    objective: Plugin
+    selection: Plugin
+    text: Text
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+    def prompt_stream(self) -> PromptStream:
+        """Return a new stream of the training prompts, at its beginning."""
+        seed, pass_reward = self.config.run.seed, self.task.pass_reward
+        return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
+
+    def trainer(self, device: str) -> Trainer:
+        """Load the model and return its trainer."""
+        c = self.config
+        temperature, steps = c.sampling.temperature, c.run.steps
+        return build_trainer(c.policy, c.trainer, self.objective, temperature, steps, device)
+
+    def search_setup(self) -> SearchSetup:
+        """Return what each searcher process is built from."""
+        c = self.config
+        return SearchSetup(
+            policy=c.policy,
+            task=c.task,
+            engine=c.engine,
+            sampling=c.sampling,
+            reward=c.reward,
+            faults=c.faults,
+            evaluation=c.eval,
+            held_out=tuple(self.held_out),
+            token_budget=c.trainer.token_budget,
+            value_rollouts=value_rollouts_of(self.objective.at(0)),
+        )
+
+
+def check(config: Config) -> Parts:
+    """Read everything that the config names: plug-ins, tokenizer, data.
+
+    ValueError for whatever could not work. No process is started.
+    """
+    if config.log.wandb and find_spec("wandb") is None:
+        raise ValueError(
+            "log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false"
+        )
+    config = with_defaults(config)
+    plugins = resolve_all(config)
+    _check_head(plugins.objective, config.run.steps)
+    task, text = plugins.task.build(), load_text(config.policy)
+    prompts = task.prompts()
+    held_out = task.held_out()[: config.eval.prompts] if config.eval.prompts else []
+    if not prompts:
+        raise ValueError("the task has no prompts to train on")
+    text.check_all([*prompts, *held_out], config.sampling.max_tokens)
+    strategy = plugins.strategy.build()
+    parts = Parts(
+        config, task, strategy, plugins.objective, plugins.selection, text, prompts, held_out
+    )
+    parts.prompt_stream()  # raises if the selection cannot work
+    return parts
+
+
+def check_resumed(config: Config, before: Config) -> None:
+    """ValueError for a change on resuming that the contents of the replay buffer could not follow."""
+    now, then = config.sampling.temperature, before.sampling.temperature
+    if now != then:
+        raise ValueError(
+            f"sampling.temperature = {now}, but the run's log-probabilities are of temperature"
+            f" {then}; leave it unchanged, or start a new run"
+        )
+    objective, earlier = (resolve_all(c).objective.at(0) for c in (config, before))
+    _check_same_head(config, objective, earlier)
+    wanted, there = value_rollouts_of(objective), value_rollouts_of(earlier)
+    if wanted is not None and (there is None or there.step_tokens != wanted.step_tokens):
+        has = "none" if there is None else f"one every {there.step_tokens} tokens"
+        raise ValueError(
+            f"objective.use = {config.objective.use!r} needs values every {wanted.step_tokens}"
+            f" tokens, the run has {has}; keep the objective, or start a new run"
+        )
+
+
+def _check_same_head(config: Config, objective: Objective, earlier: Objective) -> None:
+    owned = []
+    for one in (objective, earlier):
+        head = head_of(one)
+        owned.append("no head" if head is None else f"a head on the {head.on}")
+    if owned[0] != owned[1]:
+        raise ValueError(
+            f"objective.use = {config.objective.use!r} has {owned[0]}, but the run has {owned[1]};"
+            " keep the objective, or start a new run"
+        )
+
+
+def _check_head(objective: Plugin, steps: int) -> None:
+    first, last = objective.at(0), objective.at(steps)
+    if isinstance(first, HasHead) and first.head != last.head:
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )

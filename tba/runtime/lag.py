@@ -1,0 +1,51 @@
+"""A constant lag: searchers whose groups arrive a fixed number of groups late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tba.runtime import Searchers, SearchState
+from tba.search.result import Evaluation, SearchStats
+from tba.types import Group
+from tba.weights import Weights
+
+
+class LaggedSearchers:
+    """Searchers that hold back the newest `behind` groups.
+
+    With a batch's worth of groups gathered at each step, step v then learns from what version
+    v - lag found, where `behind` = lag x the groups of a batch.
+    """
+
+    def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
+        self._searchers, self._behind = searchers, behind
+        self._held = deque(held)
+
+    @property
+    def stats(self) -> SearchStats:
+        return self._searchers.stats
+
+    def gather(self, at_least: int) -> list[Group]:
+        owed = max(0, self._behind - len(self._held))
+        self._held.extend(self._searchers.gather(at_least + owed))
+        return [self._held.popleft() for _ in range(len(self._held) - self._behind)]
+
+    def publish(self, weights: Weights) -> None:
+        self._searchers.publish(weights)
+
+    def reset_reference(self, weights: Weights) -> None:
+        self._searchers.reset_reference(weights)
+
+    def evaluate(self) -> None:
+        self._searchers.evaluate()
+
+    def evaluations(self, finish: bool = False) -> list[Evaluation]:
+        return self._searchers.evaluations(finish)
+
+    def state(self) -> SearchState:
+        return replace(self._searchers.state(), held=tuple(self._held))
+
+    def close(self) -> None:
+        self._searchers.close()

@@ -1,0 +1,92 @@
+"""What comes back from a search: groups, the one record of its statistics, and evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba.types import Group
+
+
+@dataclass
+class SearchStats:
+    """Counters of searches. A search returns one; runtimes add them up over a whole run.
+
+    Seconds are summed over searchers, by what they were spent on: `generate`, `reward`,
+    `rollouts`, `reference`, `load_weights`, and `idle` between two tasks.
+    """
+
+    samples: int = 0
+    rollouts: int = 0
+    """Continuations sampled to estimate values from, in addition to the samples."""
+    faulty: int = 0
+    """Samples whose reward was falsified on purpose, see `[faults]`."""
+    restarts: int = 0
+    """Searchers that died or hung and were restarted."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Samples and rollouts without a reward, by reason."""
+    last_rejection: str = ""
+    """Error message of the latest rejected sample, for whoever fixes the reward."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    logp_gap: float = math.nan
+    """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
+
+    def add(self, other: SearchStats) -> None:
+        """Add the counters of `other`; the latest rejection and gap replace earlier ones."""
+        self.samples += other.samples
+        self.rollouts += other.rollouts
+        self.faulty += other.faulty
+        self.restarts += other.restarts
+        self.rejected.update(other.rejected)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+        self.last_rejection = other.last_rejection or self.last_rejection
+        if not math.isnan(other.logp_gap):
+            self.logp_gap = other.logp_gap
+
+    def counts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON: everything but the latest gap and rejection."""
+        return {
+            "samples": self.samples,
+            "rollouts": self.rollouts,
+            "faulty": self.faulty,
+            "restarts": self.restarts,
+            "rejected": dict(self.rejected),
+            "seconds": dict(self.seconds),
+        }
+
+    @classmethod
+    def from_counts(cls, counts: Mapping[str, Any]) -> SearchStats:
+        """Continue from what `counts` returned."""
+        rejected = Counter(counts["rejected"])
+        seconds = defaultdict(float, counts["seconds"])
+        return cls(**{**counts, "rejected": rejected, "seconds": seconds})
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Groups found by one search task, and its statistics."""
+
+    groups: list[Group]
+    stats: SearchStats
+
+
+@dataclass(frozen=True)
+class Example:
+    """A held-out prompt with one sampled answer, for a person to read."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of the weights of one version; `scores` has the metrics' names without `eval/`."""
+
+    version: int
+    scores: dict[str, float]
+    examples: list[Example]

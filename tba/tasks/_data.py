@@ -1,0 +1,98 @@
+"""Rows of a data set: a local JSONL or Parquet file, a folder of them, or a name on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def rows(
+    key: str, source: str, split: str, subset: str | None = None, required: Sequence[str] = ()
+) -> Rows:
+    """All rows of a split. A file is one split; a folder holds `<split>.jsonl` and so on. ValueError names the config key `key`."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = _split_file(key, path, split)
+    elif not path.is_file() and (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
+        raise ValueError(f"{key} = {source!r}: no such file or folder")
+    if path.is_file() and path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{key} = {str(path)!r}: {path.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}"
+        )
+    try:
+        found = _from_file(path) if path.is_file() else _from_hub(source, subset, split)
+    except (OSError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{key} = {source!r} cannot be read: {why}; give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
+        ) from error
+    if not found:
+        raise ValueError(f"{key} = {source!r} has no rows")
+    columns = list(dict.fromkeys(name for row in found for name in row))
+    if missing := [c for c in required if c not in columns]:
+        raise ValueError(
+            f"{key} = {source!r} has no column {missing[0]!r}; it has {', '.join(columns)}. Rename one to {missing[0]!r}"
+        )
+    try:
+        for row in found:
+            json.dumps(row)
+    except TypeError as error:
+        raise ValueError(
+            f"{key} = {source!r}: {error}; keep only columns of text, numbers, lists and tables"
+        ) from error
+    return [{name: row.get(name) for name in columns} for row in found]
+
+
+def _split_file(key: str, folder: Path, split: str) -> Path:
+    for suffix in SUFFIXES:
+        if (folder / f"{split}{suffix}").is_file():
+            return folder / f"{split}{suffix}"
+    present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    raise ValueError(
+        f"{key} = {str(folder)!r} has no {split}.jsonl (or {', '.join(SUFFIXES[1:])}); it has {present}"
+    )
+
+
+def _from_file(path: Path) -> Rows:
+    """Without `datasets`, which keeps a copy of every file that it has read in the user's cache."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return list(parquet.read_table(path).to_pylist())
+    if path.suffix == ".csv":
+        from pyarrow import csv
+
+        return list(csv.read_csv(path).to_pylist())
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")  # not splitlines(): JSON strings may hold U+2028 and the like
+    found = (
+        json.loads(text)
+        if text.lstrip().startswith("[")
+        else [_parsed(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    )
+    if not all(isinstance(row, dict) for row in found):
+        raise ValueError("every row must be a table, {column: value, ...}")
+    return list(found)
+
+
+def _parsed(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def _from_hub(name: str, subset: str | None, split: str) -> Rows:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return list(datasets.load_dataset(name, subset, split=split).to_list())
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
