@@ -20,7 +20,8 @@ class TrajectoryBalanceLearnedZ:
 
     loss = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2. Where log Z(x) is what the group itself would say,
     its gradient is that of `tb`.
-    Trajectory balance (arXiv 2201.13259), equation 14; for language models: arXiv 2310.04363, 2405.18540.
+    Trajectory balance (arXiv 2201.13259), equation 14. For language models: arXiv 2405.18540;
+    arXiv 2310.04363 learns one scalar log Z instead of a head.
     """
 
     beta: float = 0.05
