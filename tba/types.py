@@ -1,10 +1,10 @@
-"""The nouns: what flows from a prompt to a batch."""
+"""The nouns of the package: what flows from a prompt to a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -78,11 +78,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one prompt. Atomic: in a draw, a batch and a loss it is never divided."""
+    """Trajectories of one prompt. A draw, a batch and a loss never divide a group.
+
+    `reference` is the version of the weights that the reference log-probs belong to; 0 is the
+    initial model.
+    """
 
     prompt: Prompt
     prompt_tokens: Int32[np.ndarray, " P"]
     trajectories: tuple[Trajectory, ...]
+    reference: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,35 +125,30 @@ class Shelf:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """B groups of K trajectories as tensors; prompts padded on the left to P, responses on the right to T.
+class TokenBatch:
+    """B groups of K responses as token tensors: everything that a policy needs to compute log-probs.
 
-    Masks come from lengths, never from token values, because the pad token may be the EOS token.
+    Prompts are padded on the left to P, responses on the right to T. Masks come from lengths, never
+    from token values, because the pad token may be the EOS token.
     """
 
     prompt_tokens: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
     tokens: Int[Tensor, "B K T"]
     mask: Bool[Tensor, "B K T"]
-    behavior_logp: Float[Tensor, "B K T"]
-    ref_logp: Float[Tensor, "B K T"]
-    reward: Float[Tensor, "B K"]
-    value: Float[Tensor, "B K T"]
-    """NaN where a response was found without rollouts."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def samples(self) -> int:
-        """K, the trajectories in each group."""
+        """K, the responses in each group."""
         return self.tokens.shape[1]
 
-    def chunks(self, token_budget: int) -> Iterator[Batch]:
-        """Whole groups, as many at a time as pad to at most `token_budget` tokens, but at least one."""
-        order = torch.argsort(
-            self.mask.sum(-1).amax(1), stable=True
-        ).tolist()  # alike lengths together: less padding
+    def chunks(self, token_budget: int) -> Iterator[Self]:
+        """Yield whole groups, as many at a time as pad to at most `token_budget` tokens (at least one)."""
+        # groups of similar length together: less padding
+        order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()
         part: list[int] = []
         for b in order:
             if part and self.cost([*part, b]) > token_budget:
@@ -157,67 +157,93 @@ class Batch:
             part.append(b)
         yield self.groups(part)
 
-    def pieces(self, token_budget: int) -> Iterator[Batch]:
-        """This batch cut along K as well, so that each piece pads to at most `token_budget` tokens, if it can."""
-        size = max(1, self.samples * token_budget // max(1, self.cost(range(len(self)))))
+    def pieces(self, token_budget: int) -> Iterator[Self]:
+        """Yield this batch cut along K, so that each piece pads to at most `token_budget` tokens if it can."""
+        cost = max(1, self.cost(range(len(self))))
+        size = max(1, self.samples * token_budget // cost)
         for start in range(0, self.samples, size):
             yield self.slice(slice(start, start + size))
 
     def cost(self, groups: Sequence[int]) -> int:
-        """Tokens, padding included, that the policy runs over for these groups."""
+        """Return the tokens, padding included, that the policy runs over for these groups."""
         lengths = self.mask[list(groups)].sum(-1)
         prompt = int(self.prompt_mask[list(groups)].sum(-1).max())
         return len(lengths) * self.samples * (prompt + int(lengths.max()))
 
-    def groups(self, index: Sequence[int]) -> Batch:
-        """These groups alone, their padding trimmed to what they need."""
+    def groups(self, index: Sequence[int]) -> Self:
+        """Return these groups alone, with padding trimmed to what they need."""
         i = torch.as_tensor(list(index))
         p, t = int(self.prompt_mask[i].sum(-1).max()), int(self.mask[i].sum(-1).max())
-        return Batch(
-            self.prompt_tokens[i, -p:], self.prompt_mask[i, -p:], self.tokens[i, :, :t], self.mask[i, :, :t],
-            self.behavior_logp[i, :, :t], self.ref_logp[i, :, :t], self.reward[i], self.value[i, :, :t],
-        )  # fmt: skip
+        changed = {}
+        for name, tensor in self.tensors().items():
+            changed[name] = tensor[i]
+            if name in PROMPT_FIELDS:
+                changed[name] = tensor[i, -p:]
+            elif tensor.ndim == 3:
+                changed[name] = tensor[i, :, :t]
+        return replace(self, **changed)
 
-    def slice(self, k: slice) -> Batch:
-        """The same groups with only the trajectories `k` of each."""
-        return replace(
-            self, tokens=self.tokens[:, k], mask=self.mask[:, k], behavior_logp=self.behavior_logp[:, k],
-            ref_logp=self.ref_logp[:, k], reward=self.reward[:, k], value=self.value[:, k],
-        )  # fmt: skip
+    def slice(self, k: slice) -> Self:
+        """Return the same groups with only the responses `k` of each."""
+        tensors = self.tensors().items()
+        return replace(self, **{n: x[:, k] for n, x in tensors if n not in PROMPT_FIELDS})
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(
-            *(
-                getattr(self, name).to(device, non_blocking=True)
-                for name in self.__dataclass_fields__
-            )
-        )
+    def to(self, device: torch.device) -> Self:
+        moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}
+        return replace(self, **moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+PROMPT_FIELDS = ("prompt_tokens", "prompt_mask")
+"""The tensors of a batch that have no axis K."""
+
+
+@dataclass(frozen=True)
+class Batch(TokenBatch):
+    """B groups of K trajectories as tensors: what an objective learns from."""
+
+    behavior_logp: Float[Tensor, "B K T"]
+    ref_logp: Float[Tensor, "B K T"]
+    reward: Float[Tensor, "B K"]
+    value: Float[Tensor, "B K T"]
+    """NaN for a trajectory without value estimates."""
+
+
+def collate_tokens(
+    prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
+) -> TokenBatch:
+    """Pad K responses to each of B prompts. Padding tokens are 0; masks say which tokens are real."""
+    sizes = {len(group) for group in responses}
+    if len(sizes) != 1:
+        raise ValueError(f"groups of unequal size {sorted(sizes)}: every group needs the same K")
+    shape = (len(responses), sizes.pop())
+    rows = [tokens for group in responses for tokens in group]
+    return TokenBatch(
+        prompt_tokens=_left([tokens.astype(np.int64) for tokens in prompts]),
+        prompt_mask=_left([np.ones(len(tokens), bool) for tokens in prompts]),
+        tokens=_right([tokens.astype(np.int64) for tokens in rows], shape),
+        mask=_right([np.ones(len(tokens), bool) for tokens in rows], shape),
+    )
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    """Groups of equal size K -> one batch. Padding tokens are 0; masks say which tokens are real."""
-    if len({len(g.trajectories) for g in groups}) != 1:
-        raise ValueError(
-            f"groups of unequal size {sorted({len(g.trajectories) for g in groups})}: every group needs the same K"
-        )
+    """Turn groups of equal size K into one batch."""
+    prompts = [g.prompt_tokens for g in groups]
+    tokens = collate_tokens(prompts, [[t.tokens for t in g.trajectories] for g in groups])
     rows = [t for g in groups for t in g.trajectories]
-    shape = (len(groups), len(groups[0].trajectories))
-    mask = _right([np.ones(len(t.tokens), bool) for t in rows], shape)
+    values = []
+    for t in rows:
+        absent = np.full(len(t.tokens), np.nan, np.float32)
+        values.append(absent if t.value is None else t.value)
+    shape = (len(tokens), tokens.samples)
     return Batch(
-        prompt_tokens=_left([g.prompt_tokens.astype(np.int64) for g in groups]),
-        prompt_mask=_left([np.ones(len(g.prompt_tokens), bool) for g in groups]),
-        tokens=_right([t.tokens.astype(np.int64) for t in rows], shape),
-        mask=mask,
+        **tokens.tensors(),
         behavior_logp=_right([t.behavior_logp for t in rows], shape),
         ref_logp=_right([t.ref_logp for t in rows], shape),
         reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape),
-        value=_right(
-            [
-                np.full(len(t.tokens), np.nan, np.float32) if t.value is None else t.value
-                for t in rows
-            ],
-            shape,
-        ),
+        value=_right(values, shape),
     )
 
 

@@ -158,7 +158,10 @@ def stored(folder: Path) -> list[tuple[float, float]]:
     held = [(shelf.prompt, s.trajectory) for shelf in buffer.shelves for s in shelf.stored.values()]
     true = Ones().score(
         [p for p, _ in held],
-        [text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version)) for _, t in held],
+        [
+            text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version))
+            for _, t in held
+        ],
     )
     return [(t.reward, float(r or 0)) for (_, t), r in zip(held, true, strict=True)]
 

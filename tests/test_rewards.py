@@ -147,12 +147,16 @@ def test_no_answers_have_no_verdicts() -> None:
 def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule() -> None:
     monitor, bad = RejectionMonitor(max_share=0.5), Counter(raised=5, timeout=1)
     for _ in range(7):
-        monitor.add(SearchStats(8, rejected=bad, last_rejection="Traceback: division by zero"))  # 56 samples: too few to judge
+        monitor.add(
+            SearchStats(8, rejected=bad, last_rejection="Traceback: division by zero")
+        )  # 56 samples: too few to judge
     with pytest.raises(
         RuntimeError,
         match=r"48 of the last 64 samples .*\(raised: 40, timeout: 8\).*reward\.max_rejected = 0\.5(.|\n)*division by zero",
     ):
-        monitor.add(SearchStats(8, rejected=bad))  # what the last rejected sample said is remembered
+        monitor.add(
+            SearchStats(8, rejected=bad)
+        )  # what the last rejected sample said is remembered
 
 
 def test_rare_rejections_do_not_stop_the_run() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tba.objectives import Head
-from tba.types import Batch
+from tba.types import TokenBatch
 
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits (numbers, not bytes) that exist at one time: the head runs over the response in chunks of so many. On a CPU few,
@@ -54,11 +54,11 @@ class Policy:
         )
         self._refuse_processed_logits()
 
-    def logp(self, batch: Batch) -> Float[Tensor, "B K T"]:
+    def logp(self, batch: TokenBatch) -> Float[Tensor, "B K T"]:
         """Log-probabilities of the response tokens; 0 where there is padding."""
         return self(batch).logp
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: TokenBatch) -> Output:
         """Log-probability and entropy at each response token, and the head's output."""
         where = (
             batch.mask.flatten().nonzero().squeeze(1).to(self.device)
@@ -76,7 +76,7 @@ class Policy:
         return Output(logp, entropy, self._read(prompt, states, on_device))
 
     def _read(
-        self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: Batch
+        self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: TokenBatch
     ) -> Tensor | None:
         """The head's output; its input is divided by sqrt(D), so that a learning rate means much the same at any width."""
         if self.head is None or self.readout is None:
@@ -88,7 +88,7 @@ class Policy:
         mean = (prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
 
-    def _shared(self, batch: Batch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
+    def _shared(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
         """Hidden states of the prompt, and those that predict the response; each prompt runs once and its keys and values serve all K responses."""
         b, k, t = batch.tokens.shape
         lengths = batch.prompt_mask.sum(1)
@@ -116,7 +116,7 @@ class Policy:
         ).last_hidden_state
         return seen.last_hidden_state, torch.cat([first, rest.unflatten(0, (b, k))], 2)
 
-    def _plain(self, batch: Batch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
+    def _plain(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
         """The same with every prompt run K times: for gradient checkpointing, and models without such a cache."""
         b, k, t = batch.tokens.shape
         repeated = (
