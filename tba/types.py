@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -124,6 +124,9 @@ class Shelf:
         return Group(self.prompt, self.prompt_tokens, tuple(trajectories))
 
 
+AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """B groups of K responses as token tensors: everything that a policy needs to compute log-probs.
@@ -145,7 +148,7 @@ class TokenBatch:
         """K, the responses in each group."""
         return self.tokens.shape[1]
 
-    def chunks(self, token_budget: int) -> Iterator[Self]:
+    def chunks(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
         """Yield whole groups, as many at a time as pad to at most `token_budget` tokens (at least one)."""
         # groups of similar length together: less padding
         order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()
@@ -157,7 +160,7 @@ class TokenBatch:
             part.append(b)
         yield self.groups(part)
 
-    def pieces(self, token_budget: int) -> Iterator[Self]:
+    def pieces(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
         """Yield this batch cut along K, so that each piece pads to at most `token_budget` tokens if it can."""
         cost = max(1, self.cost(range(len(self))))
         size = max(1, self.samples * token_budget // cost)
@@ -170,7 +173,7 @@ class TokenBatch:
         prompt = int(self.prompt_mask[list(groups)].sum(-1).max())
         return len(lengths) * self.samples * (prompt + int(lengths.max()))
 
-    def groups(self, index: Sequence[int]) -> Self:
+    def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
         """Return these groups alone, with padding trimmed to what they need."""
         i = torch.as_tensor(list(index))
         p, t = int(self.prompt_mask[i].sum(-1).max()), int(self.mask[i].sum(-1).max())
@@ -183,12 +186,12 @@ class TokenBatch:
                 changed[name] = tensor[i, :, :t]
         return replace(self, **changed)
 
-    def slice(self, k: slice) -> Self:
+    def slice(self: AnyBatch, k: slice) -> AnyBatch:
         """Return the same groups with only the responses `k` of each."""
         tensors = self.tensors().items()
         return replace(self, **{n: x[:, k] for n, x in tensors if n not in PROMPT_FIELDS})
 
-    def to(self, device: torch.device) -> Self:
+    def to(self: AnyBatch, device: torch.device) -> AnyBatch:
         moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}
         return replace(self, **moved)
 

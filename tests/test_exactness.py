@@ -39,7 +39,7 @@ def carried_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     with monkeypatch.context() as patched:
         patched.setattr(tba.loop, "_carry_out", keeping)
-        tba.loop.run(config)
+        tba.run.run(config)
     return ended[0]
 
 

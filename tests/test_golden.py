@@ -32,7 +32,7 @@ OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coe
 
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
-    tba.loop.run(
+    tba.run.run(
         toy_config(
             toy_model,
             tmp_path / "run",

@@ -63,7 +63,7 @@ def run_and_keep(
         return summary
 
     monkeypatch.setattr(tba.loop, "_carry_out", keeping)
-    tba.loop.run(config, resume)
+    tba.run.run(config, resume)
     monkeypatch.setattr(tba.loop, "_carry_out", carry_out)
     return kept[0]
 
@@ -277,7 +277,7 @@ def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
 ) -> None:
     broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
     with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
-        tba.loop.run(broken)
+        tba.run.run(broken)
 
 
 @pytest.mark.parametrize("how", ["finished", "interrupted", "killed"])
