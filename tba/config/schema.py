@@ -250,6 +250,7 @@ class EvalTable(Table):
 class CheckpointTable(Table):
     every: Count = Field(50, description="steps; 0: only at the end and on a signal")
     keep: Positive = Field(2, description="generations kept")
+    deadline: Seconds = Field(1800.0, description="most seconds to wait for one to be written")
 
 
 class LogTable(Table):
