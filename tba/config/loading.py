@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,21 @@ DEFAULT = Path(__file__).parent / "default.toml"
 """The embedded default: three-digit addition on the CPU."""
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies `table.key=value`; ValueError names the key and what to write instead."""
-    tables = {} if path is None else read_toml(path, "config")
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, or the config.json of a run, and apply `table.key=value` settings.
+
+    A ValueError names the key and says what to write instead.
+    """
+    tables = {} if path is None else _read(Path(path))
     override_all(tables, overrides)
     return parse(tables)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json" and path.is_file():
+        tables: dict[str, Any] = json.loads(path.read_text())
+        return tables
+    return read_toml(path, "config")
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
