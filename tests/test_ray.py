@@ -93,9 +93,7 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     """Versions travel on the data, lag is what was consumed, and after a sync both sides compute the same log-probs."""
-    run_and_keep(
-        config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent")
-    )
+    run_and_keep(config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
     assert rows[-1]["off_policy/lag_mean"] < 60
     gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
