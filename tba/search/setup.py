@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tba.config.plugins import resolve
-from tba.config.schema import EvalTable, FaultsTable, PolicyTable, RewardTable, SamplingTable, Use
+from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, SamplingTable, Use
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model, load_text
