@@ -44,7 +44,8 @@ def at_most(limit: int) -> Callable[..., list[float]]:
     """Return a closure, which is sent to a searcher by its value."""
 
     def shortness(completions: list[str], answer: list[str]) -> list[float]:
-        return [float(len(c) <= limit and a.isdigit()) for c, a in zip(completions, answer)]
+        pairs = zip(completions, answer, strict=True)
+        return [float(len(c) <= limit and a.isdigit()) for c, a in pairs]
 
     return shortness
 
