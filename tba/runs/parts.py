@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
-from tba.config.schema import Config, RuntimeTable
+from tba.config.schema import Config
+from tba.config.tables import RuntimeTable
 from tba.learn.trainer import Trainer, build_trainer
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from tba.config.plugins import Plugin
-from tba.config.schema import Config, Use
+from tba.config.schema import Config
+from tba.config.tables import Use
 from tba.tasks import Task
 from tba.tasks._data import Rows, checked
 
