@@ -9,7 +9,7 @@ import torch
 from test_policy import FAMILIES, make
 
 from tba.config.plugins import names, resolve
-from tba.config.schema import TrainerTable
+from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import enable_gradient_checkpointing
@@ -134,7 +134,9 @@ def test_plain_prompts_and_gradient_checkpointing_change_nothing(
         )
 
 
-def trainer(objective: str, options: dict[str, Any] | None = None, **settings: Any) -> SingleTrainer:
+def trainer(
+    objective: str, options: dict[str, Any] | None = None, **settings: Any
+) -> SingleTrainer:
     """Of a small model that is the same each time; gradients are not clipped."""
     plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
     first = plugin.at(0)

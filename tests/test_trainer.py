@@ -174,7 +174,9 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
     """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
     t = trainer(tiny_model)
-    parts = check(load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"]))
+    parts = check(
+        load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"])
+    )
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)

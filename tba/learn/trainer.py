@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tba.config.plugins import Plugin
-from tba.config.schema import PolicyTable, TrainerTable
+from tba.config.tables import PolicyTable, TrainerTable
 from tba.learn import NotFinite
 from tba.learn.policy import Output, Policy
 from tba.learn.state import fingerprint, restore, snapshot
