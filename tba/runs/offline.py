@@ -1,4 +1,4 @@
-"""What can be done with a run's checkpoint afterwards: evaluate it, export it."""
+"""Evaluating and exporting the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tba.runtime.placement import gpu_count
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
-    """Scores of the newest sound checkpoint (or of the model that the run started from) on the task's held-out prompts.
+    """Return scores of a run's newest valid checkpoint on the held-out prompts of the task.
 
-    The KL is to the reference that the checkpoint has: the first model, unless it has been reset.
+    With `reference`, evaluate the model that the run started from instead. The KL is to the
+    reference of the checkpoint: the first model, unless it has been reset.
     """
     folder = RunFolder.reopen(run)
     tables = folder.config()
@@ -27,7 +28,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     parts = check(parse(tables))
     if not parts.held_out:
         raise ValueError(
-            "there is nothing to evaluate on: set eval.prompts=128, and hold prompts out in the task"
+            "there are no held-out prompts; set eval.prompts=128, and a held-out set in [task]"
         )
     device = "cuda:0" if gpu_count() else "cpu"
     bf16 = computes_in_bf16(parts.config.policy, device)
@@ -40,9 +41,9 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
 
 
 def export_run(run: Path, out: Path) -> Path:
-    """The newest sound checkpoint's model and tokenizer in a new folder."""
+    """Copy model and tokenizer of the newest valid checkpoint to a new folder."""
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; name a new folder")
+        raise ValueError(f"{out} is not empty; choose a new folder")
     generation = checkpoint.newest(RunFolder.reopen(run).checkpoints)
     shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
