@@ -134,7 +134,7 @@ class Tracker:
         return metrics
 
     def _add_searching(self, seconds: Mapping[str, float]) -> None:
-        """Add the searchers' seconds since the last step. A task reports all of its time at its end."""
+        """Add the searchers' seconds since the last step; a task reports at its end."""
         spent = {name: total - self._before.get(name, 0.0) for name, total in seconds.items()}
         self._before = seconds
         idle, total = spent.get("idle", 0.0), sum(spent.values())
