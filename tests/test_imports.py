@@ -28,7 +28,7 @@ PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
 HEAVY = {
     "ray": {"runtime/ray.py", "runtime/actor.py", "runtime/functions.py"},
     "wandb": {"runs/log.py"},
-    "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
+    "matplotlib": {"report/draw.py", "report/panels.py", "report/figures.py"},
     "vllm": set(),
 }
 
