@@ -15,7 +15,7 @@ from tba.runs.summary import Summary
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder at `path`."""
+    """The folder that a run writes to."""
 
     path: Path
 
