@@ -217,7 +217,7 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model: Path, tmp_
 
 def test_evaluating_without_prompts_is_told(tiny_model: Path, tmp_path: Path) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0"))
-    with pytest.raises(ValueError, match=r"nothing to evaluate on: set eval\.prompts=128"):
+    with pytest.raises(ValueError, match=r"there are no held-out prompts; set eval\.prompts=128"):
         evaluate_run(tmp_path / "run", [], reference=False)
 
 

@@ -33,8 +33,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     parts = check(parse(tables))
     if not parts.held_out:
         raise ValueError(
-            "there is nothing to evaluate on: set eval.prompts=128, and hold prompts out in the"
-            " task"
+            "there are no held-out prompts; set eval.prompts=128, and a held-out set in [task]"
         )
     device = "cuda:0" if gpu_count() else "cpu"
     bf16 = computes_in_bf16(parts.config.policy, device)
@@ -50,7 +49,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
 def export_run(run: Path, out: Path) -> Path:
     """Copy model and tokenizer of the newest undamaged checkpoint to the folder `out`."""
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; name a new folder")
+        raise ValueError(f"{out} is not empty; choose a new folder")
     generation = checkpoint.newest(RunFolder.reopen(run).checkpoints)
     shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
