@@ -193,7 +193,9 @@ def test_a_resumed_run_keeps_its_first_model(tiny_model: Path, tmp_path: Path) -
     trained = newest(folder / "checkpoints") / "model"
     shutil.copytree(trained, other, dirs_exist_ok=True)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="policy.model is not the model that this run began with"):
+    with pytest.raises(
+        ValueError, match=r"policy\.model is not the model that this run began with"
+    ):
         run(_config([f"policy.model={other}", "run.steps=3"], folder), folder)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     moved = shutil.copytree(tiny_model, tmp_path / "moved")

@@ -274,7 +274,7 @@ def test_the_state_of_another_model_is_refused_whole(
     shutil.copytree(tmp_path / "state" / "model", retrained, dirs_exist_ok=True)
     for other, error in (
         (toy_model, "holds another model than policy.model"),
-        (retrained, "policy.model is not the model that this run began with"),
+        (retrained, r"policy\.model is not the model that this run began with"),
     ):
         wrong = trainer(other)
         before = parameters(wrong)
