@@ -61,12 +61,12 @@ class Deadly(Ones):
 
     marker: str = ""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         if not self.marker or not Path(self.marker).exists():
             if self.marker:
                 Path(self.marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().score(prompts, answers)
+        return super().score(prompt, answers)
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class Unready(Ones):
 
     marker: str = ""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         if not Path(self.marker).exists():
             raise RuntimeError("not ready")
-        return super().score(prompts, answers)
+        return super().score(prompt, answers)
 
 
 @dataclass(frozen=True)
 class Placed(Ones):
     """Scoring tells where it is."""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         raise RuntimeError(
             f"{available_cores()} threads: {os.environ['OMP_NUM_THREADS']}, ctrl-c blocked: {blocked}, alone: {os.getsid(0) == os.getpid()}"

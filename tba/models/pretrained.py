@@ -57,9 +57,14 @@ class Text:
     def answer(self, completion: Completion) -> Answer:
         return Answer(self.decode(completion.tokens), completion.finished)
 
-    def check_all(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """ValueError for a prompt that is empty, shares its id, or leaves no room for `max_tokens` of response."""
-        lengths = {p.id: len(self.encode(p)) for p in prompts}
+    def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> list[np.ndarray]:
+        """Return the tokens of all prompts.
+
+        ValueError for a prompt that is empty, shares its id, or leaves no room for `max_tokens` of
+        response.
+        """
+        tokens = [self.encode(p) for p in prompts]
+        lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
             raise ValueError("two prompts share an id; ids must be unique")
         room = self.context - max_tokens
@@ -69,6 +74,7 @@ class Text:
                 f"{len(long)} of {len(prompts)} prompts do not fit the model's context of {self.context} tokens beside {max_tokens} of response"
                 f" (the longest is {worst!r} with {long[worst]}); lower sampling.max_tokens, shorten or remove them"
             )
+        return tokens
 
 
 def model_path(name: str) -> str:

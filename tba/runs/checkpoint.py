@@ -27,7 +27,7 @@ from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
-from tba.weights import Weights, as_array, load_weights
+from tba.weights import Weights, as_array
 
 MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = (
     "manifest.json",
@@ -206,7 +206,7 @@ def hand_over(generation: Path, searcher: Searcher, bf16: bool) -> None:
     searcher.engine.load_weights(Weights(step, arrays))
     reference = _load_weights(generation / REFERENCE)
     if reference is not None:
-        load_weights(searcher.reference.model, reference)
+        searcher.reference.load_weights(reference)
 
 
 def _load_weights(file: Path) -> Weights | None:
