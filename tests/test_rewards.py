@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tba.config.schema import EvalTable, PolicyTable
+from tba.config.tables import EvalTable, PolicyTable
 from tba.engines.scripted import Scripted
 from tba.models.pretrained import load_text
 from tba.search.evaluate import evaluate

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.schema import FaultsTable
+from tba.config.tables import FaultsTable
 from tba.search.rewards import Rejected, Verdict, verdict_on
 from tba.tasks import Scores, Task
 from tba.types import Answer, Prompt

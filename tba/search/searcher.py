@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tba.config.schema import EvalTable, FaultsTable
+from tba.config.tables import EvalTable, FaultsTable
 from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts

@@ -1,4 +1,4 @@
-"""Your data set and your reward functions, in TRL's conventions."""
+"""A data set and reward functions of the user, in TRL's conventions."""
 
 from __future__ import annotations
 
@@ -8,64 +8,71 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tba.config.plugins import GIVEN
 from tba.tasks import Scores, WrongLength
-from tba.tasks._data import rows
+from tba.tasks._data import Rows, rows
+from tba.tasks._memory import InMemory, name_of
 from tba.types import Answer, Prompt
 
 RewardFunction = Callable[..., Any]
 """`def` or `async def` f(prompts, completions, **columns) -> list[float | None]."""
 
-NAME = "write package.module:function or file.py:function"
+REQUIRED = ("prompt",)
+"""Columns that a data set must have."""
 
 
 @dataclass(frozen=True)
 class Custom:
-    """Any data set with a `prompt` column (text, or chat messages), and any reward function
+    """Any data set with a `prompt` column (text, or chat messages), and functions like TRL's.
 
         def f(prompts, completions, **columns) -> list[float | None]
 
-    with TRL's signature, or `async def`, named by `package.module:function` or `file.py:function`.
-    A call has all completions of one prompt; `prompts` and the columns repeat its values. Several
-    functions are added up with `reward_weights`; None means that a function does not apply to
-    that sample. For chat prompts, completions are message lists, as in TRL. `held_out_data` is
-    evaluated on; without it, the last `held_out_size` rows are kept from training.
+    A function is written `package.module:function` or `file.py:function`, and may be `async def`.
+    A call has all completions of one prompt; `prompts` and the columns repeat its values. The
+    rewards of several functions are added, weighted by `reward_weights`; None means that a
+    function does not apply to a sample. For chat prompts, completions are message lists. Evaluations use `held_out_data`, or
+    else the last `held_out_size` rows, which are then not trained on.
     """
 
     data: str
     reward: str | list[str]
     reward_weights: list[float] | None = None
     split: str = "train"
-    """Split of a folder or hub data set, as `held_out_split`."""
+    """Split of a folder or hub data set."""
     subset: str | None = None
-    """Subset of a hub data set (its `name` or configuration)."""
+    """Configuration (`name`) of a hub data set."""
     held_out_data: str | None = None
     held_out_split: str = "test"
     held_out_size: int = 64
     pass_reward: float | None = None
     """Least reward of a correct answer, for pass@1 and pass@k."""
+    memory: InMemory = field(default=InMemory(), metadata=GIVEN, repr=False)
+    """Rows and functions passed from Python; they take the place of those named above."""
 
     def __post_init__(self) -> None:
         if self.held_out_size < 0:
             raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
         if not self._names:
-            raise ValueError(f"task.reward is empty; {NAME}")
-        if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
             raise ValueError(
-                f"task.reward_weights has {len(self.reward_weights)} numbers for"
-                f" {len(self._names)} reward functions; give one for each"
+                "task.reward is empty; write package.module:function or file.py:function"
             )
-        self.functions  # noqa: B018  a wrong name raises before anything starts
+        if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
+            weights, functions = len(self.reward_weights), len(self._names)
+            raise ValueError(
+                f"task.reward_weights has {weights} numbers for {functions} reward functions"
+            )
+        self.functions  # noqa: B018  raises before anything starts if a function does not exist
 
     def prompts(self) -> Sequence[Prompt]:
-        return self._prompts[0]
+        return self._rows[0]
 
     def held_out(self) -> Sequence[Prompt]:
-        return self._prompts[1]
+        return self._rows[1]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
@@ -97,13 +104,18 @@ class Custom:
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
-        """The reward functions, in the order of `reward`."""
+        if self.memory.reward is not None:
+            return list(self.memory.reward)
         return [_function(name) for name in self._names]
 
     @cached_property
-    def _prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        train = rows("task.data", self.data, self.split, self.subset, required=("prompt",))
-        if self.held_out_data is None:
+    def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Prompts to train on, and prompts to evaluate on."""
+        train = self.memory.data
+        if train is None:
+            train = rows("task.data", self.data, self.split, self.subset, REQUIRED)
+        held_out = self._held_out_rows()
+        if held_out is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
                 raise ValueError(
@@ -111,39 +123,48 @@ class Custom:
                     " lower task.held_out_size, or give task.held_out_data"
                 )
             train, held_out = train[:cut], train[cut:]
-        else:
-            key, source, split = "task.held_out_data", self.held_out_data, self.held_out_split
-            held_out = rows(key, source, split, self.subset, required=("prompt",))
-            held_out = held_out[: self.held_out_size]
         for function in self.functions:
             _check_columns(function, train[0])
-        return _prompts("train", train), _prompts("held-out", held_out)
+        return _prompts("train", train), _prompts("held-out", held_out[: self.held_out_size])
+
+    def _held_out_rows(self) -> Rows | None:
+        if self.memory.held_out_data is not None:
+            return self.memory.held_out_data
+        if self.held_out_data is None:
+            return None
+        name, split = self.held_out_data, self.held_out_split
+        return rows("task.held_out_data", name, split, self.subset, REQUIRED)
 
 
-def _prompts(name: str, table: list[dict[str, Any]]) -> list[Prompt]:
+def _prompts(name: str, table: Rows) -> list[Prompt]:
     prompts = []
     for i, row in enumerate(table):
-        if not isinstance(row["prompt"], str | list):
+        text = row["prompt"]
+        if not isinstance(text, str | list):
             raise ValueError(
-                f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat"
-                " messages: remove the row, or give it text"
+                f"prompt '{name}-{i}' is {text!r}; a prompt is text or a list of chat messages:"
+                " remove the row, or give it text"
             )
-        columns = {key: value for key, value in row.items() if key != "prompt"}
-        prompts.append(Prompt(f"{name}-{i}", row["prompt"], columns))
+        columns = {column: value for column, value in row.items() if column != "prompt"}
+        prompts.append(Prompt(f"{name}-{i}", text, columns))
     return prompts
 
 
 def _check_columns(function: RewardFunction, row: Mapping[str, Any]) -> None:
-    """ValueError if the function has a required parameter that no column gives."""
-    given = {*row, "prompts", "completions"} - {"prompt"}
+    """ValueError if the function needs an argument that is not a column."""
+    columns = [name for name in row if name != "prompt"]
+    given = {*columns, "prompts", "completions"}
     for p in inspect.signature(function).parameters.values():
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if named and p.default is p.empty and p.name not in given:
-            columns = ", ".join(name for name in row if name != "prompt") or "none"
             raise ValueError(
-                f"task.reward: {function.__name__} needs {p.name!r}, which is no column of"
-                f" task.data; beside prompt there are: {columns}. Rename one to {p.name!r}"
+                f"task.reward: {_short_name(function)} needs {p.name!r}, which is not a column of"
+                f" task.data; beside prompt there are: {', '.join(columns) or 'none'}"
             )
+
+
+def _short_name(function: RewardFunction) -> str:
+    return name_of(function).rpartition(".")[2]
 
 
 def _arguments(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, list[Any]]:
@@ -181,7 +202,7 @@ def _accepted(function: RewardFunction, arguments: dict[str, list[Any]]) -> dict
 def _of_length(function: RewardFunction, scores: Scores, count: int) -> Scores:
     if len(scores) != count:
         raise WrongLength(
-            f"{function.__name__} returned {len(scores)} rewards for {count} completions"
+            f"{_short_name(function)} returned {len(scores)} rewards for {count} completions"
         )
     return scores
 
@@ -192,28 +213,28 @@ def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> f
 
 
 def _function(name: str) -> RewardFunction:
-    """Import the function that `task.reward` names."""
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise ValueError(f"task.reward = {name!r}: {NAME}")
+    where, _, function = name.rpartition(":")
+    advice = "write package.module:function or file.py:function"
+    if not where:
+        raise ValueError(f"task.reward = {name!r}: {advice}")
     try:
-        module = _module(place)
+        module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"task.reward = {name!r}: {error}; {NAME}") from error
-    if attribute not in vars(module):
-        raise ValueError(f"task.reward = {name!r}: {place} has no function {attribute!r}; {NAME}")
-    function: RewardFunction = vars(module)[attribute]
-    if not callable(function):
-        raise ValueError(
-            f"task.reward = {name!r}: {attribute} is no function but {function!r}; {NAME}"
-        )
-    return function
+        raise ValueError(f"task.reward = {name!r}: {error}; {advice}") from error
+    if function not in vars(module):
+        raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
+    value = vars(module)[function]
+    if not callable(value):
+        raise ValueError(f"task.reward = {name!r}: {function} is not a function but {value!r}")
+    reward: RewardFunction = value
+    return reward
 
 
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser()
+def _module(where: str) -> Any:
+    """Import a module, by its name or from a file."""
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(f"tba_reward_{path.stem}", path)
