@@ -12,7 +12,7 @@ from toy import Ones
 
 import tba
 from tba.config.loading import load
-from tba.config.schema import FaultsTable, PolicyTable
+from tba.config.tables import FaultsTable, PolicyTable
 from tba.models.pretrained import load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
@@ -106,7 +106,10 @@ def runs(
     }
     folder = tmp_path_factory.mktemp("runs")
     return {
-        name: (folder / name, tba.train(config(tiny_model, folder / name, "run.steps=20", *f)))
+        name: (
+            folder / name,
+            tba.train(config(tiny_model, folder / name, "run.steps=20", *f)).summary,
+        )
         for name, f in faults.items()
     }
 
