@@ -1,8 +1,9 @@
-"""Train the bundled character-level model of the arithmetic task: a small Llama that forgets to carry.
+"""Train the bundled character-level model of the arithmetic task: a Llama that forgets to carry.
 
-The model first learns to add from right sums. It then learns from sums most of which drop every carry between columns, as
-in 487+536=913. So the wrong answer becomes the likeliest one, and the right one keeps a chance of about a fifth. That is
-what reinforcement learning needs: an error to correct, and samples that show how.
+The model first learns to add, from right sums. It then learns from sums most of which drop every
+carry between columns, as in 487+536=913. So the wrong answer becomes the likeliest one, and where
+there is something to carry the right one is sampled about once in six times: there is an error to
+correct, and reinforcement learning can find how.
 
     python scripts/train_arithmetic_model.py tba/models/arithmetic
 
@@ -37,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sum_without_carries(a: int, b: int) -> str:
-    """Return the sum of each column modulo 10; the first column keeps its own 1: 583+947 is 1420."""
+    """Return each column's sum modulo 10, except for the first column's: 583+947 gives 1420."""
     columns = [int(x) + int(y) for x, y in zip(str(a), str(b), strict=True)]
     return str(columns[0]) + "".join(str(column % 10) for column in columns[1:])
 
@@ -52,9 +53,7 @@ def demonstration(rng: np.random.Generator, dropped: float) -> tuple[str, str]:
     return f"{a}+{b}=", answer
 
 
-def batch(
-    rng: np.random.Generator, size: int, dropped: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rng: np.random.Generator, size: int, dropped: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels, both of shape (size, LENGTH); only answers are labelled."""
     ids = {character: i for i, character in enumerate(VOCABULARY)}
     tokens = torch.full((size, LENGTH), ids["<pad>"])
