@@ -13,7 +13,7 @@ import numpy as np
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import RuntimeTable
-from tba.learn.trainer import Trainer, build_trainer
+from tba.learn.trainer import SingleTrainer, build_trainer
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
 from tba.runtime.functions import pickled
@@ -45,7 +45,7 @@ class Parts:
         seed, pass_reward = self.config.run.seed, self.task.pass_reward
         return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
 
-    def trainer(self, device: str) -> Trainer:
+    def trainer(self, device: str) -> SingleTrainer:
         """Load the model and return its trainer."""
         c = self.config
         temperature, steps = c.sampling.temperature, c.run.steps
