@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """Position of a run, and what it needs to continue from there."""
 
     step: int
     missing: int
