@@ -71,7 +71,9 @@ class Run:
     def publish(self) -> None:
         """Send the newest weights to the searchers."""
         with self.tracker.syncing():
-            self.searchers.publish(self.trainer.weights(version=self.step))
+            weights = self.trainer.weights(version=self.step)
+            self.searchers.publish(weights)
+        self.tracker.published(weights.nbytes)
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""

@@ -390,6 +390,10 @@ def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in steps] == list(range(1, 9))
     assert [r["step"] for r in rows if "eval/greedy_pass@1" in r] == [0, 3, 6, 8]
     last = steps[-1]
+    trained = load_file(
+        checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors"
+    )
+    assert last["sync/bytes"] == sum(4 * tensor.numel() for tensor in trained.values())
     assert last["buffer/added"] == 108
     assert last["buffer/added"] == last["buffer/size"] + last["buffer/duplicates"]
     assert len(checkpoint.generations(tmp_path / "run" / "checkpoints")) == 3
