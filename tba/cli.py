@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tba.config.loading import DEFAULT, load, parse
+from tba.config.plugins import Option
 from tba.config.schema import Config
 
 app = typer.Typer(
@@ -194,17 +194,17 @@ def _default(settings: list[str]) -> Path | None:
     return None if other else DEFAULT
 
 
-def _described(cls: type, options: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+def _described(cls: type, options: dict[str, Option]) -> dict[str, Any]:
     about = (cls.__doc__ or "").strip().splitlines()[0]
-    table = {
-        name: {
+    described = {}
+    for name, option in options.items():
+        kind = option.kind
+        described[name] = {
             "type": kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", ""),
-            "required": default is MISSING,
-            "default": None if default is MISSING else default,
+            "required": option.required,
+            "default": None if option.required else option.default,
         }
-        for name, (kind, default) in options.items()
-    }
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": table}
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": described}
 
 
 if __name__ == "__main__":

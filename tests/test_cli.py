@@ -18,7 +18,8 @@ import pytest
 import tba
 from tba.config.loading import load, parse
 from tba.config.plugins import KINDS, names
-from tba.config.schema import Config, PolicyTable
+from tba.config.schema import Config
+from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.runs.parts import check
 
@@ -50,7 +51,7 @@ MISTAKES = {
         ["trainer.grop_size=4"],
         "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
     ),
-    "wrong type": (["run.steps=many"], "run.steps = 'many': this is text; write a number"),
+    "wrong type": (["run.steps=many"], "run.steps = 'many': expected an integer, got text"),
     "k = 0": (
         ["runtime.publish_every=0"],
         "runtime.publish_every = 0: Input should be greater than or equal to 1",
@@ -58,7 +59,7 @@ MISTAKES = {
     "K = 1": (["trainer.group_size=1"], "set trainer.group_size=2 or more"),
     "no whole groups": (
         ["trainer.batch_size=10"],
-        "trainer.batch_size = 10 is not made of whole groups of 4; set trainer.batch_size=8",
+        "trainer.batch_size = 10 is not a multiple of trainer.group_size = 4; set trainer.batch_size=8",
     ),
     "no model": (
         ["policy.model=./nowhere"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tba.config.plugins import names, resolve
-from tba.config.schema import PolicyTable
+from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Loss

@@ -12,7 +12,7 @@ from toy import Ones
 
 import tba
 from tba.config.loading import load
-from tba.config.schema import FaultsTable, PolicyTable
+from tba.config.tables import FaultsTable, PolicyTable
 from tba.models.pretrained import load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint

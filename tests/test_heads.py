@@ -9,7 +9,7 @@ import torch
 from test_policy import FAMILIES, make
 
 from tba.config.plugins import names, resolve
-from tba.config.schema import TrainerTable
+from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import Trainer
 from tba.models.pretrained import enable_gradient_checkpointing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tba_other.NotOne",
         {},
-        "'tba_other.NotOne' is not a dataclass, so that it has no options; write @dataclass above it",
+        "'tba_other.NotOne' is not a dataclass; write @dataclass above it",
     ),
     "not a class": (
         "objectives",
@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta'?; it has beta",
+        "objective.bta: 'tb' has no such option; did you mean 'beta'?; known: beta",
     ),
     "missing option": (
         "objectives",
@@ -70,19 +70,49 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"beta": "high"},
-        "objective.beta = 'high': this is text; write a number",
+        "objective.beta = 'high': expected a number, got text",
     ),
     "one of several types": (
         "objectives",
         "raft",
         {"threshold": "bset"},
-        "objective.threshold = 'bset': input should be a valid number, unable to parse string as a number or input should be 'best'",
+        "objective.threshold = 'bset': expected a number or 'best', got text",
     ),
     "wrong type within": (
         "objectives",
         "tba_other.Mine",
         {"sizes": [1, "two"]},
-        "objective.sizes.1 = 'two': Input should be a valid integer",
+        "objective.sizes.1 = 'two': expected an integer, got text",
+    ),
+    "boolean for a number": (
+        "objectives",
+        "tb",
+        {"beta": True},
+        "objective.beta = True: expected a number, got a boolean",
+    ),
+    "boolean for a number or none": (
+        "objectives",
+        "tb",
+        {"importance_cap": True},
+        "objective.importance_cap = True: expected a number, got a boolean",
+    ),
+    "text for a number": (
+        "objectives",
+        "tb",
+        {"beta": "0.1"},
+        "objective.beta = '0.1': expected a number, got text: remove the quotes",
+    ),
+    "wrong type within one of several types": (
+        "tasks",
+        "custom",
+        {"reward": ["mine:f", 3]},
+        "objective.reward.1 = 3: expected text, got an integer",
+    ),
+    "boolean in a schedule": (
+        "objectives",
+        "tb",
+        {"beta": {"start": 1.0, "end": False, "steps": 3}},
+        "objective.beta.end = False: expected a number, got a boolean",
     ),
     "schedule short of a key": (
         "objectives",
@@ -100,7 +130,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"beta": {"start": 1.0, "end": 0.0, "steps": 0}},
-        "a schedule needs steps >= 1, not 0; for a constant write",
+        "a schedule needs steps >= 1, not 0; for a constant, write",
     ),
     "schedule elsewhere": (
         "strategies",
@@ -145,6 +175,13 @@ def test_an_objective_follows_its_schedule() -> None:
     )
 
 
+def test_numbers_may_be_integers_and_infinite() -> None:
+    options = {"threshold": 1, "length_normalised": False}
+    threshold = resolve("objectives", "objective", "raft", options).options["threshold"]
+    assert (threshold, type(threshold)) == (1.0, float)
+    assert resolve("objectives", "objective", "tb", {"beta": math.inf}).at(0).beta == math.inf
+
+
 def test_a_cut_has_a_step_and_a_value() -> None:
     with pytest.raises(ValueError, match="both cut_step and cut_to"):
         Schedule(1.0, 0.0, 9, cut_step=3)
@@ -157,4 +194,4 @@ def test_what_ships_is_documented(kind: str, name: str) -> None:
     assert cls.__doc__ and not cls.__doc__.startswith(
         f"{cls.__name__}("
     )  # a dataclass without a docstring gets its signature
-    json.dumps([default for _, default in options_of(cls).values() if default is not MISSING])
+    json.dumps([o.default for o in options_of(cls).values() if not o.required])

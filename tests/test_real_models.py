@@ -77,7 +77,7 @@ def greedy_by_engine(folder: Path, prompt: object) -> list[int]:
     import numpy as np
     import torch
 
-    from tba.config.schema import PolicyTable
+    from tba.config.tables import PolicyTable
     from tba.engines.transformers import Transformers
     from tba.models.pretrained import load_text
     from tba.types import Sampling

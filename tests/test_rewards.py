@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tba.config.schema import EvalTable, PolicyTable
+from tba.config.tables import EvalTable, PolicyTable
 from tba.engines.scripted import Scripted
 from tba.models.pretrained import load_text
 from tba.search.evaluate import evaluate
-from tba.search.rewards import Guard, Rejected, RejectionMonitor, Verdict
 from tba.search.result import SearchStats
+from tba.search.rewards import Guard, Rejected, RejectionMonitor, Verdict
 from tba.types import Answer, Prompt
 
 ANSWERS = ("one", "two", "three", "four", "five")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toy import MAX_TOKENS, group_of_all, toy_config
 
-from tba.config.schema import PolicyTable
+from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import ValueRollouts

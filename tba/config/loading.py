@@ -1,4 +1,4 @@
-"""Reading a config: TOML and `table.key=value` overrides become one `Config`, or a clear error."""
+"""Reading a config: TOML and `table.key=value` settings become one `Config`, or a clear error."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from pydantic import ValidationError
 
 from tba.config.plugins import nearest
 from tba.config.schema import PLUGGED, Config
-from tba.config.table import Table
+from tba.config.table import Table, problem
 
 Parsed = TypeVar("Parsed", bound=Table)
 
 DEFAULT = Path(__file__).parent / "default.toml"
 """The embedded default: three-digit addition on the CPU."""
 
+NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}
+"""The keys that name a plug-in."""
+
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies `table.key=value`; ValueError names the key and what to write instead."""
+    """Read a TOML file and apply `table.key=value` settings to it.
+
+    Raises:
+        ValueError: If a key or a value is wrong. The message names the key and what to type.
+    """
     tables = {} if path is None else read_toml(path, "config")
     override_all(tables, overrides)
     return parse(tables)
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """ValueError if there is no such file, or no TOML in it."""
+    """Read a TOML file; ValueError if there is none, or if it is not TOML."""
     if not path.is_file():
         raise ValueError(f"no such {what} file: {path}")
     try:
@@ -37,49 +44,62 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse(tables: Mapping[str, Any]) -> Config:
+    """Validate plain tables as a config; ValueError with one line per mistake."""
     return parse_as(Config, tables)
 
 
 def parse_as(model: type[Parsed], tables: Mapping[str, Any]) -> Parsed:
-    """The tables as a `model`, whose fields are tables; ValueError with a line for each mistake."""
+    """Validate plain tables as a `model`, whose fields are tables."""
     try:
         return model.model_validate(tables)
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(model, dict(e)) for e in error.errors())) from error
-
-
-NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}
+        mistakes = [_explain(model, dict(each)) for each in error.errors()]
+        raise ValueError("\n".join(mistakes)) from error
 
 
 def override_all(tables: dict[str, Any], settings: Sequence[str]) -> None:
-    """Applies each `table.key=value`; a value is read as TOML, or else as text. `objective=rloo` is short for `objective.use=rloo`."""
+    """Apply each `table.key=value` to `tables`. Values that are not TOML are text.
+
+    `objective=rloo` is short for `objective.use=rloo`.
+    """
     values = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if not equals or ("." not in key and key not in PLUGGED):
             raise ValueError(
-                f"{setting!r}: write `table.key=value`, such as `trainer.learning_rate=1e-4`; a config file comes first, and ends in .toml"
+                f"{setting!r}: write `table.key=value`, such as `trainer.learning_rate=1e-4`;"
+                " a config file comes first and ends in .toml"
             )
         values[f"{key}.use" if key in PLUGGED else key] = _value(text)
     assign_all(tables, values)
 
 
 def assign_all(tables: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets each `table.key`. Those that name a plug-in go first, so that they drop the options of the one before and none that are given beside them."""
+    """Set each `table.key`.
+
+    A key that names another plug-in drops the options of the previous one. Such keys go first,
+    so that options given beside them stay.
+    """
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")
         table = tables
         for name in path:
-            inner = table.setdefault(name, {})
-            table[name] = table = {"use": inner} if isinstance(inner, str) else inner
+            table = _inner(table, name)
             if not isinstance(table, dict):
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
-        if (
-            key in NAMES_PLUGIN
-            and table.get("use", Config.model_fields[path[0]].default.use) != values[key]
-        ):
-            table.clear()  # another plug-in: the options of the one before are not its own
+        if key in NAMES_PLUGIN:
+            previous = table.get("use", Config.default_use(path[0]))
+            if previous != values[key]:
+                table.clear()
         table[last] = values[key]
+
+
+def _inner(table: dict[str, Any], name: str) -> Any:
+    """Return the table called `name`, made if absent; `objective = "tb"` becomes a table."""
+    inner = table.setdefault(name, {})
+    if isinstance(inner, str):
+        inner = table[name] = {"use": inner}
+    return inner
 
 
 def _value(text: str) -> Any:
@@ -90,24 +110,26 @@ def _value(text: str) -> Any:
 
 
 def _explain(model: type[Table], error: dict[str, Any]) -> str:
-    where = ".".join(str(p) for p in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        table = model
-        for name in error["loc"][:-1]:
-            table = table.model_fields[name].annotation  # type: ignore[assignment]
-        return f"unknown key {where!r}{nearest(str(error['loc'][-1]), table.model_fields)}; known: {', '.join(table.model_fields)}"
-    if error["type"] == "value_error":
-        return message
-    if error["type"] == "model_type":
-        content = (
-            "a plug-in's name, or a table, [{}], with `use` and its options"
-            if where in PLUGGED
-            else "a table, [{}], with keys of its own"
-        )
-        return f"{where} = {error['input']!r}: write {content.format(where)}"
-    return (
-        f"{where} is missing"
-        if error["type"] == "missing"
-        else f"{where} = {error['input']!r}: {message}"
-    )
+    where = ".".join(str(part) for part in error["loc"])
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown(model, error["loc"])
+        case "missing":
+            return f"{where} is missing"
+        case "value_error":
+            return problem(error)
+        case "model_type" if where in PLUGGED:
+            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+        case "model_type":
+            hint = f"write a table, [{where}], with its keys"
+        case _:
+            hint = problem(error)
+    return f"{where} = {error['input']!r}: {hint}"
+
+
+def _unknown(model: type[Table], path: Sequence[str | int]) -> str:
+    table = model
+    for name in path[:-1]:
+        table = table.model_fields[str(name)].annotation  # type: ignore[assignment]
+    known, where = table.model_fields, ".".join(map(str, path))
+    return f"unknown key {where!r}{nearest(str(path[-1]), known)}; known: {', '.join(known)}"

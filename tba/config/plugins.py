@@ -1,6 +1,8 @@
-"""Finds what a config names: a file of this package (`use = "tb"`), or any class on the path (`use = "mylab.huber_tb.HuberTB"`).
+"""The registry of plug-ins: resolves the names in a config and checks the options.
 
-The folder is the registry, and a class's fields are its options: `tba/objectives/tb.py` holds one public dataclass.
+A name is a file of this package (`use = "tb"`) or a class on the path
+(`use = "mylab.huber_tb.HuberTB"`). The folder is the registry, and the fields of a class are its
+options: `tba/objectives/tb.py` holds one public dataclass.
 """
 
 from __future__ import annotations
@@ -10,153 +12,191 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, Union, get_origin, get_type_hints
+from types import ModuleType, UnionType
+from typing import Any, Union, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from tba.config.schedule import Schedule
-from tba.config.schema import PLUGGED, Config, Use
-from tba.config.table import plain_number
+from tba.config.schema import Config
+from tba.config.table import problem
+from tba.config.tables import Use
 
 GIVEN = {"given": True}
-"""Metadata of a plug-in's field that the run fills in; the others are its options."""
+"""Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 
 KINDS = ("objectives", "strategies", "engines", "tasks", "selections")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A class that a config names, and the options given to it. An option may be a schedule: a number for each step."""
+    """A class that a config names, and its options. An option may be a schedule."""
 
     cls: type
     options: Mapping[str, Any]
 
     def at(self, step: int) -> Any:
-        """The instance for this step: every schedule replaced by its value there."""
-        return self.cls(
-            **{k: v.at(step) if isinstance(v, Schedule) else v for k, v in self.options.items()}
-        )
+        """Return the instance for a step, with every schedule replaced by its value there."""
+        options = dict(self.options)
+        for name, value in options.items():
+            if isinstance(value, Schedule):
+                options[name] = value.at(step)
+        return self.cls(**options)
 
     def build(self, *positional: Any) -> Any:
+        """Return an instance. The fields that the run fills in are positional."""
         return self.cls(*positional, **self.options)
 
 
+@dataclass(frozen=True)
+class Option:
+    """A field of a plug-in that a config may set."""
+
+    kind: Any
+    default: Any
+    """`dataclasses.MISSING` if the option is required."""
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
 def names(kind: str) -> list[str]:
-    """What this package ships of a kind."""
+    """Return the plug-ins of a kind that this package ships."""
     package = importlib.import_module(f"tba.{kind}")
-    return sorted(
-        m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")
-    )
+    modules = pkgutil.iter_modules(package.__path__)
+    return sorted(m.name for m in modules if not m.name.startswith("_"))
 
 
 def find(kind: str, name: str) -> type:
-    """The class called `name`; ValueError with the nearest name where there is none."""
+    """Return the class called `name`; ValueError with the nearest name if there is none."""
     if "." in name:
-        module_name, _, class_name = name.rpartition(".")
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{name!r}: write `package.module.Class`")
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{name!r}: no module {error.name!r} on the path; write `package.module.Class`"
-            ) from error
-        if class_name not in vars(module):
-            raise ValueError(
-                f"{name!r}: {module_name} has no {class_name!r}{nearest(class_name, vars(module))}"
-            )
-        found = vars(module)[class_name]
-        if not (inspect.isclass(found) and dataclasses.is_dataclass(found)):
-            raise ValueError(
-                f"{name!r} is not a dataclass, so that it has no options; write @dataclass above it"
-            )
-        return found
-    if name not in names(kind):
+        return _on_path(name)
+    known = names(kind)
+    if name not in known:
         raise ValueError(
-            f"no {kind} called {name!r}{nearest(name, names(kind))}; there are {', '.join(names(kind))}, or write `package.module.Class`"
+            f"no {kind} called {name!r}{nearest(name, known)}; known: {', '.join(known)};"
+            " or write `package.module.Class`"
         )
     module = importlib.import_module(f"tba.{kind}.{name}")
-    return next(
-        c
-        for c in vars(module).values()
-        if inspect.isclass(c) and c.__module__ == module.__name__ and is_plugin(c)
-    )
+    return next(cls for cls in _classes(module) if is_plugin(cls))
+
+
+def _on_path(name: str) -> type:
+    """Return the class with this dotted name."""
+    module_name, _, class_name = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r}: write `package.module.Class`")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{name!r}: no module {error.name!r} on the path; write `package.module.Class`"
+        ) from error
+    if class_name not in vars(module):
+        close = nearest(class_name, vars(module))
+        raise ValueError(f"{name!r}: {module_name} has no {class_name!r}{close}")
+    cls = vars(module)[class_name]
+    if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls)):
+        raise ValueError(f"{name!r} is not a dataclass; write @dataclass above it")
+    return cls
+
+
+def _classes(module: ModuleType) -> list[type]:
+    """Return the classes that a module defines itself."""
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    return [cls for cls in classes if cls.__module__ == module.__name__]
 
 
 def is_plugin(cls: type) -> bool:
+    """Return whether a class is a public dataclass."""
     return dataclasses.is_dataclass(cls) and not cls.__name__.startswith("_")
 
 
-def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Each option of a plug-in: its type, and its default (`dataclasses.MISSING` where it must be given)."""
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the options of a plug-in by name."""
     hints = get_type_hints(cls)
-    own = [f for f in dataclasses.fields(cls) if f.init and f.metadata != GIVEN]
-    return {
-        f.name: (
-            hints[f.name],
-            f.default if f.default_factory is dataclasses.MISSING else f.default_factory(),
-        )
-        for f in own
-    }
+    options = {}
+    for field in dataclasses.fields(cls):
+        if not field.init or field.metadata == GIVEN:
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        options[field.name] = Option(hints[field.name], default)
+    return options
 
 
 def resolve(
     kind: str, table: str, use: str, options: Mapping[str, Any], scheduled: bool = False
 ) -> Plugin:
-    """Checks the options of `[table]` against the fields of the class it names; ValueError tells what to write instead."""
+    """Find a class and check the options of `[table]` against its fields.
+
+    With `scheduled`, a number may be given as a schedule. ValueError tells what to type instead.
+    """
     cls = find(kind, use)
     known = options_of(cls)
     checked: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             raise ValueError(
-                f"{table}.{name}: {use!r} has no such option{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                f"{table}.{name}: {use!r} has no such option{nearest(name, known)};"
+                f" known: {', '.join(known) or 'none'}"
             )
-        checked[name] = _checked(f"{table}.{name}", value, known[name][0], scheduled)
-    if missing := [
-        n
-        for n, (_, default) in known.items()
-        if default is dataclasses.MISSING and n not in checked
-    ]:
-        raise ValueError(f"{table}.{missing[0]} is missing: {use!r} needs it")
+        checked[name] = _checked(f"{table}.{name}", value, known[name].kind, scheduled)
+    for name, option in known.items():
+        if option.required and name not in checked:
+            raise ValueError(f"{table}.{name} is missing: {use!r} needs it")
     return Plugin(cls, checked)
 
 
-def nearest(name: str, known: Any) -> str:
-    """`; did you mean ...?` where a known name is near."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?`, or nothing if no known name is similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
+    """Return the value as a `kind`; ValueError if it is not one."""
     if scheduled and kind is float and isinstance(value, Mapping):
-        kind, known = Schedule, [f.name for f in dataclasses.fields(Schedule)]
-        if unknown := [key for key in value if key not in known]:
-            raise ValueError(
-                f"{name}.{unknown[0]}: a schedule has no such key{nearest(unknown[0], known)}; it has {', '.join(known)}"
-            )
+        kind = Schedule
+        _check_schedule_keys(name, value)
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
+    adapter = TypeAdapter(kind, config=config)
     try:
-        return TypeAdapter(
-            Annotated[kind, BeforeValidator(lambda v: plain_number(v, kind))], config=config
-        ).validate_python(value)
+        # as JSON, because strict validation of Python values would refuse lists for tuples
+        return adapter.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
-        errors = error.errors()
-        if get_origin(kind) in (Union, UnionType):  # one for each kind that it might have been of
-            what = " or ".join(e["msg"][:1].lower() + e["msg"][1:] for e in errors)
-            raise ValueError(f"{name} = {value!r}: {what}") from error
-        where, message = (
-            ".".join([name, *(str(p) for p in errors[0]["loc"])]),
-            errors[0]["msg"].removeprefix("Value error, "),
-        )
-        raise ValueError(
-            f"{where} is missing"
-            if errors[0]["type"] == "missing"
-            else f"{where} = {errors[0]['input']!r}: {message}"
-        ) from error
+        union = get_origin(kind) in (Union, UnionType)
+        raise ValueError(_explain(name, value, error, union)) from error
+
+
+def _explain(name: str, value: Any, error: ValidationError, union: bool) -> str:
+    errors: list[dict[str, Any]] = [dict(each) for each in error.errors()]
+    if union:  # one error or more for each member, whose name comes first in the location
+        errors = [each | {"loc": each["loc"][1:]} for each in errors]
+        nested = [each for each in errors if each["loc"]]
+        if not nested:
+            return f"{name} = {value!r}: {problem(*errors)}"
+        errors = nested
+    first = errors[0]
+    where = ".".join([name, *map(str, first["loc"])])
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} = {first['input']!r}: {problem(first)}"
+
+
+def _check_schedule_keys(name: str, value: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(Schedule)]
+    for key in value:
+        if key not in known:
+            raise ValueError(
+                f"{name}.{key}: a schedule has no such key{nearest(key, known)};"
+                f" known: {', '.join(known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -171,32 +211,35 @@ class Plugins:
 
 
 def resolve_all(config: Config) -> Plugins:
-    """Find the five plug-ins and check their options; ValueError says what to write instead."""
-    return Plugins(
-        task=resolve("tasks", "task", config.task.use, config.task.options),
-        engine=resolve("engines", "engine", config.engine.use, config.engine.options),
-        objective=resolve(
-            "objectives",
-            "objective",
-            config.objective.use,
-            config.objective.options,
-            scheduled=True,
-        ),
-        strategy=resolve("strategies", "strategy", config.strategy.use, config.strategy.options),
-        selection=resolve(
-            "selections", "selection", config.selection.use, config.selection.options
-        ),
-    )
+    """Find the five plug-ins and check their options; ValueError tells what to type instead."""
+    task = resolve("tasks", "task", config.task.use, config.task.options)
+    engine = resolve("engines", "engine", config.engine.use, config.engine.options)
+    use, options = config.objective.use, config.objective.options
+    objective = resolve("objectives", "objective", use, options, scheduled=True)
+    strategy = resolve("strategies", "strategy", config.strategy.use, config.strategy.options)
+    selection = resolve("selections", "selection", config.selection.use, config.selection.options)
+    return Plugins(task, engine, objective, strategy, selection)
 
 
 def with_defaults(config: Config) -> Config:
-    """Write out every option of the plug-ins, so that a stored config does not depend on later defaults."""
-    plugins, tables = resolve_all(config), {}
-    for table in PLUGGED:
-        given: Use = getattr(config, table)
-        options = {}
-        for name, (_, default) in options_of(getattr(plugins, table).cls).items():
-            if default is not dataclasses.MISSING and default is not None:
-                options[name] = default
-        tables[table] = Use(use=given.use, **(options | given.options))
+    """Write out every option of the plug-ins.
+
+    A stored config then does not depend on the defaults of a later version.
+    """
+    plugins = resolve_all(config)
+    tables = {
+        "task": _written_out(config.task, plugins.task),
+        "engine": _written_out(config.engine, plugins.engine),
+        "objective": _written_out(config.objective, plugins.objective),
+        "strategy": _written_out(config.strategy, plugins.strategy),
+        "selection": _written_out(config.selection, plugins.selection),
+    }
     return config.model_copy(update=tables)
+
+
+def _written_out(table: Use, plugin: Plugin) -> Use:
+    options = {}
+    for name, option in options_of(plugin.cls).items():
+        if not option.required and option.default is not None:
+            options[name] = option.default
+    return Use(use=table.use, **(options | table.options))

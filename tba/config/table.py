@@ -1,12 +1,12 @@
-"""What every table of a config is, and the numbers in it."""
+"""The base of all tables of a config, the number types in them, and messages for wrong values."""
 
 from __future__ import annotations
 
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -15,32 +15,56 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)
+    """A frozen table without unknown keys. Values are not converted, except integers to floats."""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def plain_numbers(cls, value: Any, info: Any) -> Any:
-        return plain_number(value, cls.model_fields[info.field_name].annotation)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
-def plain_number(value: Any, kind: Any) -> Any:
-    """The value; PydanticCustomError for a truth or a text that would be turned into the number, or the truth, that `kind` asks for."""
-    kinds = set(_plain(kind))
-    if isinstance(value, bool) and bool not in kinds and kinds != {Any}:
-        raise PydanticCustomError("truth", "true and false are for switches; write a value")
-    if isinstance(value, str) and kinds <= {int, float, bool, type(None)}:
-        raise PydanticCustomError(
-            "text", "this is text; write a number, or true or false, without quotes"
-        )
-    return value
+EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+}
+"""The kind of value that was expected, by the type of pydantic's error."""
+
+KINDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    dict: "a table",
+}
+"""The words for a value's type."""
 
 
-def _plain(kind: Any) -> list[Any]:
-    """The types of which the value of a union may be."""
-    if get_origin(kind) is Annotated:
-        return _plain(get_args(kind)[0])
-    return (
-        [k for arg in get_args(kind) for k in _plain(arg)]
-        if get_origin(kind) in (Union, UnionType)
-        else [kind]
-    )
+def problem(*errors: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value, from pydantic's error, or its errors for a union."""
+    expected = []
+    for error in errors:
+        if error["type"] == "literal_error":
+            expected.append(error["ctx"]["expected"])
+        elif error["type"] in EXPECTED:
+            expected.append(EXPECTED[error["type"]])
+        else:
+            return error["msg"].removeprefix("Value error, ")
+    value, message = errors[0]["input"], f"expected {' or '.join(expected)}"
+    if errors[0]["type"] == "literal_error" and isinstance(value, str):
+        return message
+    message += f", got {KINDS.get(type(value), type(value).__name__)}"
+    if isinstance(value, str) and _is_json(value):
+        message += ": remove the quotes"
+    return message
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

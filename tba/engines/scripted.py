@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tba.config.plugins import GIVEN
-from tba.config.schema import PolicyTable
+from tba.config.tables import PolicyTable
 from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tba.config.plugins import GIVEN
-from tba.config.schema import PolicyTable
+from tba.config.tables import PolicyTable
 from tba.models.pretrained import Text, load_model
 from tba.types import Completion, Sampling
 from tba.weights import Weights, load_weights

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.config.plugins import Plugin
-from tba.config.schema import PolicyTable, TrainerTable
+from tba.config.tables import PolicyTable, TrainerTable
 from tba.learn.policy import Output, Policy
 from tba.models.pretrained import computes_in_bf16, enable_gradient_checkpointing, load_model
 from tba.objectives import HasHead, Loss, Objective, head_of

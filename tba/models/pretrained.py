@@ -17,7 +17,7 @@ from urllib.request import getproxies
 import numpy as np
 import torch
 
-from tba.config.schema import PolicyTable
+from tba.config.tables import PolicyTable
 from tba.types import Answer, Completion, Prompt
 
 BUNDLED = Path(__file__).parent

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from tba.config.schema import RuntimeTable
+from tba.config.tables import RuntimeTable
 from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats
 from tba.search.setup import SearchSetup

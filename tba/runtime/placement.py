@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tba.config.schema import RuntimeTable
+from tba.config.tables import RuntimeTable
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from tba.config.schema import RuntimeTable
+from tba.config.tables import RuntimeTable
 from tba.runtime import SearchJob, SearchState, task_seed
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place

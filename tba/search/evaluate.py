@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from tba.config.schema import EvalTable
+from tba.config.tables import EvalTable
 from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.result import Evaluation, Example

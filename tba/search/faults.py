@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tba.config.schema import FaultsTable
+from tba.config.tables import FaultsTable
 
 Rejected = TypeVar("Rejected")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tba.config.schema import EvalTable, FaultsTable
+from tba.config.tables import EvalTable, FaultsTable
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.config.plugins import resolve
-from tba.config.schema import EvalTable, FaultsTable, PolicyTable, RewardTable, SamplingTable, Use
+from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, SamplingTable, Use
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model, load_text
