@@ -145,9 +145,9 @@ class Run:
         self.console.sample(prompt, completion, t.reward)
 
 
-def run(config: Config, resume: Path | None = None) -> Summary:
+def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume) as opened:
+    with open_run(config, resume, drop_damaged_replay) as opened:
         try:
             return opened.train()
         except ValueError as error:  # the config was checked: show where this one comes from
@@ -155,15 +155,21 @@ def run(config: Config, resume: Path | None = None) -> Summary:
 
 
 @contextmanager
-def open_run(config: Config, resume: Path | None = None) -> Iterator[Run]:
-    """Open a run: check its config, load its parts, start its searchers; close them at the end."""
+def open_run(
+    config: Config, resume: Path | None = None, drop_damaged_replay: bool = False
+) -> Iterator[Run]:
+    """Open a run: check its config, load its parts, start its searchers; close them at the end.
+
+    `resume` is the folder of a run to continue. With `drop_damaged_replay`, it continues without
+    those trajectories of the replay buffer that are damaged in every checkpoint.
+    """
     parts = check(config)
     if resume is None:
         folder, generation = RunFolder.create(parts.config), None
     else:
         folder = RunFolder.reopen(resume)
         check_resumed(parts.config, before=parse(folder.config()))
-        generation = checkpoint.newest(folder.checkpoints)
+        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 

@@ -76,7 +76,7 @@ def snapshot(
     counts = dict(counts)
 
     def write() -> dict[str, str]:
-        (folder / SEGMENTS).mkdir(parents=True)
+        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
         source = None if older is None else older / SEGMENTS
         files = [segment.write(folder / SEGMENTS, source) for segment in segments]
         State(columns, heads, files, counts, saves).write(folder)

@@ -104,7 +104,7 @@ class Store:
         columns = self.rows.columns()
         return Columns(
             prompts=_read_only(self.prompts.by_arrival()),
-            rows=lambda prompt: _read_only(self.rows_of(prompt)),
+            rows=lambda prompt: _read_only(self.rows_of(int(prompt))),
             latest=_read_only(self.prompts.latest),
             **{name: _read_only(columns[name]) for name in SHOWN},
         )

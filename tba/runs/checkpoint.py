@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from tba.learn.trainer import Trainer
 from tba.models.pretrained import Text
-from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
+from tba.replay.buffer import ReplayBuffer
+from tba.replay.files import FOLDER, SEGMENTS, is_segment, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
@@ -40,12 +41,16 @@ REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safet
 log = logging.getLogger(__name__)
 
 
-FORMAT = 4
+FORMAT = 5
 """Of a generation's files; those of another number are not resumed."""
 
 
 class Damaged(ValueError):
     """A file of a checkpoint is missing or not what was written."""
+
+
+class DamagedReplay(Damaged):
+    """Segments of the replay buffer are damaged, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def save(
         _flat(trainer.optimizer.state_dict()["state"]) | {"torch_rng": torch.get_rng_state()},
         aside / OPTIMIZER,
     )
-    buffer.save(aside)
+    older = [g for g in generations(folder) if g.name < target.name]
+    segments = buffer.save(aside, older[-1] if older else None)()
     if trainer.policy.readout is not None:
         save_file(trainer.policy.readout.state_dict(), aside / HEAD)
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
@@ -99,9 +105,14 @@ def save(
     }
     (aside / STATE).write_text(json.dumps(state))
     files = sorted(p for p in aside.rglob("*") if p.is_file())
-    manifest = {str(p.relative_to(aside)): _sha256(p) for p in files}
+    manifest = dict(segments)
+    for path in files:
+        name = str(path.relative_to(aside))
+        if name not in segments:
+            manifest[name] = _sha256(path)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*files, aside / MANIFEST, aside / "model", aside]:
+    replay = [aside / SEGMENTS, aside / FOLDER]
+    for path in [*files, aside / MANIFEST, aside / "model", *replay, aside]:
         _sync(path)
     if target.exists():
         shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
@@ -125,8 +136,13 @@ def generations(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def newest(folder: Path) -> Path:
-    """The newest generation whose every byte is as it was written. Loud about those that are not; ValueError if none is."""
+def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
+    """Return the newest generation whose every byte is as it was written.
+
+    Logs those that are damaged; ValueError if all are. With `drop_damaged_replay`, segments of the
+    replay buffer may be damaged in the generation returned, if they are in every one.
+    """
+    replay_damaged = []
     found = generations(folder)
     if not found:
         raise ValueError(
@@ -136,16 +152,29 @@ def newest(folder: Path) -> Path:
         try:
             verify(generation)
         except Damaged as error:
+            if isinstance(error, DamagedReplay):
+                replay_damaged.append(generation)
             log.error("DAMAGED CHECKPOINT %s: %s; trying the one before", generation.name, error)
         else:
             return generation
+    if replay_damaged and drop_damaged_replay:
+        return replay_damaged[0]
+    if replay_damaged:
+        raise ValueError(
+            f"the replay buffer is damaged in every checkpoint in {folder}; restore one from a"
+            " backup, or go on without the damaged trajectories:"
+            f" `tba train --resume {folder.parent} --drop-damaged-replay`"
+        )
     raise ValueError(
         f"all {len(found)} checkpoints in {folder} are damaged; restore one from a backup, or start anew: nothing is restarted at 0 unasked"
     )
 
 
 def verify(generation: Path) -> None:
-    """Damaged unless all files that the manifest lists are there with the listed sha256, and no other."""
+    """Raise Damaged unless the files are those that the manifest lists, each with its sha256.
+
+    DamagedReplay if only segments of the replay buffer are missing or differ.
+    """
     try:
         manifest = json.loads((generation / MANIFEST).read_text())
         listed = {str(name): str(digest) for name, digest in manifest.items()}
@@ -154,11 +183,15 @@ def verify(generation: Path) -> None:
     present = {str(p.relative_to(generation)) for p in generation.rglob("*") if p.is_file()} - {
         MANIFEST
     }
-    if differing := sorted(present ^ listed.keys()):
-        raise Damaged(f"{differing[0]} is {'not listed' if differing[0] in present else 'missing'}")
+    problems = {name: "is not listed" for name in present - listed.keys()}
     for name, digest in listed.items():
-        if _sha256(generation / name) != digest:
-            raise Damaged(f"{name} is not what was written")
+        if name not in present:
+            problems[name] = "is missing"
+        elif _sha256(generation / name) != digest:
+            problems[name] = "is not what was written"
+    for name, problem in sorted(problems.items(), key=lambda entry: is_segment(entry[0])):
+        kind = DamagedReplay if is_segment(name) else Damaged  # segments come last
+        raise kind(f"{name} {problem}")
 
 
 def restore(
@@ -189,7 +222,7 @@ def restore(
     tensors = load_file(generation / OPTIMIZER)
     torch.set_rng_state(tensors.pop("torch_rng"))
     trainer.restore(_unflat(tensors), state["schedule"])
-    buffer.load(generation)
+    buffer.load(generation, drop_damaged=True)  # `newest` refuses damage unless asked
     searching, reference = (
         _load_weights(generation / name) for name in (SEARCH_WEIGHTS, REFERENCE)
     )

@@ -23,7 +23,9 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     folder = RunFolder.reopen(run)
     tables = folder.config()
     override_all(tables, settings)
-    generation = None if reference else checkpoint.newest(folder.checkpoints)
+    generation = (
+        None if reference else checkpoint.newest(folder.checkpoints, drop_damaged_replay=True)
+    )
     parts = check(parse(tables))
     if not parts.held_out:
         raise ValueError(
@@ -43,6 +45,6 @@ def export_run(run: Path, out: Path) -> Path:
     """The newest sound checkpoint's model and tokenizer in a new folder."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; name a new folder")
-    generation = checkpoint.newest(RunFolder.reopen(run).checkpoints)
+    generation = checkpoint.newest(RunFolder.reopen(run).checkpoints, drop_damaged_replay=True)
     shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out

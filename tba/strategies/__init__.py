@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32
@@ -20,7 +20,7 @@ class Columns:
 
     prompts: Int32[np.ndarray, " P"]
     """Numbers of the prompts, ordered by latest arrival, the stalest first."""
-    rows: Callable[[int], Int32[np.ndarray, " N"]]
+    rows: Callable[[SupportsIndex], Int32[np.ndarray, " N"]]
     """Return the rows of a prompt, the oldest arrival first."""
     latest: Int32[np.ndarray, " _"]
     """By prompt number: the trainer's step at the prompt's latest arrival."""
@@ -38,7 +38,7 @@ class Columns:
     length: Int32[np.ndarray, " R"]
     """Tokens of the response."""
 
-    def latest_rows(self, prompt: int) -> Int32[np.ndarray, " M"]:
+    def latest_rows(self, prompt: SupportsIndex) -> Int32[np.ndarray, " M"]:
         """Return the rows that came with the prompt's latest arrival."""
         rows = self.rows(prompt)
         start = bisect_left(rows, self.latest[prompt], key=self.arrived.__getitem__)
