@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from toy import BETA, MAX_TOKENS, every_answer, group_of_all, total_variation, toy_config
 
-import tba.run
 from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.replay.buffer import ReplayBuffer
-from tba.run import Run
+from tba.run import Run, open_run
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
-from tba.runs.summary import Summary
 from tba.strategies.uniform import Uniform
 from tba.types import Group, Sampling, collate
 
@@ -28,19 +25,11 @@ def by_tb(model: Path, folder: Path, *settings: str) -> Config:
     return toy_config(model, folder, f"objective.beta={BETA}", *settings)
 
 
-def carried_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The run that the config makes, after its end."""
-    ended: list[Run] = []
-    carry_out = tba.loop._carry_out
-
-    def keeping(run: Run) -> Summary:
-        ended.append(run)
-        return carry_out(run)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tba.loop, "_carry_out", keeping)
-        tba.run.run(config)
-    return ended[0]
+def ended(config: Config) -> Run:
+    """Carry out a run and return it, closed."""
+    with open_run(config) as run:
+        run.train()
+    return run
 
 
 def first_policy(config: Config) -> Policy:
@@ -48,29 +37,25 @@ def first_policy(config: Config) -> Policy:
     return Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
 
 
-def distance_after_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> float:
+def distance_after_run(config: Config) -> float:
     """Total variation from the optimum of the policy that the run ended with."""
-    run = carried_out(config, monkeypatch)
+    run = ended(config)
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-def test_local_on_policy(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        distance_after_run(by_tb(toy_model, tmp_path / "run", "strategy=recent"), monkeypatch)
-        < LIMIT
-    )
+def test_local_on_policy(toy_model: Path, tmp_path: Path) -> None:
+    config = by_tb(toy_model, tmp_path / "run", "strategy=recent")
+    assert distance_after_run(config) < LIMIT
 
 
-def test_local_with_data_eight_and_more_versions_old(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path) -> None:
     config = by_tb(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
-    assert distance_after_run(config, monkeypatch) < LIMIT
+    assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
 
 
-def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray(toy_model: Path, tmp_path: Path) -> None:
     config = by_tb(
         toy_model,
         tmp_path / "run",
@@ -80,7 +65,7 @@ def test_ray(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "runtime.publish_every=4",
         "run.steps=600",
     )
-    assert distance_after_run(config, monkeypatch) < LIMIT
+    assert distance_after_run(config) < LIMIT
 
 
 def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ LEVELS = [
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
 HEAVY = {
-    "ray": {"runtime/ray.py", "runtime/actor.py"},
+    "ray": {"runtime/ray.py", "runtime/actor.py", "runtime/functions.py"},
     "wandb": {"runs/log.py"},
-    "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
+    "matplotlib": {"report/draw.py", "report/panels.py", "report/figures.py"},
     "vllm": set(),
 }
 

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from test_exactness import carried_out, first_policy
+from test_exactness import ended, first_policy
 from toy import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
@@ -28,24 +28,22 @@ SMALL = (
 )
 
 
-def learned(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str, max_tokens: int = 2
-) -> list[Enumerated]:
+def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> list[Enumerated]:
     """What the policy of a run ends at, for each prompt."""
     config = toy_config(
         model, folder / "run", *SMALL, *settings, f"sampling.max_tokens={max_tokens}"
     )
-    run = carried_out(config, monkeypatch)
+    run = ended(config)
     return enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text, max_tokens)
 
 
 @pytest.mark.parametrize("objective", KL_IN_THE_REWARD)
 def test_kl_in_the_reward_ends_at_the_tilted_reference(
-    objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objective: str, toy_model: Path, tmp_path: Path
 ) -> None:
     """A quarter of the responses of `test_exactness`, and half of its steps: from a total variation of .24 and more to below .05."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=200")
-    for found in learned(toy_model, tmp_path, monkeypatch, *settings):
+    for found in learned(toy_model, tmp_path, *settings):
         target = found.target(BETA)
         assert 0.5 * (found.reference - target).abs().sum() > 0.1
         assert found.distance(target) < 0.05
@@ -55,12 +53,10 @@ def test_kl_in_the_reward_ends_at_the_tilted_reference(
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
-def test_the_expected_reward_rises(
-    objective: str, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_expected_reward_rises(objective: str, toy_model: Path, tmp_path: Path) -> None:
     """With its default options; from -.05 to .5 and more, where .6 is the best answer's."""
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()), "run.steps=40")
-    found = learned(toy_model, tmp_path, monkeypatch, *settings)
+    found = learned(toy_model, tmp_path, *settings)
     assert fmean((one.reference * one.reward).sum().item() for one in found) == pytest.approx(
         -0.05, abs=0.01
     )
@@ -68,11 +64,11 @@ def test_the_expected_reward_rises(
 
 
 def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy_model: Path, tmp_path: Path
 ) -> None:
     """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K. That is not the tilted reference, and it can be seen."""
     settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=150")
-    for found in learned(toy_model, tmp_path, monkeypatch, *settings, max_tokens=1):
+    for found in learned(toy_model, tmp_path, *settings, max_tokens=1):
         target = at_rest(found, 0.3, 15 / 16)
         assert found.distance(target) < 0.03
         assert found.distance(found.target(0.3)) > 0.05

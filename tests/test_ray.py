@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -24,7 +23,7 @@ from tba.cli import _config
 from tba.config.loading import load
 from tba.config.schema import Config
 from tba.replay.buffer import ReplayBuffer
-from tba.run import Run
+from tba.run import Run, open_run
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runtime.bind import bind_ray
@@ -43,29 +42,17 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
 
 
 def run_and_keep(
-    config: Config,
-    monkeypatch: pytest.MonkeyPatch,
-    resume: Path | None = None,
-    meanwhile: Callable[[Run], None] | None = None,
+    config: Config, resume: Path | None = None, meanwhile: Callable[[Run], None] | None = None
 ) -> Run:
-    """The run that was carried out; `meanwhile` runs in a thread beside it."""
-    kept: list[Run] = []
-    carry_out = tba.loop._carry_out
-
-    def keeping(run: Run) -> Any:
-        kept.append(run)
+    """Carry out a run and return it, closed; `meanwhile` runs in a thread beside it."""
+    with open_run(config, resume) as run:
         thread = threading.Thread(target=meanwhile, args=(run,), daemon=True) if meanwhile else None
         if thread is not None:
             thread.start()
-        summary = carry_out(run)
+        run.train()
         if thread is not None:
             thread.join(timeout=60)
-        return summary
-
-    monkeypatch.setattr(tba.loop, "_carry_out", keeping)
-    tba.run.run(config, resume)
-    monkeypatch.setattr(tba.loop, "_carry_out", carry_out)
-    return kept[0]
+    return run
 
 
 def conserved(buffer: ReplayBuffer) -> bool:
@@ -85,9 +72,7 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
     return true()
 
 
-def test_neither_side_waits(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
     """Search takes far longer than a step, and the trainer goes on learning: all its waiting would not pay for one search. Evaluations stop nobody."""
     search = 0.6
     slow = (
@@ -96,7 +81,7 @@ def test_neither_side_waits(
         "engine.answers=['1','2','33']",
         "run.steps=60",
     )
-    run = run_and_keep(config(tiny_model, tmp_path / "run", *slow), monkeypatch)
+    run = run_and_keep(config(tiny_model, tmp_path / "run", *slow))
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["trainer_wait_fraction"] * summary["seconds"] < search
     assert summary["samples_trained"] == 60 * 12
@@ -104,13 +89,9 @@ def test_neither_side_waits(
     assert summary["searcher_wait_fraction"] < 0.25
 
 
-def test_weights_reach_the_searchers(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     """Versions travel on the data, lag is what was consumed, and after a sync both sides compute the same log-probs."""
-    run_and_keep(
-        config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"), monkeypatch
-    )
+    run_and_keep(config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
     assert rows[-1]["off_policy/lag_mean"] < 60
     gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
@@ -153,7 +134,7 @@ def test_search_and_learning_take_turns(
         "objective.step_tokens=1",
         "objective.rollouts=2",
     )
-    ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing), monkeypatch)
+    ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
     assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
     assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
@@ -178,7 +159,7 @@ def test_search_and_learning_take_turns(
 
 
 def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     """Taking turns: stopped while a batch is found, no batch is learned from twice. Stopped during the last evaluation, the run is not finished."""
     slow = (
@@ -203,7 +184,7 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
     for steps, finished in ((2, False), (5, False), (None, True)):
         resume = folder if (folder / "config.json").exists() else None
         told = config(tiny_model, folder, *slow, *turns) if resume is None else _config([], resume)
-        run_and_keep(told, monkeypatch, resume, stop_after(steps) if steps else None)
+        run_and_keep(told, resume, stop_after(steps) if steps else None)
         summary = json.loads((folder / SUMMARY).read_text())
         assert summary["finished"] == finished, steps
     rows = [r for r in read(folder / METRICS) if "loss" in r]
@@ -214,9 +195,7 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
     assert summary["samples_generated"] == 6 * 12
 
 
-def test_a_killed_searcher_costs_its_work_in_flight(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: Path) -> None:
     """kill -9 while it generates: replaced, its prompts issued again, nothing twice, and the run completes."""
     settings = (
         "engine=scripted",
@@ -231,7 +210,7 @@ def test_a_killed_searcher_costs_its_work_in_flight(
         time.sleep(2.0)
         os.kill(run.searchers.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
 
-    run = run_and_keep(config(tiny_model, tmp_path / "run", *settings), monkeypatch, meanwhile=kill)
+    run = run_and_keep(config(tiny_model, tmp_path / "run", *settings), meanwhile=kill)
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert (summary["finished"], summary["searcher_restarts"]) == (True, 1)
     assert conserved(run.buffer)
@@ -244,9 +223,7 @@ def test_a_killed_searcher_costs_its_work_in_flight(
     assert len({*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}) == 0
 
 
-def test_a_hung_searcher_is_replaced(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_searcher_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
     """Ray does not report a hang; its deadline does. Its late result is never accepted."""
     settings = (
         "engine=scripted",
@@ -263,7 +240,7 @@ def test_a_hung_searcher_is_replaced(
 
     started = time.monotonic()
     config_ = config(tiny_model, tmp_path / "run", *settings, "runtime.fresh=1")
-    run = run_and_keep(config_, monkeypatch, meanwhile=stop)
+    run = run_and_keep(config_, meanwhile=stop)
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["searcher_restarts"] == 1
     assert conserved(run.buffer)
@@ -313,9 +290,7 @@ def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, how: str) -> N
     assert shared_memory() <= before
 
 
-def test_a_killed_run_goes_on(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     """kill -9 of everything; --resume continues with step, buffer and cursor, and no prompt is lost."""
     folder = tmp_path / "run"
     settings = as_settings(
@@ -330,8 +305,7 @@ def test_a_killed_run_goes_on(
     step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())[
         "progress"
     ]["step"]
-    run = run_and_keep(_config([f"run.steps={step + 10}"], folder), monkeypatch, resume=folder)
-    assert run.start == step
+    run = run_and_keep(_config([f"run.steps={step + 10}"], folder), resume=folder)
     assert conserved(run.buffer)
     cursor = run.searchers.state().cursor
     held = {g.prompt.id for g in run.buffer.groups()}

@@ -12,18 +12,20 @@ import torch
 
 from tba.config.loading import load
 from tba.config.plugins import Plugin
-from tba.learn.trainer import NotFinite, Trainer
+from tba.learn import NotFinite
+from tba.learn.trainer import SingleTrainer
 from tba.runs.parts import check
 from tba.types import Batch, Group, collate
 from tba.weights import load_weights, pack
 
 
-def trainer(model: Path, *settings: str) -> Trainer:
+def trainer(model: Path, *settings: str) -> SingleTrainer:
     parts = check(
         load(
             None,
             [
                 f"policy.model={model}",
+                "task=toy.Ones",
                 "sampling.max_tokens=6",
                 "trainer.learning_rate=1e-2",
                 "trainer.batch_size=12",
@@ -35,7 +37,7 @@ def trainer(model: Path, *settings: str) -> Trainer:
     return parts.trainer("cpu")
 
 
-def parameters(t: Trainer) -> list[torch.Tensor]:
+def parameters(t: SingleTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in t.policy.model.parameters()]
 
 
@@ -172,7 +174,9 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
     """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
     t = trainer(tiny_model)
-    parts = check(load(None, [f"policy.model={tiny_model}", "sampling.max_tokens=6"]))
+    parts = check(
+        load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"])
+    )
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)

@@ -277,6 +277,7 @@ class CheckpointTable(Table):
         50, description="save every N steps; 0: only at the end and when the run is stopped"
     )
     keep: Positive = Field(2, description="number of checkpoints to keep")
+    deadline: Seconds = Field(1800.0, description="longest time in seconds to write one checkpoint")
 
 
 class LogTable(Table):
