@@ -38,8 +38,17 @@ def train(
             metavar="RUN", help="go on with the run in this folder from its newest sound checkpoint"
         ),
     ] = None,
+    drop_damaged_replay: Annotated[
+        bool,
+        typer.Option(
+            "--drop-damaged-replay",
+            help="with --resume: drop the replayed data that is damaged in every checkpoint",
+        ),
+    ] = False,
 ) -> None:
     """Post-train a model. Without a config: the embedded default, 3-digit addition on the CPU."""
+    if drop_damaged_replay and resume is None:
+        raise ValueError("--drop-damaged-replay needs --resume RUN, the run's folder")
     config = _config(settings or [], resume)
     if dry_run:
         from tba.runs.parts import check
@@ -53,7 +62,7 @@ def train(
         return
     from tba.run import run
 
-    run(config, resume)
+    run(config, resume, drop_damaged_replay)
 
 
 @app.command()
