@@ -1,4 +1,4 @@
-"""RLOO with PPO's clipping."""
+"""RLOO with the clipping of PPO."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class ProximalRloo:
-    """RLOO that gains nothing by leaving the policy which sampled, whole responses at a time.
+    """Proximal RLOO: RLOO with PPO's clipping, at the level of whole responses.
 
-    loss = -mean_j min(rho_j A_j, clip(rho_j, 1 +- clip) A_j), rho_j = pi(y_j) / mu(y_j) of the whole response, A_j as in `rloo`.
+        loss[b] = -mean_j min(rho_j A_j, clip(rho_j, 1 - clip, 1 + clip) A_j)
+
+    rho_j = pi(y_j) / mu(y_j) of the whole response, with mu the policy that sampled it; A_j as in
+    `rloo`.
 
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
@@ -31,7 +34,5 @@ class ProximalRloo:
         advantage = leave_one_out(regularised(batch, self.beta))
         rho = ratio(log_ratio(logp, batch).sum(-1))
         outside = ((rho - 1).abs() > self.clip).float().mean(1)
-        return -clipped(rho, advantage, self.clip, self.clip).mean(1), {
-            "rloo/advantage_std": advantage.std(1),
-            "clip_ratio": outside,
-        }
+        loss = -clipped(rho, advantage, self.clip, self.clip).mean(1)
+        return loss, {"rloo/advantage_std": advantage.std(1), "clip_ratio": outside}
