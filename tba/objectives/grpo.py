@@ -26,8 +26,11 @@ class Grpo:
     """
 
     beta: float = 0.04
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
     clip_high: float | None = None
+    """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, 0.2)

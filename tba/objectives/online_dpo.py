@@ -29,7 +29,9 @@ class OnlineDpo:
     """
 
     beta: float = 0.1
+    """Inverse temperature of the preference; larger values stay closer to the reference."""
     pair: Literal["best_worst", "first_two"] = "best_worst"
+    """The two responses to compare."""
     length_normalised: bool = False
     """Use the mean over tokens for d, so that longer responses do not weigh more."""
 

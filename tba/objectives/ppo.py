@@ -29,10 +29,15 @@ class Ppo:
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
     discount: float = 1.0
+    """Discount per token."""
     gae_lambda: float = 0.95
+    """Lambda of the generalised advantage estimate."""
     value_coefficient: float = 0.1
+    """Weight of the value loss."""
     head_learning_rate: float = 0.01
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 

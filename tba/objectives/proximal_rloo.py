@@ -25,7 +25,9 @@ class ProximalRloo:
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, 0.2)

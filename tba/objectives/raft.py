@@ -27,6 +27,7 @@ class Raft:
     """
 
     threshold: float | Literal["best"] = 0.5
+    """Lowest reward of a good response, or `best`."""
     length_normalised: bool = False
     """Use the mean over tokens for log pi(y_j)."""
 

@@ -34,8 +34,11 @@ class Rloo:
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     importance: Importance = "none"
+    """Importance weights per token, per response, or none."""
     importance_cap: float = 2.0
+    """Upper bound of the importance weights."""
     length_normalised: bool = False
     """Use the mean over tokens for log pi(y_j)."""
 

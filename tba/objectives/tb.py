@@ -31,7 +31,9 @@ class TrajectoryBalance:
     """
 
     beta: float = 0.05
+    """Temperature of the target: smaller values weigh the reward more."""
     importance_cap: float | None = None
+    """Upper bound of the importance weights; default: no weights."""
     log_ratio_clamp: float | None = None
     """Clamp each token's log pi - log ref to +- this value; beyond it there is no gradient.
     Default: no clamp."""

@@ -26,6 +26,7 @@ class TrajectoryBalanceLearnedZ:
     """
 
     beta: float = 0.05
+    """Temperature of the target: smaller values weigh the reward more."""
     head_learning_rate: float = 0.05
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 

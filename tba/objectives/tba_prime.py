@@ -30,9 +30,13 @@ class TBAPrime:
     """
 
     beta: float = 0.005
+    """Coefficient of the KL to the reference."""
     log_ratio_clamp: float = 10.0
+    """Clamp each token's log-ratio to the reference to +- this value."""
     importance: Importance = "token"
+    """Importance weights per token, per response, or none."""
     importance_cap: float = 8.0
+    """Upper bound of the importance weights."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.005)

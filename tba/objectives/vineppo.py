@@ -29,9 +29,13 @@ class VinePpo:
     """
 
     beta: float = 1e-4
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
     rollouts: int = 4
+    """Continuations to sample from each state."""
     step_tokens: int = 16
+    """Tokens per step."""
 
     def __post_init__(self) -> None:
         for name, value in (("rollouts", self.rollouts), ("step_tokens", self.step_tokens)):
