@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import string
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_contracts as contracts
 import torch
+from conftest import VOCABULARY
 
 import tba
 from tba.config.loading import load
@@ -50,7 +53,6 @@ RUNS: dict[str, list[str]] = {
         "task.held_out_size=3",
     ],
     "engine": ["engine=mylab.recording_engine.Recording", "task.train_size=20"],
-    "reward function": [],
 }
 
 
@@ -91,9 +93,17 @@ def test_the_page_shows_every_file() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
-    path = EXAMPLES / "length.toml" if name == "reward function" else None
     file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
-    two_steps(tba.train(load(path, [*small, *RUNS[name], *file])))
+    two_steps(tba.train(load(None, [*small, *RUNS[name], *file])))
+
+
+def test_the_example_of_a_reward_function_runs(
+    small: list[str], make_model: Callable[..., Path]
+) -> None:
+    """Its prompts are words, so that the model needs letters to tell one from another."""
+    model = make_model(vocabulary=[*VOCABULARY, *string.ascii_letters, " ", ":"])
+    config = load(EXAMPLES / "length.toml", [*small, f"policy.model={model}"])
+    two_steps(tba.train(config))
 
 
 def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,12 +181,10 @@ def test_the_reward_function() -> None:
     task: Task = resolve(
         "tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options
     ).build()
-    prompts = task.prompts()[:3]  # colour 6, fruit 8, river 6
-    assert task.score(prompts, [Answer(text, True) for text in ("orange", "figs", "")]) == [
-        1.0,
-        0.5,
-        0.0,
-    ]
+    colour, fruit, _ = task.prompts()[:3]  # of 6 and 8 characters
+    answers = [Answer(text, True) for text in ("orange", "figs", "")]
+    assert task.score(colour, answers) == [1.0, pytest.approx(4 / 6), 0.0]
+    assert task.score(fruit, answers) == [0.75, 0.5, 0.0]
 
 
 def test_the_engine_keeps_the_contract_and_records(tiny_model: Path, tmp_path: Path) -> None:

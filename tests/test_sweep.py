@@ -57,7 +57,7 @@ variants = [
 class Placed(Ones):
     """Scoring fails, and the error says where it ran."""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         alone = os.getsid(0) == os.getpid()
         threads, first = os.environ["OMP_NUM_THREADS"], sys.stdin.read(1)
         raise RuntimeError(

@@ -190,7 +190,12 @@ class RuntimeTable(Table):
 
 
 class RewardTable(Table):
-    deadline: Seconds = Field(60.0, description="seconds for one call of the task's scoring")
+    deadline: Seconds = Field(
+        10.0, description="seconds for each answer in a call of the scoring function"
+    )
+    concurrency: Positive = Field(
+        8, description="groups that an async scoring function scores at once"
+    )
     max_rejected: float = Field(
         0.5,
         gt=0,

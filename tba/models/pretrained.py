@@ -60,13 +60,14 @@ class Text:
         """Return a completion as text."""
         return Answer(self.decode(completion.tokens), completion.finished)
 
-    def check_all(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """Check prompts before a run.
+    def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> list[np.ndarray]:
+        """Return the tokens of all prompts of a run.
 
         ValueError for a prompt that is empty, that has the id of another one, or that leaves no
         room for `max_tokens` of response.
         """
-        lengths = {p.id: len(self.encode(p)) for p in prompts}
+        tokens = [self.encode(p) for p in prompts]
+        lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
         room = self.context - max_tokens
@@ -79,6 +80,7 @@ class Text:
                 f" (the longest is {worst!r} with {long[worst]});"
                 " lower sampling.max_tokens, or shorten or remove them"
             )
+        return tokens
 
 
 def model_path(name: str) -> str:

@@ -16,7 +16,7 @@ from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
 from tba.search.searcher import Searcher
 from tba.tasks._memory import refuse
-from tba.weights import Weights, as_array, load_weights
+from tba.weights import Weights, as_array
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
@@ -62,4 +62,4 @@ def _load(generation: Path, searcher: Searcher, bf16: bool) -> None:
     searcher.engine.load_weights(Weights(version, arrays))
     reference = checkpoint.read_weights(generation / checkpoint.REFERENCE)
     if reference is not None:
-        load_weights(searcher.reference.model, reference)
+        searcher.reference.load_weights(reference)

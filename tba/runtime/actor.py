@@ -13,7 +13,7 @@ from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Weights, load_weights
+from tba.weights import Weights
 
 
 class SearcherActor:
@@ -48,7 +48,7 @@ class SearcherActor:
 
     def reset_reference(self, weights: Weights) -> None:
         """In its turn: what was asked for before is searched with the reference of before."""
-        load_weights(self.searcher.reference.model, weights)
+        self.searcher.reference.load_weights(weights)
 
     def search(self, prompts: list[Prompt], seed: int, weights: Weights | None) -> SearchResult:
         """Search with `weights`, or else with those last published, if they are newer."""
