@@ -164,14 +164,19 @@ class Run:
                 self.console.sample(x.prompt, x.completion, x.reward or 0.0)
 
 
-def run(config: Config, resume: Path | None = None) -> Summary:
+def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    return carry_out(config, resume).summary
+    return carry_out(config, resume, None, drop_damaged_replay).summary
 
 
-def carry_out(config: Config, resume: Path | None = None, memory: InMemory | None = None) -> Result:
+def carry_out(
+    config: Config,
+    resume: Path | None = None,
+    memory: InMemory | None = None,
+    drop_damaged_replay: bool = False,
+) -> Result:
     """Carry out a whole run, with rows and functions that were passed from Python."""
-    with open_run(config, resume, memory) as opened:
+    with open_run(config, resume, memory, drop_damaged_replay) as opened:
         try:
             return Result(opened.train(), opened.folder.path)
         except ValueError as error:  # the config was checked: show where this one comes from
@@ -180,11 +185,15 @@ def carry_out(config: Config, resume: Path | None = None, memory: InMemory | Non
 
 @contextmanager
 def open_run(
-    config: Config, resume: Path | None = None, memory: InMemory | None = None
+    config: Config,
+    resume: Path | None = None,
+    memory: InMemory | None = None,
+    drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end.
 
-    `memory` holds the rows and functions that were passed from Python.
+    `memory` holds the rows and functions that were passed from Python. With `drop_damaged_replay`,
+    a resumed run goes on without the trajectories that are damaged in every checkpoint.
     """
     parts = check(config, memory)
     if resume is None:
@@ -192,7 +201,7 @@ def open_run(
     else:
         folder = RunFolder.reopen(resume)
         check_resumed(parts.config, before=parse(folder.config()))
-        generation = checkpoint.newest(folder.checkpoints)
+        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 
