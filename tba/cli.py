@@ -41,7 +41,7 @@ def train(
         bool,
         typer.Option(
             "--drop-damaged-replay",
-            help="with --resume: drop the replayed data that is damaged in every checkpoint",
+            help="With --resume: drop replayed data that is damaged in every checkpoint.",
         ),
     ] = False,
 ) -> None:
