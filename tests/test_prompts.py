@@ -90,14 +90,16 @@ def test_another_data_set_is_noticed() -> None:
             PromptStream(other, Cyclic(other, 0, None)).seek(stream.cursor())
 
 
-def test_another_selection_starts_afresh_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_selection_starts_from_its_initial_state_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     before, after = stream_of(Difficulty), stream_of(Cyclic)
     before.done(before.take(3), [])
     out = before.take(2)
     after.seek(before.cursor())
     assert (
-        "chosen by tba.selections.difficulty.Difficulty, and are from now on by tba.selections.cyclic.Cyclic, which starts afresh"
-        in caplog.text
+        "selection was tba.selections.difficulty.Difficulty; it is now"
+        " tba.selections.cyclic.Cyclic, which starts from its initial state" in caplog.text
     )
     assert ids(after.take(2)) == ids(out)  # what is out is not forgotten
     assert ids(after.take(7)) == ids(stream_of(Cyclic).take(7))
@@ -259,7 +261,7 @@ def test_the_selection_can_be_changed_on_resuming(
             ).steps
             == 4
         )
-    assert "starts afresh" in caplog.text
+    assert "starts from its initial state" in caplog.text
 
 
 def test_difficulty_learns_from_what_searchers_of_their_own_found(

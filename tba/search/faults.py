@@ -62,12 +62,8 @@ class FaultyTask:
 
     def count(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> int:
         """Return how many of these answers have a reward, and a wrong one."""
-        rewarded = [
-            answer
-            for answer, verdict in zip(answers, verdicts, strict=True)
-            if not isinstance(verdict, Rejected)
-        ]
-        return sum(self._is_faulty(answer) for answer in rewarded)
+        pairs = zip(answers, verdicts, strict=True)
+        return sum(self._is_faulty(a) for a, v in pairs if not isinstance(v, Rejected))
 
     async def _later(self, scores: Awaitable[Scores], answers: Sequence[Answer]) -> Scores:
         return self._falsified(await scores, answers)

@@ -22,9 +22,9 @@ def last_number(text: str) -> float | None:
 class Gsm8k:
     """Math word problems; the reward is 1 if the answer's last number is right, else 0.
 
-    The right number follows `####` in the solution; without one, the reward is None. Prompt and grader are those of the paper's
-    GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare question through the
-    tokenizer's chat template instead, for instruction-tuned models.
+    The right number follows `####` in the solution; without one, the reward is None. Prompt and
+    grader are those of the paper's GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the
+    bare question through the tokenizer's chat template instead, for instruction-tuned models.
     """
 
     data: str = "openai/gsm8k"
