@@ -158,6 +158,7 @@ def test_a_missing_file_is_told(source: str) -> None:
 def test_a_hub_name_that_cannot_be_reached_is_told() -> None:
     with pytest.raises(
         ValueError,
-        match=r"task\.data = 'nobody/nothing' cannot be read: .* give a file \(\.jsonl, \.json, \.parquet, \.csv\), a folder of them, or a hub name",
+        match=r"task\.data = 'nobody/nothing' cannot be read: .* give a file"
+        r" \(\.jsonl, \.json, \.parquet, \.csv\), a folder of them, or a hub name",
     ):
         rows("task.data", "nobody/nothing", "train")

@@ -41,7 +41,8 @@ class FaultyTask:
         flat = [answer for group in answers for answer in group]
         uniform, normal = rng.random(len(flat)).tolist(), rng.normal(size=len(flat)).tolist()
         # by identity: two samples with the same text have faults of their own
-        self._of = {id(a): Fault(a, *z) for a, *z in zip(flat, uniform, normal, strict=True)}
+        faults_in_order = map(Fault, flat, uniform, normal)
+        self._of = {id(fault.answer): fault for fault in faults_in_order}
 
     @property
     def pass_reward(self) -> float | None:

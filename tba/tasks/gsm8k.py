@@ -53,7 +53,8 @@ class Gsm8k:
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
         questions = rows("task.data", self.data, split, "main", required=("question", "answer"))
-        return [self._prompt(f"{split}-{i}", row) for i, row in enumerate(questions[:size])]
+        numbered = enumerate(questions[:size])
+        return [self._prompt(f"{split}-{i}", row) for i, row in numbered]
 
     def _prompt(self, name: str, row: dict[str, str]) -> Prompt:
         columns = {"answer": row["answer"]}
