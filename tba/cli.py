@@ -63,9 +63,7 @@ def sweep(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[table.key=value …]", help="on top of the base config, or of [study]"
-        ),
+        typer.Argument(metavar="[table.key=value …]", help="override the base config, or [study]"),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -73,10 +71,10 @@ def sweep(
     ] = False,
     retry_failed: Annotated[
         bool,
-        typer.Option("--retry-failed", help="start failed runs anew; without it they stay failed"),
+        typer.Option("--retry-failed", help="restart failed runs from the beginning"),
     ] = False,
 ) -> None:
-    """Carry out a study: many runs, several at once. Called again, it goes on where it was."""
+    """Run a study: many runs, several at once. Call it again to continue where it stopped."""
     from tba.studies.sweep import sweep as carry_out
 
     raise typer.Exit(carry_out(study, settings or [], dry_run, retry_failed))
@@ -106,12 +104,10 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="folders of runs, which are compared, or of one study")
-    ],
-    out: Annotated[Path | None, typer.Option(help="folder for the page and its pictures")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="folders of runs to compare, or of one study")],
+    out: Annotated[Path | None, typer.Option(help="folder for the page and its figures")] = None,
 ) -> None:
-    """Draw one self-contained HTML page, and PNGs."""
+    """Write one self-contained HTML page, and its figures as PNG files."""
     from tba.report import report as draw
 
     print(draw(runs, out))
