@@ -37,8 +37,17 @@ def train(
         Path | None,
         typer.Option(metavar="RUN", help="Resume the run in this folder from its checkpoint."),
     ] = None,
+    drop_damaged_replay: Annotated[
+        bool,
+        typer.Option(
+            "--drop-damaged-replay",
+            help="With --resume: drop replayed data that is damaged in every checkpoint.",
+        ),
+    ] = False,
 ) -> None:
     """Post-train a model. Without a config: three-digit addition on the CPU."""
+    if drop_damaged_replay and resume is None:
+        raise ValueError("--drop-damaged-replay needs --resume RUN, the run's folder")
     config = _config(settings or [], resume)
     if dry_run:
         from tba.runs.parts import check
@@ -50,7 +59,7 @@ def train(
         return
     from tba.run import run
 
-    run(config, resume)
+    run(config, resume, drop_damaged_replay)
 
 
 @app.command()

@@ -92,41 +92,6 @@ class Group:
     reference: int = 0
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A distinct trajectory in the replay buffer.
-
-    `count` is the number of samples with this response in the group it arrived with, so that draws
-    follow the sampled distribution although each response is stored once. `arrived` is the
-    trainer's step at its arrival.
-    """
-
-    trajectory: Trajectory
-    count: int
-    arrived: int
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """The stored trajectories of one prompt, by their tokens, oldest arrival first."""
-
-    prompt: Prompt
-    prompt_tokens: Int32[np.ndarray, " P"]
-    stored: dict[bytes, Stored]
-
-    @property
-    def arrived(self) -> int:
-        """The trainer's step at the newest arrival."""
-        return next(reversed(self.stored.values())).arrived
-
-    def latest(self) -> list[Stored]:
-        """Return the trajectories of the newest arrival."""
-        return [s for s in self.stored.values() if s.arrived == self.arrived]
-
-    def group(self, trajectories: Sequence[Trajectory]) -> Group:
-        return Group(self.prompt, self.prompt_tokens, tuple(trajectories))
-
-
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 
