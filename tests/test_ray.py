@@ -57,10 +57,8 @@ def run_and_keep(
 
 def conserved(buffer: ReplayBuffer) -> bool:
     c = buffer.counts
-    return (
-        c["added"]
-        == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
-    )
+    lost = c["evicted_per_prompt"] + c["evicted_capacity"] + c["evicted_reference"]
+    return c["added"] == len(buffer) + c["duplicates"] + lost
 
 
 def shared_memory() -> set[str]:
@@ -150,7 +148,7 @@ def test_search_and_learning_take_turns(
         True,
         False,
     ]
-    stored = [s.trajectory for shelf in ended.buffer.shelves for s in shelf.stored.values()]
+    stored = [t for g in ended.buffer.groups() for t in g.trajectories]
     assert (
         sum(given.values()) == 27 and min(given.values()) >= 7
     )  # three a turn: two for one of them, one for the other
@@ -217,11 +215,12 @@ def test_a_killed_searcher_costs_its_work_in_flight(tiny_model: Path, tmp_path: 
     assert (summary["finished"], summary["searcher_restarts"]) == (True, 1)
     assert conserved(run.buffer)
     # every prompt that was gathered is there once with all four samples; those in flight were at most two tasks of three
-    assert all(sum(s.count for s in shelf.stored.values()) == 4 for shelf in run.buffer.shelves)
+    columns = run.buffer.columns()
+    assert all(columns.count[columns.rows(p)].sum() == 4 for p in columns.prompts)
     assert run.buffer.counts["added"] == 4 * run.buffer.prompts
     cursor = run.searchers.state().cursor
     assert cursor["state"]["chosen"] == run.buffer.prompts + len(cursor["outstanding"])
-    assert len({*cursor["outstanding"]} & {s.prompt.id for s in run.buffer.shelves}) == 0
+    assert len({*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}) == 0
 
 
 def test_a_hung_searcher_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
@@ -309,7 +308,7 @@ def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     run = run_and_keep(_config([f"run.steps={step + 10}"], folder), resume=folder)
     assert conserved(run.buffer)
     cursor = run.searchers.state().cursor
-    held = {s.prompt.id for s in run.buffer.shelves}
+    held = {g.prompt.id for g in run.buffer.groups()}
     assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]
     rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]
     assert rows == list(range(1, step + 11))
