@@ -18,8 +18,8 @@ from tba.objectives import ValueRollouts
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.parts import check
-from tba.search.result import SearchResult
-from tba.search.rewards import Guard, Rejected
+from tba.search.result import Rejected, SearchResult
+from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts, Sample, SampleGroup
 from tba.types import Answer, Completion, Group, Prompt, Sampling, collate
 

@@ -14,8 +14,8 @@ from tba.config.tables import EvalTable
 from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example
-from tba.search.rewards import Guard, Rejected, Verdict
+from tba.search.result import Evaluation, Example, Rejected, Verdict
+from tba.search.rewards import Guard
 from tba.types import Completion, Prompt, Sampling
 
 EXAMPLES = 8

@@ -12,7 +12,8 @@ from jaxtyping import Float32, Int32
 
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
-from tba.search.rewards import Guard, Rejected, Verdict
+from tba.search.result import Rejected, Verdict
+from tba.search.rewards import Guard
 from tba.types import Answer, Completion, Prompt, Sampling
 
 State = tuple[int, bytes]

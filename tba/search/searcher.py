@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -16,8 +16,8 @@ from tba.objectives import ValueRollouts
 from tba.search.evaluate import evaluate
 from tba.search.faults import FaultyTask
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.rewards import Guard, Rejected, Verdict
+from tba.search.result import Evaluation, Rejected, SearchResult, SearchStats, Verdict
+from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts, Sample, SampleGroup
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
 
@@ -81,7 +81,7 @@ class Searcher:
         if self.faults.kind == "none":
             return self.guard(prompts, answers), 0
         task = FaultyTask(self.guard.task, self.faults, seed, answers)
-        verdicts = replace(self.guard, task=task)(prompts, answers)
+        verdicts = self.guard(prompts, answers, task)
         return verdicts, sum(task.count(*group) for group in zip(answers, verdicts, strict=True))
 
     def _add_values(
