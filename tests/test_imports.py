@@ -26,7 +26,7 @@ LEVELS = [
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
 HEAVY = {
-    "ray": {"runtime/ray.py", "runtime/actor.py"},
+    "ray": {f"runtime/{name}.py" for name in ("ray", "pool", "actor", "cluster", "transport")},
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
     "vllm": set(),
