@@ -182,8 +182,10 @@ def _config(settings: list[str], resume: Path | None) -> Config:
         )
     from tba.config.loading import override_all
     from tba.runs.folder import RunFolder
+    from tba.tasks._memory import refuse
 
     tables = RunFolder.reopen(resume).config()
+    refuse(parse(tables).task, str(resume))
     override_all(tables, settings)
     return parse(tables)
 

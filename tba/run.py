@@ -20,11 +20,13 @@ from tba.runs.console import Console, open_console
 from tba.runs.folder import RunFolder
 from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
+from tba.runs.result import Result
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
 from tba.runtime.placement import Place, places_on_one_machine
+from tba.tasks._memory import InMemory
 from tba.types import Group
 
 if TYPE_CHECKING:
@@ -151,17 +153,27 @@ class Run:
 
 def run(config: Config, resume: Path | None = None) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume) as opened:
+    return carry_out(config, resume).summary
+
+
+def carry_out(config: Config, resume: Path | None = None, memory: InMemory | None = None) -> Result:
+    """Carry out a whole run, with rows and functions that were passed from Python."""
+    with open_run(config, resume, memory) as opened:
         try:
-            return opened.train()
+            return Result(opened.train(), opened.folder.path)
         except ValueError as error:  # the config was checked: show where this one comes from
             raise RuntimeError(f"the run failed: {error}") from error
 
 
 @contextmanager
-def open_run(config: Config, resume: Path | None = None) -> Iterator[Run]:
-    """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    parts = check(config)
+def open_run(
+    config: Config, resume: Path | None = None, memory: InMemory | None = None
+) -> Iterator[Run]:
+    """Open a run: check its config, load its parts, start its searchers; close them at the end.
+
+    `memory` holds the rows and functions that were passed from Python.
+    """
+    parts = check(config, memory)
     if resume is None:
         folder, generation = RunFolder.create(parts.config), None
     else:

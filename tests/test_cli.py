@@ -211,7 +211,7 @@ def test_a_tokenizer_without_pad_will_do(
         "log.console=off",
         "log.tensorboard=false",
     ]
-    summary = tba.train(load(None, [f"policy.model={model}", *small, *quiet]))
+    summary = tba.train(load(None, [f"policy.model={model}", *small, *quiet])).summary
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 24)
     assert capfd.readouterr().err == ""  # no library draws progress bars across the console
 

@@ -106,7 +106,10 @@ def runs(
     }
     folder = tmp_path_factory.mktemp("runs")
     return {
-        name: (folder / name, tba.train(config(tiny_model, folder / name, "run.steps=20", *f)))
+        name: (
+            folder / name,
+            tba.train(config(tiny_model, folder / name, "run.steps=20", *f)).summary,
+        )
         for name, f in faults.items()
     }
 

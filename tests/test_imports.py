@@ -25,8 +25,9 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
+RAY = ("actor", "cluster", "functions", "pool", "ray", "transport")
 HEAVY = {
-    "ray": {f"runtime/{name}.py" for name in ("ray", "pool", "actor", "cluster", "transport")},
+    "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
     "vllm": set(),

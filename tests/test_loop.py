@@ -368,9 +368,8 @@ def test_a_run_does_not_overwrite_another(tiny_model: Path, tmp_path: Path) -> N
 
 
 def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
-    summary = tba.train(
-        config(tiny_model, tmp_path / "run", "checkpoint.keep=3", "checkpoint.every=2")
-    )
+    settings = ("checkpoint.keep=3", "checkpoint.every=2")
+    summary = tba.train(config(tiny_model, tmp_path / "run", *settings)).summary
     told = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {
         "eval/first",

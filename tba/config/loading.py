@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,15 +23,22 @@ NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}
 """The keys that name a plug-in."""
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `table.key=value` settings to it.
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, or the `config.json` of a run, and apply `table.key=value` settings to it.
 
     Raises:
         ValueError: If a key or a value is wrong. The message names the key and what to type.
     """
-    tables = {} if path is None else read_toml(path, "config")
+    tables = {} if path is None else _read(Path(path))
     override_all(tables, overrides)
     return parse(tables)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json" and path.is_file():
+        tables: dict[str, Any] = json.loads(path.read_text())
+        return tables
+    return read_toml(path, "config")
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

@@ -15,20 +15,24 @@ from tba.runs.summary import Summary
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The folder that a run writes to."""
+
     path: Path
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """A new one; ValueError if a run is there already."""
+        """Create the folder of a new run; ValueError if it holds a run already."""
         name = f"{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
         path = Path(config.run.folder or f"runs/{name}").expanduser()
         if (path / "checkpoints").exists():
             raise ValueError(
-                f"run.folder = {str(path)!r} holds a run already; go on with it by --resume {path}, or name another folder"
+                f"run.folder = {str(path)!r} holds a run already;"
+                f" resume it with --resume {path}, or name another folder"
             )
         if (path / METRICS).exists():
             raise ValueError(
-                f"run.folder = {str(path)!r} holds a run that saved no checkpoint; remove that folder, or name another"
+                f"run.folder = {str(path)!r} holds a run that saved no checkpoint;"
+                " remove that folder, or name another"
             )
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
@@ -37,6 +41,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
+        """Open the folder of a run that exists; ValueError if there is none."""
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path} is not a run's folder: it has no {CONFIG}")
         return cls(path)
@@ -49,20 +54,21 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def config(self) -> dict[str, Any]:
+        """Return the tables of the stored config."""
         tables: dict[str, Any] = json.loads((self.path / CONFIG).read_text())
         return tables
 
     def evaluations(self) -> list[tuple[int, dict[str, float]]]:
-        """(version, scores) of every evaluation so far, in the order they ended."""
-        rows = read(self.path / METRICS)
-        return [
-            (r["step"], {k: v for k, v in r.items() if k.startswith("eval/")})
-            for r in rows
-            if any(k.startswith("eval/") for k in r)
-        ]
+        """Return (version, scores) of every evaluation so far, in the order they ended."""
+        evaluations = []
+        for row in read(self.path / METRICS):
+            scores = {name: value for name, value in row.items() if name.startswith("eval/")}
+            if scores:
+                evaluations.append((row["step"], scores))
+        return evaluations
 
     def rewind(self, step: int) -> None:
-        """Forgets what was told after `step`: the run goes on from there."""
+        """Drop the rows that were logged after `step`, from which the run is resumed."""
         for name in (METRICS, SAMPLES):
             rewind(self.path / name, step)
 

@@ -13,6 +13,7 @@ from tba.runs import checkpoint
 from tba.runs.folder import RunFolder
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
+from tba.tasks._memory import refuse
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     """
     folder = RunFolder.reopen(run)
     tables = folder.config()
+    refuse(parse(tables).task, str(run))
     override_all(tables, settings)
     generation = None if reference else checkpoint.newest(folder.checkpoints)
     parts = check(parse(tables))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
+from tba.config.tables import RuntimeTable
 from tba.learn.trainer import Trainer, build_trainer
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
+from tba.runtime.functions import pickled
 from tba.search.prompts import PromptStream
 from tba.search.setup import SearchSetup
 from tba.strategies import Strategy
 from tba.tasks import Task
+from tba.tasks._memory import InMemory, build_task, check_same, with_memory
 from tba.types import Prompt
 
 
@@ -30,6 +34,8 @@ class Parts:
     text: Text
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
+    reward_functions: tuple[Callable[..., Any], ...] | bytes | None
+    """Functions passed from Python, pickled if searchers are processes of their own."""
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
@@ -56,14 +62,17 @@ class Parts:
             held_out=tuple(self.held_out),
             token_budget=c.trainer.token_budget,
             value_rollouts=value_rollouts_of(self.objective.at(0)),
+            reward_functions=self.reward_functions,
         )
 
 
-def check(config: Config) -> Parts:
+def check(config: Config, memory: InMemory | None = None) -> Parts:
     """Read everything that the config names: plug-ins, tokenizer, data.
 
-    ValueError for whatever could not work. No process is started.
+    `memory` holds the rows and functions that were passed from Python. ValueError for whatever
+    could not work. No process is started.
     """
+    config = with_memory(config, memory)
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError(
             "log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false"
@@ -71,22 +80,25 @@ def check(config: Config) -> Parts:
     config = with_defaults(config)
     plugins = resolve_all(config)
     _check_head(plugins.objective, config.run.steps)
-    task, text = plugins.task.build(), load_text(config.policy)
+    task, text = build_task(plugins.task, memory), load_text(config.policy)
     prompts = task.prompts()
     held_out = task.held_out()[: config.eval.prompts] if config.eval.prompts else []
     if not prompts:
         raise ValueError("the task has no prompts to train on")
     text.check_all([*prompts, *held_out], config.sampling.max_tokens)
     strategy = plugins.strategy.build()
+    functions = None if memory is None else _sendable(memory, config.runtime)
     parts = Parts(
-        config, task, strategy, plugins.objective, plugins.selection, text, prompts, held_out
-    )
+        config, task, strategy, plugins.objective, plugins.selection, text, prompts, held_out,
+        functions,
+    )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
 
 
 def check_resumed(config: Config, before: Config) -> None:
-    """ValueError for a change on resuming that the contents of the replay buffer could not follow."""
+    """ValueError for a change that makes the contents of the replay buffer wrong."""
+    check_same(config.task, before.task)
     now, then = config.sampling.temperature, before.sampling.temperature
     if now != then:
         raise ValueError(
@@ -102,6 +114,15 @@ def check_resumed(config: Config, before: Config) -> None:
             f"objective.use = {config.objective.use!r} needs values every {wanted.step_tokens}"
             f" tokens, the run has {has}; keep the objective, or start a new run"
         )
+
+
+def _sendable(
+    memory: InMemory, runtime: RuntimeTable
+) -> tuple[Callable[..., Any], ...] | bytes | None:
+    """Return the reward functions as the searchers get them; ValueError if that is impossible."""
+    if memory.reward is None or runtime.use == "local":
+        return memory.reward
+    return pickled(memory.reward, runtime.address)
 
 
 def _check_same_head(config: Config, objective: Objective, earlier: Objective) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +17,8 @@ from tba.models.pretrained import load_model, load_text
 from tba.objectives import ValueRollouts
 from tba.search.rewards import Guard
 from tba.search.searcher import Searcher
+from tba.tasks import Task
+from tba.tasks._memory import InMemory, build_task
 from tba.types import Prompt, Sampling
 
 
@@ -33,6 +38,8 @@ class SearchSetup:
     """Tokens, padding included, in one forward pass of the reference."""
     value_rollouts: ValueRollouts | None
     """Value estimates that the objective needs from search, if any."""
+    reward_functions: tuple[Callable[..., Any], ...] | bytes | None
+    """Functions passed from Python, pickled for another process; None if the config names them."""
 
     def build(self, device: str, bf16: bool) -> Searcher:
         """Load the engine and the reference model.
@@ -41,7 +48,6 @@ class SearchSetup:
         difference is noise.
         """
         text = load_text(self.policy)
-        task = resolve("tasks", "task", self.task.use, self.task.options).build()
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
         model = load_model(self.policy, torch.float32).to(device)
@@ -49,7 +55,7 @@ class SearchSetup:
             engine=engine,
             reference=Policy(model, self.sampling.temperature, bf16),
             text=text,
-            guard=Guard(task, self.reward.deadline),
+            guard=Guard(self._task(), self.reward.deadline),
             sampling=sampling_of(self.sampling),
             token_budget=self.token_budget,
             faults=self.faults,
@@ -57,6 +63,13 @@ class SearchSetup:
             held_out=self.held_out,
             evaluation=self.evaluation,
         )
+
+    def _task(self) -> Task:
+        plugin = resolve("tasks", "task", self.task.use, self.task.options)
+        functions = self.reward_functions
+        if isinstance(functions, bytes):  # they came with this object, never from a file
+            functions = pickle.loads(functions)
+        return build_task(plugin, None if functions is None else InMemory(reward=functions))
 
 
 def sampling_of(table: SamplingTable) -> Sampling:

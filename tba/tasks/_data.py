@@ -15,38 +15,53 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 def rows(
     key: str, source: str, split: str, subset: str | None = None, required: Sequence[str] = ()
 ) -> Rows:
-    """All rows of a split. A file is one split; a folder holds `<split>.jsonl` and so on. ValueError names the config key `key`."""
+    """Return all rows of a split.
+
+    A file is one split; a folder holds `<split>.jsonl` and so on. A ValueError names the config
+    key `key`.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         path = _split_file(key, path, split)
     elif not path.is_file() and (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
         raise ValueError(f"{key} = {source!r}: no such file or folder")
     if path.is_file() and path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{key} = {str(path)!r}: {path.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}"
-        )
+        suffix = path.suffix or "no suffix"
+        raise ValueError(f"{key} = {str(path)!r}: {suffix} is not one of {', '.join(SUFFIXES)}")
     try:
-        found = _from_file(path) if path.is_file() else _from_hub(source, subset, split)
+        table = _from_file(path) if path.is_file() else _from_hub(source, subset, split)
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f"{key} = {source!r} cannot be read: {why}; give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
+            f"{key} = {source!r} cannot be read: {why};"
+            f" give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
         ) from error
-    if not found:
-        raise ValueError(f"{key} = {source!r} has no rows")
-    columns = list(dict.fromkeys(name for row in found for name in row))
-    if missing := [c for c in required if c not in columns]:
+    return checked(f"{key} = {source!r}", table, required)
+
+
+def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
+    """Return the rows with the same columns in each, None where a row has no value.
+
+    ValueError, which starts with `origin`, if there are no rows, a required column is missing,
+    or a value cannot be stored as JSON.
+    """
+    if not table:
+        raise ValueError(f"{origin} has no rows")
+    columns = list(dict.fromkeys(name for row in table for name in row))
+    missing = [name for name in required if name not in columns]
+    if missing:
         raise ValueError(
-            f"{key} = {source!r} has no column {missing[0]!r}; it has {', '.join(columns)}. Rename one to {missing[0]!r}"
+            f"{origin} has no column {missing[0]!r}; it has {', '.join(map(str, columns))}."
+            f" Rename one to {missing[0]!r}"
         )
     try:
-        for row in found:
+        for row in table:
             json.dumps(row)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{key} = {source!r}: {error}; keep only columns of text, numbers, lists and tables"
+            f"{origin}: {error}; keep only columns of text, numbers, lists and tables"
         ) from error
-    return [{name: row.get(name) for name in columns} for row in found]
+    return [{name: row.get(name) for name in columns} for row in table]
 
 
 def _split_file(key: str, folder: Path, split: str) -> Path:
@@ -54,13 +69,14 @@ def _split_file(key: str, folder: Path, split: str) -> Path:
         if (folder / f"{split}{suffix}").is_file():
             return folder / f"{split}{suffix}"
     present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    others = ", ".join(SUFFIXES[1:])
     raise ValueError(
-        f"{key} = {str(folder)!r} has no {split}.jsonl (or {', '.join(SUFFIXES[1:])}); it has {present}"
+        f"{key} = {str(folder)!r} has no {split}.jsonl (or {others}); it has {present}"
     )
 
 
 def _from_file(path: Path) -> Rows:
-    """Without `datasets`, which keeps a copy of every file that it has read in the user's cache."""
+    """Read a file without `datasets`, which would keep a copy of it in the user's cache."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -71,14 +87,13 @@ def _from_file(path: Path) -> Rows:
         return list(csv.read_csv(path).to_pylist())
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")  # not splitlines(): JSON strings may hold U+2028 and the like
-    found = (
-        json.loads(text)
-        if text.lstrip().startswith("[")
-        else [_parsed(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    )
-    if not all(isinstance(row, dict) for row in found):
+    if text.lstrip().startswith("["):
+        table = json.loads(text)
+    else:
+        table = [_parsed(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not all(isinstance(row, dict) for row in table):
         raise ValueError("every row must be a table, {column: value, ...}")
-    return list(found)
+    return list(table)
 
 
 def _parsed(number: int, line: str) -> Any:

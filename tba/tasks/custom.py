@@ -1,4 +1,4 @@
-"""Your data set and your reward function, in TRL's conventions."""
+"""A data set and reward functions of the user, in TRL's conventions."""
 
 from __future__ import annotations
 
@@ -7,41 +7,49 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tba.config.plugins import GIVEN
 from tba.tasks import WrongLength
-from tba.tasks._data import rows
+from tba.tasks._data import Rows, rows
+from tba.tasks._memory import InMemory, name_of
 from tba.types import Answer, Prompt
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
+REQUIRED = ("prompt",)
+"""Columns that a data set must have."""
+
 
 @dataclass(frozen=True)
 class Custom:
-    """Any data set with a `prompt` column (text, or chat messages), and any function with TRL's signature,
+    """Any data set with a `prompt` column (text, or chat messages), and functions like TRL's.
 
         def f(prompts, completions, **columns) -> list[float | None]
 
-    written `package.module:function` or `file.py:function`. Several are added up with `reward_weights`; None means that a
-    function does not apply to that sample. For chat prompts, completions are message lists, as in TRL.
-    `held_out_data` is evaluated on; without it, the last `held_out_size` rows are kept from training.
+    A function is written `package.module:function` or `file.py:function`. The rewards of several
+    functions are added, weighted by `reward_weights`; None means that a function does not apply to
+    a sample. For chat prompts, completions are message lists. Evaluations use `held_out_data`, or
+    else the last `held_out_size` rows, which are then not trained on.
     """
 
     data: str
     reward: str | list[str]
     reward_weights: list[float] | None = None
     split: str = "train"
-    """Of a folder or hub data set, as `held_out_split`."""
+    """Split of a folder or hub data set."""
     subset: str | None = None
-    """Of a hub data set (its `name` or configuration)."""
+    """Configuration (`name`) of a hub data set."""
     held_out_data: str | None = None
     held_out_split: str = "test"
     held_out_size: int = 64
     pass_reward: float | None = None
-    """An answer with at least this reward is right, for pass@1 and pass@k."""
+    """Least reward of a correct answer, for pass@1 and pass@k."""
+    memory: InMemory = field(default=InMemory(), metadata=GIVEN, repr=False)
+    """Rows and functions passed from Python; they take the place of those named above."""
 
     def __post_init__(self) -> None:
         if self.held_out_size < 0:
@@ -51,10 +59,11 @@ class Custom:
                 "task.reward is empty; write package.module:function or file.py:function"
             )
         if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
+            weights, functions = len(self.reward_weights), len(self._names)
             raise ValueError(
-                f"task.reward_weights has {len(self.reward_weights)} numbers for {len(self._names)} reward functions"
+                f"task.reward_weights has {weights} numbers for {functions} reward functions"
             )
-        self.functions  # noqa: B018  a name that leads nowhere is told before anything starts
+        self.functions  # noqa: B018  raises before anything starts if a function does not exist
 
     def prompts(self) -> Sequence[Prompt]:
         return self._rows[0]
@@ -63,7 +72,7 @@ class Custom:
         return self._rows[1]
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        """The weighted sum of the functions that gave a number; None where none did."""
+        """Return the weighted sum of the functions that gave a number; None where none did."""
         chat = not isinstance(prompts[0].text, str)
         completions = [
             [{"role": "assistant", "content": a.text}] if chat else a.text for a in answers
@@ -79,58 +88,67 @@ class Custom:
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
+        if self.memory.reward is not None:
+            return list(self.memory.reward)
         return [_function(name) for name in self._names]
 
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
-        found = rows("task.data", self.data, self.split, self.subset, required=("prompt",))
-        if self.held_out_data is not None:
-            kept = rows(
-                "task.held_out_data",
-                self.held_out_data,
-                self.held_out_split,
-                self.subset,
-                required=("prompt",),
-            )[: self.held_out_size]
-        else:
-            cut = len(found) - self.held_out_size
+        """Prompts to train on, and prompts to evaluate on."""
+        train = self.memory.data
+        if train is None:
+            train = rows("task.data", self.data, self.split, self.subset, REQUIRED)
+        held_out = self._held_out_rows()
+        if held_out is None:
+            cut = len(train) - self.held_out_size
             if cut < 1:
                 raise ValueError(
-                    f"task.data = {self.data!r} has only {len(found)} rows; lower task.held_out_size, or give task.held_out_data"
+                    f"task.data = {self.data!r} has only {len(train)} rows;"
+                    " lower task.held_out_size, or give task.held_out_data"
                 )
-            found, kept = found[:cut], found[cut:]
+            train, held_out = train[:cut], train[cut:]
         for function in self.functions:
-            _check_columns(function, found[0])
-        return _prompts("train", found), _prompts("held-out", kept)
+            _check_columns(function, train[0])
+        return _prompts("train", train), _prompts("held-out", held_out[: self.held_out_size])
+
+    def _held_out_rows(self) -> Rows | None:
+        if self.memory.held_out_data is not None:
+            return self.memory.held_out_data
+        if self.held_out_data is None:
+            return None
+        name, split = self.held_out_data, self.held_out_split
+        return rows("task.held_out_data", name, split, self.subset, REQUIRED)
 
 
-def _prompts(name: str, found: list[dict[str, Any]]) -> list[Prompt]:
-    for i, row in enumerate(found):
-        if not isinstance(row["prompt"], str | list):
+def _prompts(name: str, table: Rows) -> list[Prompt]:
+    prompts = []
+    for i, row in enumerate(table):
+        text = row["prompt"]
+        if not isinstance(text, str | list):
             raise ValueError(
-                f"prompt '{name}-{i}' is {row['prompt']!r}; a prompt is text or a list of chat messages: remove the row, or give it text"
+                f"prompt '{name}-{i}' is {text!r}; a prompt is text or a list of chat messages:"
+                " remove the row, or give it text"
             )
-    return [
-        Prompt(f"{name}-{i}", row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
-        for i, row in enumerate(found)
-    ]
+        columns = {column: value for column, value in row.items() if column != "prompt"}
+        prompts.append(Prompt(f"{name}-{i}", text, columns))
+    return prompts
 
 
 def _check_columns(function: RewardFunction, row: Mapping[str, Any]) -> None:
-    """ValueError if the function needs what no column gives."""
-    parameters = inspect.signature(function).parameters.values()
-    needed = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if missing := [
-        name for name in needed if name not in {*row, "prompts", "completions"} - {"prompt"}
-    ]:
-        columns = ", ".join(name for name in row if name != "prompt") or "none"
-        raise ValueError(
-            f"task.reward: {function.__name__} needs {missing[0]!r}, which is no column of task.data; beside prompt there are: {columns}"
-        )
+    """ValueError if the function needs an argument that is not a column."""
+    columns = [name for name in row if name != "prompt"]
+    given = {*columns, "prompts", "completions"}
+    for p in inspect.signature(function).parameters.values():
+        named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if named and p.default is p.empty and p.name not in given:
+            raise ValueError(
+                f"task.reward: {_short_name(function)} needs {p.name!r}, which is not a column of"
+                f" task.data; beside prompt there are: {', '.join(columns) or 'none'}"
+            )
+
+
+def _short_name(function: RewardFunction) -> str:
+    return name_of(function).rpartition(".")[2]
 
 
 def _call(
@@ -139,7 +157,7 @@ def _call(
     completions: list[Any],
     columns: dict[str, list[Any]],
 ) -> Sequence[float | None]:
-    """With what it takes: everything for `**columns`, else what it names."""
+    """Call a reward function with the arguments that it names, or all for `**columns`."""
     parameters = inspect.signature(function).parameters
     given = {**columns, "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -147,7 +165,8 @@ def _call(
     scores = function(**given)
     if len(scores) != len(completions):
         raise WrongLength(
-            f"{function.__name__} returned {len(scores)} rewards for {len(completions)} completions"
+            f"{_short_name(function)} returned {len(scores)} rewards"
+            f" for {len(completions)} completions"
         )
     return scores
 
@@ -159,29 +178,27 @@ def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float
 
 def _function(name: str) -> RewardFunction:
     where, _, function = name.rpartition(":")
+    advice = "write package.module:function or file.py:function"
     if not where:
-        raise ValueError(
-            f"task.reward = {name!r}: write package.module:function or file.py:function"
-        )
+        raise ValueError(f"task.reward = {name!r}: {advice}")
     try:
-        module = (
-            _from_file(Path(where).expanduser())
-            if where.endswith(".py")
-            else importlib.import_module(where)
-        )
+        module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(
-            f"task.reward = {name!r}: {error}; write package.module:function or file.py:function"
-        ) from error
+        raise ValueError(f"task.reward = {name!r}: {error}; {advice}") from error
     if function not in vars(module):
         raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
-    found: RewardFunction = vars(module)[function]
-    if not callable(found):
-        raise ValueError(f"task.reward = {name!r}: {function} is no function but {found!r}")
-    return found
+    value = vars(module)[function]
+    if not callable(value):
+        raise ValueError(f"task.reward = {name!r}: {function} is not a function but {value!r}")
+    reward: RewardFunction = value
+    return reward
 
 
-def _from_file(path: Path) -> Any:
+def _module(where: str) -> Any:
+    """Import a module, by its name or from a file."""
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(f"tba_reward_{path.stem}", path)

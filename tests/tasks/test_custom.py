@@ -159,7 +159,7 @@ def test_a_function_that_needs_another_column_is_told_before_anything_starts(
     )
     with pytest.raises(
         ValueError,
-        match=r"task.reward: f needs 'solution', which is no column of task.data; beside prompt there are: .*answer",
+        match=r"task.reward: f needs 'solution', which is not a column of task.data; beside prompt there are: .*answer",
     ):
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
 
@@ -176,7 +176,7 @@ def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no function": ({"reward": "my_rewards:lenght"}, "my_rewards has no function 'lenght'"),
-    "not a function": ({"reward": "my_rewards:number"}, "number is no function but 3"),
+    "not a function": ({"reward": "my_rewards:number"}, "number is not a function but 3"),
     "no module": (
         {"reward": "my_rewrds:length"},
         "No module named 'my_rewrds'; write package.module:function or file.py:function",

@@ -1,0 +1,195 @@
+"""Rows and reward functions that are passed from Python, and how a config refers to them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tba.config.plugins import Plugin
+from tba.config.schema import Config
+from tba.config.tables import Use
+from tba.tasks import Task
+from tba.tasks._data import Rows, checked
+
+MARK = "<in memory: "
+"""Start of the text that stands in a config for an object passed from Python."""
+
+KEYS = ("data", "held_out_data", "reward")
+"""Options of `custom` that can be passed from Python."""
+
+
+@dataclass(frozen=True, repr=False)
+class InMemory:
+    """Rows and reward functions that were passed from Python; None for each that was not."""
+
+    data: Rows | None = None
+    held_out_data: Rows | None = None
+    reward: tuple[Callable[..., Any], ...] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the text that stands for each object in a config, by the name of the option."""
+        texts: dict[str, Any] = {}
+        if self.data is not None:
+            texts["data"] = _fingerprint(self.data)
+        if self.held_out_data is not None:
+            texts["held_out_data"] = _fingerprint(self.held_out_data)
+        if self.reward is not None:
+            names = [f"{MARK}{name_of(function)}>" for function in self.reward]
+            texts["reward"] = names[0] if len(names) == 1 else names
+        return texts
+
+
+def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
+    """Check the objects that were passed from Python; None if there are none."""
+    if data is None and held_out_data is None and reward is None:
+        return None
+    return InMemory(
+        None if data is None else to_rows("data", data),
+        None if held_out_data is None else to_rows("held_out_data", held_out_data),
+        None if reward is None else _functions(reward),
+    )
+
+
+def with_memory(config: Config, memory: InMemory | None) -> Config:
+    """Return the config with a text in `[task]` for each object; ValueError if they do not fit."""
+    if memory is None:
+        _check_complete(config.task, {})
+        return config
+    named = "task" in config.model_fields_set
+    if named and config.task.use != "custom":
+        raise ValueError(
+            f"task.use = {config.task.use!r} has data and rewards of its own; set task.use=custom"
+            " to train on data= and reward=, or drop these arguments"
+        )
+    options = config.task.options if named else {}
+    texts = memory.options()
+    for key in texts:
+        if key in options and not is_in_memory(options[key]):
+            raise ValueError(
+                f"both task.{key} = {options[key]!r} and {key}= are given; drop one of them"
+            )
+    for key in ("data", "reward"):
+        if key not in options | texts:
+            raise ValueError(f"{key}= is missing: pass it too, or set task.{key} in the config")
+    task = Use(use="custom", **(options | texts))
+    _check_complete(task, texts)
+    return config.model_copy(update={"task": task})
+
+
+def is_in_memory(value: Any) -> bool:
+    """Return whether an option of a config stands for an object passed from Python."""
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(v, str) and v.startswith(MARK) for v in values)
+
+
+def refuse(task: Use, run: str) -> None:
+    """ValueError, with the Python call, if the run was started with objects passed from Python."""
+    passed = [key for key in KEYS if is_in_memory(task.options.get(key))]
+    if not passed:
+        return
+    arguments = ", ".join(f"{key}=..." for key in passed)
+    raise ValueError(
+        f"{run} was started from Python with {' and '.join(passed)} in memory; resume it there"
+        f" (a run that is complete is evaluated again):"
+        f' tba.train(tba.load("{run}/config.json"), resume="{run}", {arguments})'
+    )
+
+
+def check_same(task: Use, before: Use) -> None:
+    """ValueError if a resumed run would have other rows or functions than it was started with."""
+    for key in KEYS:
+        now, then = task.options.get(key), before.options.get(key)
+        if is_in_memory(then) and now != then:
+            raise ValueError(
+                f"{key}= is not what the run was started with: {now} instead of {then};"
+                " pass the same rows and functions, or start a new run"
+            )
+
+
+def build_task(plugin: Plugin, memory: InMemory | None) -> Task:
+    """Build a task, with the objects that were passed from Python if there are any."""
+    if memory is None:
+        return plugin.build()
+    return plugin.cls(memory=memory, **plugin.options)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return `module.function`; for a callable object, its class."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    named = function if inspect.isroutine(function) else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def to_rows(argument: str, data: Any) -> Rows:
+    """Return a list of dicts, a `datasets.Dataset` or a pandas DataFrame as plain rows."""
+    if _is_a(data, "pandas", "DataFrame"):
+        missing = data.isna()
+        table = data.astype(object).where(~missing, None).to_dict("records")
+    elif _is_a(data, "datasets", "Dataset"):
+        table = data.to_list()
+    elif isinstance(data, list | tuple):
+        table = list(data)
+    else:
+        raise ValueError(
+            f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"
+            f" one split of a datasets.Dataset. For a file or a hub name, set task.{argument}"
+        )
+    if not all(isinstance(row, dict) for row in table):
+        raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
+    plain = [_plain(row) for row in table]
+    return checked(f"{argument}=", plain, required=("prompt",))
+
+
+def _check_complete(task: Use, passed: Mapping[str, Any]) -> None:
+    """ValueError if the config stands for an object that was not passed this time."""
+    needed = [key for key in KEYS if is_in_memory(task.options.get(key))]
+    missing = [key for key in needed if key not in passed]
+    if missing:
+        raise ValueError(
+            f"task.{missing[0]} = {task.options[missing[0]]!r} was passed from Python;"
+            f" pass {missing[0]}= again"
+        )
+
+
+def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
+    functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
+    if not functions:
+        raise ValueError("reward= is empty; pass a function, or a list of functions")
+    for function in functions:
+        if not callable(function):
+            raise ValueError(
+                f"reward= has {function!r}, which is not a function; for package.module:function"
+                " or file.py:function, set task.reward in the config"
+            )
+    return functions
+
+
+def _fingerprint(table: Rows) -> str:
+    text = json.dumps(table, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is of a class whose module may not have been imported."""
+    return module in sys.modules and isinstance(value, vars(sys.modules[module])[name])
+
+
+def _plain(value: Any) -> Any:
+    """Replace numpy's numbers and arrays by Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(inner) for inner in value]
+    return value

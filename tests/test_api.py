@@ -1,0 +1,329 @@
+"""Runs from Python: rows and functions in memory, and the result."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import pytest
+
+import tba
+from tba.cli import _config
+from tba.runs.log import CONFIG, METRICS, read
+from tba.runs.offline import evaluate_run, export_run
+from tba.tasks._memory import InMemory, in_memory, to_rows
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
+EVALUATED = [{"prompt": "9+9=", "answer": "18"}, {"prompt": "8+8=", "answer": "16"}]
+
+
+def config(model: Path, folder: Path, *settings: str) -> tba.Config:
+    return tba.load(
+        None,
+        [
+            f"policy.model={model}", f"run.folder={folder}", "run.steps=2", "runtime.use=local",
+            "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
+            "trainer.group_size=4", "eval.prompts=2", "eval.samples=1", "eval.k=[]", "eval.every=1",
+            "log.console=off", "log.tensorboard=false", *settings,
+        ],
+    )  # fmt: skip
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    """A function of an importable module, which is sent to a searcher by its name."""
+    return [float(len(c)) for c in completions]
+
+
+def at_most(limit: int) -> Callable[..., list[float]]:
+    """Return a closure, which is sent to a searcher by its value."""
+
+    def shortness(completions: list[str], answer: list[str]) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        return [float(len(c) <= limit and a.isdigit()) for c, a in pairs]
+
+    return shortness
+
+
+def constant(value: float) -> Callable[..., list[float]]:
+    return lambda completions: [value] * len(completions)
+
+
+def holding_a_lock() -> Callable[..., list[float]]:
+    lock = threading.Lock()
+    return lambda completions: [float(lock.locked())] * len(completions)
+
+
+class Judge:
+    """A callable object."""
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+
+def stored_task(folder: Path) -> dict[str, Any]:
+    task: dict[str, Any] = json.loads((folder / CONFIG).read_text())["task"]
+    return task
+
+
+def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
+    """The result has the summary, and metrics.jsonl as tables."""
+    folder = tmp_path / "run"
+    result = tba.train(
+        config(tiny_model, folder),
+        data=ROWS,
+        reward=lambda completions, **columns: [2.5] * len(completions),
+        held_out_data=EVALUATED,
+    )
+    assert (result.summary.finished, result.summary.steps, result.folder) == (True, 2, folder)
+    rows = read(folder / METRICS)
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "eval/greedy_reward" in row]
+    assert len(steps) + len(evaluations) == len(rows)
+    pandas.testing.assert_frame_equal(result.metrics(), pandas.DataFrame(steps))
+    pandas.testing.assert_frame_equal(result.evaluations(), pandas.DataFrame(evaluations))
+    assert result.metrics()["reward"].tolist() == [2.5, 2.5]
+    assert result.evaluations()["step"].tolist() == [0, 1, 2]
+    task = stored_task(folder)
+    assert (task["use"], task["reward"]) == (
+        "custom",
+        "<in memory: test_api.test_rows_and_a_lambda_train.<locals>.<lambda>>",
+    )
+    assert task["data"].startswith("<in memory: 5 rows, sha256:")
+    assert task["held_out_data"].startswith("<in memory: 2 rows, sha256:")
+
+
+def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Path) -> None:
+    """A function by its name and a closure by its value, added with their weights."""
+    result = tba.train(
+        config(
+            tiny_model, tmp_path / "run", "runtime.use=ray", "task=custom",
+            "task.held_out_size=2", "task.reward_weights=[0.0, 3.0]", "strategy=uniform",
+        ),
+        data=ROWS,
+        reward=[length, at_most(10)],
+    )  # fmt: skip
+    assert result.summary.finished and not result.summary.rejected
+    assert result.metrics()["reward"].tolist() == [3.0, 3.0]
+    assert result.summary.last["greedy_reward"] == 3.0
+    names = ["test_api.length", "test_api.at_most.<locals>.shortness"]
+    assert stored_task(tmp_path / "run")["reward"] == [f"<in memory: {name}>" for name in names]
+
+
+def test_an_open_run_gives_its_parts(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, tmp_path / "run")
+    with tba.open_run(settings, data=ROWS, reward=length, held_out_data=EVALUATED) as run:
+        assert len(run.buffer) == 0 and run.trainer.weights(version=0).version == 0
+        summary = run.train()
+        assert summary.samples_generated == run.searchers.stats.samples >= 24
+        assert len(run.buffer) > 0
+
+
+def test_only_the_data_or_only_the_reward_is_in_memory(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    one = config(
+        tiny_model, tmp_path / "one", f"task.data={data}", "task=custom", "task.held_out_size=2"
+    )
+    assert tba.train(one, reward=constant(4.0)).metrics()["reward"].tolist() == [4.0, 4.0]
+    assert stored_task(tmp_path / "one")["data"] == str(data)
+    two = config(
+        tiny_model, tmp_path / "two", "task=custom", "task.held_out_size=2",
+        "task.reward=test_api:length",
+    )  # fmt: skip
+    assert tba.train(two, data=ROWS).metrics()["reward"].min() > 0
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that was started from Python."""
+    folder = tmp_path_factory.mktemp("api") / "run"
+    tba.train(config(tiny_model, folder), data=ROWS, reward=length, held_out_data=EVALUATED)
+    return folder
+
+
+def test_a_run_is_resumed_with_the_same_rows(trained: Path) -> None:
+    settings = tba.load(trained / CONFIG, ["run.steps=3"])
+    result = tba.train(
+        settings, resume=str(trained), data=tuple(ROWS), reward=length, held_out_data=EVALUATED
+    )
+    assert result.summary.finished
+    assert result.metrics()["step"].tolist() == [1, 2, 3]
+
+
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "other rows": ({"data": ROWS[:4]}, "data= is not what the run was started with: <in memory: 4"),
+    "other held-out rows": (
+        {"held_out_data": EVALUATED[::-1]},
+        "held_out_data= is not what the run was started with",
+    ),
+    "other function": (
+        {"reward": constant(1.0)},
+        "reward= is not what the run was started with: <in memory: test_api.constant",
+    ),
+    "no rows": ({"data": None}, "was passed from Python; pass data= again"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_resuming_with_others_is_refused(trained: Path, case: str) -> None:
+    passed, message = OTHER[case]
+    arguments = {"data": ROWS, "reward": length, "held_out_data": EVALUATED} | passed
+    before = (trained / CONFIG).read_bytes()
+    with pytest.raises(ValueError) as error:
+        tba.train(tba.load(trained / CONFIG), resume=trained, **arguments)
+    assert message in str(error.value)
+    assert (trained / CONFIG).read_bytes() == before
+
+
+def test_the_command_line_refuses_such_a_run(trained: Path) -> None:
+    """`tba train --resume` and `tba eval` print the call to make instead."""
+    call = (
+        f'tba.train(tba.load("{trained}/config.json"), resume="{trained}",'
+        " data=..., held_out_data=..., reward=...)"
+    )
+    for command in (lambda: _config([], trained), lambda: evaluate_run(trained, [], False)):
+        with pytest.raises(ValueError) as error:
+            command()
+        assert str(error.value).endswith(call)
+
+
+def test_such_a_run_is_exported_and_reported(trained: Path, tmp_path: Path) -> None:
+    from tba.report import report
+
+    assert (export_run(trained, tmp_path / "model") / "config.json").is_file()
+    assert report([trained], tmp_path / "report").is_file()
+
+
+REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "both": (
+        ["task=custom", "task.data=rows.jsonl"],
+        {"data": ROWS, "reward": length},
+        "both task.data = 'rows.jsonl' and data= are given; drop one of them",
+    ),
+    "another task": (
+        ["task=arithmetic"],
+        {"data": ROWS, "reward": length},
+        "task.use = 'arithmetic' has data and rewards of its own; set task.use=custom",
+    ),
+    "no reward": ([], {"data": ROWS}, "reward= is missing: pass it too, or set task.reward"),
+    "no data": ([], {"reward": length}, "data= is missing: pass it too, or set task.data"),
+    "no prompt": (
+        [],
+        {"data": [{"question": "1"}], "reward": length},
+        "data= has no column 'prompt'; it has question",
+    ),
+    "no rows": ([], {"data": [], "reward": length}, "data= has no rows"),
+    "no dicts": ([], {"data": ["1+1="], "reward": length}, "data=: every row must be a dict"),
+    "no JSON": (
+        [],
+        {"data": [{"prompt": "1", "when": pandas.Timestamp(0)}], "reward": length},
+        "not JSON serializable; keep only columns of text, numbers, lists and tables",
+    ),
+    "a file": (
+        [],
+        {"data": "rows.jsonl", "reward": length},
+        "data= is of type str; pass a list of dicts, a DataFrame or one split",
+    ),
+    "a name": (
+        [],
+        {"data": ROWS, "reward": "test_api:length"},
+        "'test_api:length', which is not a function; for package.module:function",
+    ),
+    "no column": (
+        [],
+        {"data": ROWS, "reward": lambda completions, level: []},
+        "task.reward: <lambda> needs 'level', which is not a column of task.data",
+    ),
+    "weights": (
+        ["task=custom", "task.reward_weights=[1.0]"],
+        {"data": ROWS, "reward": [length, length]},
+        "task.reward_weights has 1 numbers for 2 reward functions",
+    ),
+    "cannot be sent": (
+        ["runtime.use=ray"],
+        {"data": ROWS, "reward": [length, holding_a_lock()]},
+        "reward= test_api.holding_a_lock.<locals>.<lambda> cannot be sent to a searcher process:"
+        " cannot pickle '_thread.lock' object",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_refused_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, case: str
+) -> None:
+    settings, arguments, message = REFUSED[case]
+    arguments = {"held_out_data": EVALUATED} | arguments
+    with pytest.raises(ValueError) as error:
+        tba.train(config(tiny_model, tmp_path / "run", *settings), **arguments)
+    assert message in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_function_of_a_module_that_no_process_could_import_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    namespace: dict[str, Any] = {"__name__": "typed_in_somewhere"}
+    exec("def reward(completions):\n    return [0.0] * len(completions)", namespace)
+    with pytest.raises(ValueError, match="cannot import 'typed_in_somewhere'; put its folder on"):
+        tba.train(
+            config(tiny_model, tmp_path / "run", "runtime.use=ray", "task=custom",
+                   "task.held_out_size=2"),
+            data=ROWS,
+            reward=namespace["reward"],
+        )  # fmt: skip
+
+
+def test_a_local_run_needs_no_pickling(tiny_model: Path, tmp_path: Path) -> None:
+    settings = config(tiny_model, tmp_path / "run")
+    result = tba.train(settings, data=ROWS, reward=holding_a_lock(), held_out_data=EVALUATED)
+    assert result.summary.finished
+
+
+def test_rows_may_be_a_data_set_or_a_data_frame() -> None:
+    frame = pandas.DataFrame(
+        {
+            "prompt": ["1+1=", "2+2="],
+            "level": pandas.array([1, 2], dtype="int32"),
+            "share": [0.5, None],
+            "answer": ["2", None],
+        }
+    )
+    rows = [
+        {"prompt": "1+1=", "level": 1, "share": 0.5, "answer": "2"},
+        {"prompt": "2+2=", "level": 2, "share": None, "answer": None},
+    ]
+    assert to_rows("data", frame) == to_rows("data", datasets.Dataset.from_list(rows)) == rows
+    assert {type(row["level"]) for row in to_rows("data", frame)} == {int}
+
+
+def test_a_reference_depends_on_the_rows_and_on_nothing_else() -> None:
+    def text(rows: list[dict[str, Any]]) -> str:
+        memory = in_memory(rows, None, None)
+        assert memory is not None
+        return memory.options()["data"]
+
+    turned = [dict(reversed(row.items())) for row in ROWS]
+    assert text(ROWS) == text(turned)
+    assert len({text(ROWS), text(ROWS[::-1]), text([*ROWS[:4], {**ROWS[4], "answer": "9"}])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (length, "test_api.length"),
+        (functools.partial(length, answer=[]), "test_api.length"),
+        (Judge(), "test_api.Judge"),
+        (Judge().__call__, "test_api.Judge.__call__"),
+    ],
+)
+def test_functions_have_names(function: Callable[..., Any], name: str) -> None:
+    assert InMemory(reward=(function,)).options() == {"reward": f"<in memory: {name}>"}
