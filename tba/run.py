@@ -185,7 +185,7 @@ def open_run(
 
 
 def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing: ExitStack) -> Run:
-    """Build a run, new or from the checkpoint `generation`. What must be closed goes to `closing`."""
+    """Build a run, new or from the checkpoint `generation`; `closing` will close its parts."""
     c = parts.config
     stop = closing.enter_context(Stop())
     console = open_console(c)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class Sent:
     parcel: Any
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Carries weights from the trainer's process to those of the searchers."""
 
