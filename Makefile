@@ -23,9 +23,11 @@ test: $(VENV)/installed  ## the tests, under 10 minutes on two cores
 test-slow: $(VENV)/installed  ## the long ones, on real pretrained models where they are at hand
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
 
-study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; goes on where it was stopped
+study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it was stopped
+	@$(BIN)/tba sweep studies/off_policy/rates.toml
 	@$(BIN)/tba sweep studies/off_policy/study.toml
 	@$(BIN)/python studies/off_policy/gradient_variance.py runs/off_policy
+	@$(BIN)/tba report runs/off_policy_rates
 	@$(BIN)/tba report runs/off_policy
 
 coverage: $(VENV)/installed  ## the tests with line coverage of tba/

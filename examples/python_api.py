@@ -1,16 +1,17 @@
 # examples/python_api.py
-"""The Python door: what `tba train` does, from a script.
+"""Train from Python, on rows and a reward function that are in memory.
 
-It needs nothing but the bundled model: `python examples/python_api.py`, with settings such as `run.steps=100` if you like.
+Only the bundled model is needed: `python examples/python_api.py`, with settings such as
+`run.steps=100` if you like.
 """
 
 import sys
 
 import tba
-from tba.runs.summary import Summary
+from tba.runs.result import Result
 
 SETTINGS = [
-    "objective=mylab.huber_tb.HuberTB",  # found because a script's own folder is on the path
+    "objective=mylab.huber_tb.HuberTB",  # importable: a script's own folder is on the path
     "objective.beta=0.1",
     "sampling.samples=16",
     "sampling.max_tokens=6",
@@ -22,15 +23,27 @@ SETTINGS = [
 ]
 
 
-def main(settings: list[str]) -> Summary:
-    config = tba.load(
-        None, [*SETTINGS, *settings]
-    )  # or tba.load(Path("run.toml"), settings); frozen and checked
-    summary = tba.train(config)
-    print(
-        f"held-out reward {summary.first['sampled_reward']:.3f} -> {summary.last['sampled_reward']:.3f} in {summary.seconds:.0f} s"
-    )
-    return summary
+def sums() -> list[dict[str, str]]:
+    """Return a thousand rows: a `prompt`, and a column for the reward function."""
+    rows = []
+    for i in range(1000):
+        a, b = 100 + 7919 * i % 900, 100 + 104729 * i % 899
+        rows.append({"prompt": f"{a}+{b}=", "total": str(a + b)})
+    return rows
+
+
+def right(completions: list[str], total: list[str]) -> list[float]:
+    """Return 1 for each correct sum, else 0."""
+    return [float(text == wanted) for text, wanted in zip(completions, total, strict=True)]
+
+
+def main(settings: list[str]) -> Result:
+    config = tba.load(None, [*SETTINGS, *settings])  # or tba.load("run.toml", settings)
+    result = tba.train(config, data=sums(), reward=right)
+    first, last = result.summary.first, result.summary.last
+    print(f"held-out reward {first['sampled_reward']:.3f} -> {last['sampled_reward']:.3f}")
+    print(result.metrics()[["step", "loss", "reward"]].tail())
+    return result
 
 
 if __name__ == "__main__":

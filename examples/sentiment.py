@@ -1,4 +1,7 @@
-"""A reward function in TRL's convention: how positive a text is, from -1 to 1 (VADER, pip install -e '.[sentiment]')."""
+"""A reward function in TRL's convention: how positive a text is, from -1 to 1.
+
+It needs VADER: pip install -e '.[sentiment]'.
+"""
 
 from functools import cache
 from typing import Any
@@ -12,5 +15,5 @@ def analyzer() -> SentimentIntensityAnalyzer:
 
 
 def sentiment(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """The compound score of each completion alone, so that a happy opening earns nothing."""
+    """Return the compound score of each completion alone; a positive prompt earns nothing."""
     return [analyzer().polarity_scores(text)["compound"] for text in completions]

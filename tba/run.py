@@ -12,10 +12,12 @@ import numpy as np
 
 from tba.config.loading import parse
 from tba.config.schema import Config
-from tba.learn.trainer import Trainer
+from tba.learn import Trainer
 from tba.loop import due, train
+from tba.models.pretrained import computes_in_bf16
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
+from tba.runs.checkpoint import Checkpoints, Progress
 from tba.runs.console import Console, open_console
 from tba.runs.folder import RunFolder
 from tba.runs.log import Journal
@@ -43,6 +45,7 @@ class Run:
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
+    checkpoints: Checkpoints
     rng: np.random.Generator
     journal: Journal
     console: Console
@@ -82,6 +85,7 @@ class Run:
         """Write the metrics of a step, finished evaluations, and a sample now and then."""
         stats = self.searchers.stats
         metrics = metrics | self.tracker.step(self.step - 1, groups, self.buffer, stats)
+        metrics |= self.checkpoints.metrics()
         self.journal.row(self.step, metrics)
         self.console.step(self.step, metrics)
         self.log_evaluations()
@@ -107,18 +111,16 @@ class Run:
                 self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
 
     def save(self) -> None:
-        """Write a checkpoint of the current step, unless there is one."""
+        """Start writing a checkpoint of the current step, unless there is one."""
         if self.step == self._saved:
             return
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        checkpoint.save(
-            self.folder.checkpoints,
-            self.config.checkpoint.keep,
+        self.checkpoints.save(
             self.trainer,
             self.parts.text,
             self.buffer,
             self.searchers.state(),
-            checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts),
+            Progress(self.step, self.missing, self.evaluating, rng, counts),
         )
         self._saved = self.step
 
@@ -138,6 +140,7 @@ class Run:
                 self.searchers.publish(self.trainer.weights(version=steps))
             self.evaluate()
         self.log_evaluations(finish=complete)
+        self.checkpoints.wait()
         finished = complete and self.evaluating == 0
         summary = self.tracker.summary(self.step, self.searchers.stats, finished)
         self.folder.write_summary(summary)
@@ -185,7 +188,7 @@ def open_run(
 
 
 def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing: ExitStack) -> Run:
-    """Build a run, new or from the checkpoint `generation`; `closing` will close its parts."""
+    """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = parts.config
     stop = closing.enter_context(Stop())
     console = open_console(c)
@@ -195,7 +198,7 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng, resumed = Tracker(), np.random.default_rng([c.run.seed, 7]), None
-    progress = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {})
+    progress = Progress(0, c.first_fill, 1, rng.bit_generator.state, {})
     if generation is not None:
         progress, resumed = checkpoint.restore(generation, trainer, buffer)
         if progress.step > c.run.steps:
@@ -210,13 +213,16 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
         tracker.resume(progress.counts, resumed.stats, folder.evaluations())
         console.note(f"resumed from {generation.name}")
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
+    checkpoints = closing.enter_context(
+        Checkpoints(folder.checkpoints, c.checkpoint.keep, c.checkpoint.deadline)
+    )
     journal = Journal(folder.path, c, progress.step)
     closing.callback(journal.close)
     searchers = _searchers(parts, place.device, cluster, trainer, stop, resumed, progress.step)
     closing.callback(searchers.close)
     return Run(
-        c, parts, folder, trainer, buffer, searchers, rng, journal, console, tracker, stop,
-        step=progress.step, missing=progress.missing, evaluating=progress.evaluating,
+        c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
+        stop, step=progress.step, missing=progress.missing, evaluating=progress.evaluating,
     )  # fmt: skip
 
 
@@ -241,6 +247,7 @@ def _searchers(
     resumed: SearchState | None, start: int,
 ) -> Searchers:  # fmt: skip
     c = parts.config
+    bf16 = computes_in_bf16(c.policy, device)
     job = SearchJob(
         parts.search_setup(), parts.prompt_stream(), c.runtime, c.trainer.groups, c.run.seed
     )
@@ -248,7 +255,7 @@ def _searchers(
     if cluster is None:
         from tba.runtime.local import LocalSearchers
 
-        searchers = LocalSearchers(job, job.setup.build(device, trainer.bf16_weights), resumed)
+        searchers = LocalSearchers(job, job.setup.build(device, bf16), resumed)
         was_on_ray = resumed is not None and resumed.weights is None
         if was_on_ray and start >= c.runtime.publish_every:
             searchers.publish(trainer.weights(version=start))
@@ -257,7 +264,7 @@ def _searchers(
         from tba.runtime.transport import ObjectStore
 
         newest = trainer.weights(version=start) if start else None
-        transport, bf16 = ObjectStore(c.runtime.task_deadline), trainer.bf16_weights
+        transport = ObjectStore(c.runtime.task_deadline)
         searchers = RaySearchers(job, cluster, transport, bf16, stop.is_requested, resumed, newest)
     if c.runtime.lag:
         held = () if resumed is None else resumed.held

@@ -1,8 +1,9 @@
-"""Weights on their way from the trainer to a searcher: whole, versioned, and with a probe that shows whether they arrived."""
+"""Model weights as they travel from the trainer to a searcher: whole, versioned, with a probe."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Float32, Int32
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A response and its log-probs under the trainer's weights; an engine that adopted them must find the same."""
+    """A response and its log-probs under the trainer's weights.
+
+    An engine that has loaded these weights must compute the same log-probs.
+    """
 
     prompt_tokens: Int32[np.ndarray, " P"]
     tokens: Int32[np.ndarray, " T"]
@@ -25,45 +30,58 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every parameter by name. NumPy arrays travel between processes without a copy; bf16 goes as its bits (uint16)."""
+    """Every parameter by name, in fp32 or as the bits of bf16 (uint16).
+
+    The values are NumPy arrays because these travel between processes without a copy.
+    """
 
     version: int
     arrays: Mapping[str, np.ndarray]
     probe: Probe | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
 
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
-    """A copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
-    return Weights(
-        version,
-        {name: as_array(parameter.detach(), bf16) for name, parameter in model.named_parameters()},
-        probe,
-    )
+    """Return a copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
+    arrays = {name: as_array(p.detach(), bf16) for name, p in model.named_parameters()}
+    return Weights(version, arrays, probe)
 
 
-def as_array(tensor: torch.Tensor, bf16: bool) -> np.ndarray:
-    """A copy of its own, in fp32 or as the bits of bf16."""
-    value = tensor.cpu()
-    return value.bfloat16().view(torch.uint16).numpy() if bf16 else value.float().numpy().copy()
+def as_array(tensor: Tensor, bf16: bool) -> np.ndarray:
+    """Return one copy of the tensor, in fp32 or as the bits of bf16."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    value = tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    return value.view(torch.uint16).numpy() if bf16 else value.numpy()
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Return a tensor that shares the memory of an array from `as_array`; only read it."""
+    with warnings.catch_warnings():
+        # Arrays from another process are read-only, and PyTorch warns that it could write to them.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Weights) -> None:
-    """Copies all weights into the model, or none: ValueError when a name or a shape differs, before anything is written."""
+    """Copy all weights into the model.
+
+    ValueError, before anything is written, when a name or a shape differs.
+    """
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.arrays.keys():
-        raise ValueError(
-            f"weights of another model: {sorted(parameters.keys() ^ weights.arrays.keys())[:3]} are on one side only"
-        )
+        different = sorted(parameters.keys() ^ weights.arrays.keys())
+        raise ValueError(f"weights of another model: {different[:3]} are on one side only")
     for name, array in weights.arrays.items():
-        if parameters[name].shape != array.shape:
-            raise ValueError(
-                f"weights of another model: {name} is {array.shape}, not {tuple(parameters[name].shape)}"
-            )
+        shape = tuple(parameters[name].shape)
+        if shape != array.shape:
+            raise ValueError(f"weights of another model: {name} is {array.shape}, not {shape}")
     for name, array in weights.arrays.items():
-        # the arrays are read-only views of shared memory: copy_ reads them, nothing writes to them
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        parameters[name].copy_(tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor)
+        parameters[name].copy_(as_tensor(array))
 
 
 @dataclass(frozen=True)

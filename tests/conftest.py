@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,13 @@ LENGTHS = ((5, 1, 3, 2), (2, 4, 4, 1), (3, 3, 2, 1))
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a random character-level Llama and its tokenizer, with or without special tokens."""
 
-    def make(eos: str | None = EOS, pad: str | None = PAD) -> Path:
+    def make(
+        eos: str | None = EOS, pad: str | None = PAD, vocabulary: Sequence[str] = VOCABULARY
+    ) -> Path:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-        ids = {c: i for i, c in enumerate(VOCABULARY)}
+        ids = {c: i for i, c in enumerate(vocabulary)}
         characters = Tokenizer(models.WordLevel(ids, unk_token=PAD))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
         characters.decoder = decoders.Fuse()
@@ -41,7 +43,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if token is not None
         }
         config = LlamaConfig(
-            vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
+            vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
             tie_word_embeddings=True, bos_token_id=None, eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
         )  # fmt: skip
         folder = tmp_path_factory.mktemp("model")

@@ -95,12 +95,11 @@ def test_task_gives_every_answer_a_score(task: Task) -> None:
     prompt = task.prompts()[3]
     texts = ("", "7", "14", "no idea", "é\n#### 6")
     answers = [Answer(text, finished=i % 2 == 0) for i, text in enumerate(texts)]
-    together = task.score([prompt] * 5, answers)
+    together = task.score(prompt, answers)
     assert len(together) == 5
     assert all(s is None or np.isfinite(s) for s in together)
-    assert together == [
-        task.score([prompt], [a])[0] for a in answers
-    ]  # so that a failing one can be found by scoring it alone
+    # a group that raises is scored answer by answer: none of these depends on the others
+    assert together == [task.score(prompt, [a])[0] for a in answers]
     assert task.pass_reward is None or isinstance(task.pass_reward, float)
 
 

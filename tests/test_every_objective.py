@@ -77,7 +77,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
     for before, after, wanted, there in pairs:
         with pytest.raises(
             ValueError,
-            match=f"'{after}' has {wanted}, but the run has {there}; leave the objective",
+            match=f"'{after}' has {wanted}, but the run has {there}; keep the objective",
         ):
             run(
                 _config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before

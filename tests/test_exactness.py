@@ -89,7 +89,7 @@ def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_p
     (completions,) = searcher.engine.generate(
         [parts.text.encode(prompt)], Sampling(4096, 0.7, MAX_TOKENS), seed=3
     )
-    policy = Policy(searcher.reference.model, 0.7)
+    policy = Policy(searcher.reference.policy.model, 0.7)
     group = group_of_all(parts.text, prompt, policy)
     expected = {t.tokens.tobytes(): t.ref_logp for t in group.trajectories}
     assert len(expected) == len(every_answer(parts.text))

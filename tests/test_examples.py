@@ -1,24 +1,31 @@
-"""What docs/extending.md shows is what lies in examples/, and it runs."""
+"""The examples of docs/extending.md are the files in examples/, and each of them runs."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import string
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import test_contracts as contracts
 import torch
+from conftest import VOCABULARY
 
 import tba
 from tba.config.loading import load
 from tba.config.plugins import resolve
+from tba.config.tables import PolicyTable
+from tba.engines import Engine
+from tba.models.pretrained import load_text
 from tba.objectives.tb import TrajectoryBalance
-from tba.runs.summary import Summary
+from tba.runs.result import Result
 from tba.selections import Selection
 from tba.tasks import Task
-from tba.types import Answer, Batch, Prompt
+from tba.types import Answer, Batch, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -29,7 +36,7 @@ SHOWN = dict(
         re.MULTILINE | re.DOTALL,
     )
 )
-"""Fenced blocks of the page that begin by naming a file, by that name."""
+"""Fenced blocks of the page whose first line names a file, by that name."""
 
 RUNS: dict[str, list[str]] = {
     "objective": [
@@ -45,7 +52,7 @@ RUNS: dict[str, list[str]] = {
         "task.train_size=20",
         "task.held_out_size=3",
     ],
-    "reward function": [],
+    "engine": ["engine=mylab.recording_engine.Recording", "task.train_size=20"],
 }
 
 
@@ -59,13 +66,16 @@ def as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(tiny_model: Path, tmp_path: Path) -> list[str]:
     return [
-        f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", "run.steps=2", "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
-        "trainer.batch_size=12", "trainer.group_size=4", "trainer.warmup_steps=0", "eval.prompts=3", "eval.samples=1", "eval.k=[]", "log.console=off",
+        f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
+        "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
+        "trainer.batch_size=12", "trainer.group_size=4", "trainer.warmup_steps=0",
+        "eval.prompts=3", "eval.samples=1", "eval.k=[]", "log.console=off",
         "log.tensorboard=false",
     ]  # fmt: skip
 
 
-def two_steps(summary: Summary) -> None:
+def two_steps(result: Result) -> None:
+    summary = result.summary
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 24)
     assert not summary.rejected
     assert summary.first.keys() == summary.last.keys() >= {"sampled_reward", "greedy_reward"}
@@ -77,24 +87,27 @@ def test_the_page_shows_the_file(name: str) -> None:
 
 
 def test_the_page_shows_every_file() -> None:
-    assert {
-        str(p.relative_to(ROOT))
-        for p in [
-            *EXAMPLES.glob("mylab/*.py"),
-            EXAMPLES / "length_reward.py",
-            EXAMPLES / "length.toml",
-        ]
-    } <= SHOWN.keys()
+    files = [*EXAMPLES.glob("mylab/*.py"), *EXAMPLES.glob("length*"), EXAMPLES / "python_api.py"]
+    assert {str(path.relative_to(ROOT)) for path in files} <= SHOWN.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_example_runs(name: str, small: list[str]) -> None:
-    path = EXAMPLES / "length.toml" if name == "reward function" else None
-    two_steps(tba.train(load(path, [*small, *RUNS[name]])))
+def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
+    file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
+    two_steps(tba.train(load(None, [*small, *RUNS[name], *file])))
 
 
-def test_the_python_door_is_open(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    two_steps(importlib.import_module("python_api").main([*small, "task.train_size=20"]))
+def test_the_example_of_a_reward_function_runs(
+    small: list[str], make_model: Callable[..., Path]
+) -> None:
+    """Its prompts are words, so that the model needs letters to tell one from another."""
+    model = make_model(vocabulary=[*VOCABULARY, *string.ascii_letters, " ", ":"])
+    config = load(EXAMPLES / "length.toml", [*small, f"policy.model={model}"])
+    two_steps(tba.train(config))
+
+
+def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    two_steps(importlib.import_module("python_api").main(small))
     assert "held-out reward" in capsys.readouterr().out
 
 
@@ -168,9 +181,25 @@ def test_the_reward_function() -> None:
     task: Task = resolve(
         "tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options
     ).build()
-    prompts = task.prompts()[:3]  # colour 6, fruit 8, river 6
-    assert task.score(prompts, [Answer(text, True) for text in ("orange", "figs", "")]) == [
-        1.0,
-        0.5,
-        0.0,
-    ]
+    colour, fruit, _ = task.prompts()[:3]  # of 6 and 8 characters
+    answers = [Answer(text, True) for text in ("orange", "figs", "")]
+    assert task.score(colour, answers) == [1.0, pytest.approx(4 / 6), 0.0]
+    assert task.score(fruit, answers) == [0.75, 0.5, 0.0]
+
+
+def test_the_engine_keeps_the_contract_and_records(tiny_model: Path, tmp_path: Path) -> None:
+    policy = PolicyTable(model=str(tiny_model))
+    text, record = load_text(policy), tmp_path / "completions.jsonl"
+    engine: Engine = resolve(
+        "engines", "engine", "mylab.recording_engine.Recording", {"file": str(record)}
+    ).build(policy, text, "cpu", False)
+    assert isinstance(engine, Engine)
+    contracts.test_engine_gives_the_same_answers_for_the_same_seed(engine, text)
+    contracts.test_engine_ends_answers_with_eos_or_at_the_limit(engine, text, 3)
+    contracts.test_engine_is_greedy_at_temperature_0(engine, text)
+    record.unlink()
+    prompt = text.encode(Prompt("a", "1+2="))
+    (completions,) = engine.generate([prompt], Sampling(5, 1.0, 4), seed=0)
+    answers = [text.decode(c.tokens) for c in completions]
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(row["version"], row["completion"]) for row in rows] == [(0, a) for a in answers]

@@ -1,7 +1,10 @@
-"""Faults are what the config says: so many, of that kind, the same for the same task, and never in an evaluation."""
+"""Faults are as the config says, the same for the same search task, and never in evaluations."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,53 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
-from tba.search.faults import falsify
-from tba.search.rewards import Rejected
-from tba.types import Completion
+from tba.search.faults import FaultyTask
+from tba.search.rewards import Guard, Rejected
+from tba.types import Answer, Completion, Prompt
 
 REWARDS = [k / 100 for k in range(100)]
-BAD = Rejected("none", "")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Answers are numbers, which are their rewards; the group "raises" does so once."""
+
+    asynchronous: bool = False
+    pass_reward: float | None = None
+
+    def prompts(self) -> Sequence[Prompt]:
+        return []
+
+    def held_out(self) -> Sequence[Prompt]:
+        return []
+
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
+        if prompt.id == "raises" and len(answers) > 1:
+            raise RuntimeError("one at a time")
+        scores = [None if a.text == "none" else float(a.text) for a in answers]
+        return asyncio.sleep(0, scores) if self.asynchronous else scores
+
+
+def verdicts(
+    faults: FaultsTable,
+    seed: int = 1,
+    rewards: Sequence[float | str] = REWARDS,
+    task: Numbers = Numbers(),  # noqa: B008
+    prompts: Sequence[str] = ("a", "b", "c", "d"),
+) -> tuple[list[Any], int]:
+    """Verdicts of one search on four groups, and how many are wrong."""
+    size = len(rewards) // 4
+    texts = [str(r) for r in rewards]
+    answers = [[Answer(t, True) for t in texts[i * size : (i + 1) * size]] for i in range(4)]
+    faulty = FaultyTask(task, faults, seed, answers)
+    groups = Guard(faulty, 10.0)([Prompt(i, i) for i in prompts], answers)
+    count = sum(faulty.count(a, v) for a, v in zip(answers, groups, strict=True))
+    return [v.reason if isinstance(v, Rejected) else v for g in groups for v in g], count
 
 
 def faulty(task: int = 1, **settings: Any) -> list[float]:
-    return [v for v in falsify(REWARDS, FaultsTable(**settings), task)[0] if isinstance(v, float)]
+    """Rewards of the search task with this seed."""
+    return verdicts(FaultsTable(**settings), task)[0]
 
 
 def test_flip_turns_the_scale_around() -> None:
@@ -40,31 +80,27 @@ def test_plant_puts_in_the_best_reward() -> None:
 
 
 def test_noise_has_the_stated_spread() -> None:
-    noise = np.concatenate(
-        [np.subtract(faulty(task, kind="noise", share=1, scale=0.3), REWARDS) for task in range(50)]
-    )
+    every = [faulty(seed, kind="noise", share=1, scale=0.3) for seed in range(50)]
+    noise = np.subtract(every, REWARDS)
     assert noise.mean() == pytest.approx(0, abs=5 * 0.3 / np.sqrt(5000))
     assert noise.std() == pytest.approx(0.3, rel=5 / np.sqrt(2 * 5000))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_so_many_are_wrong_as_stated_and_the_others_untouched(share: float) -> None:
-    found = [
-        falsify(REWARDS, FaultsTable(kind="plant", share=share, high=7), task) for task in range(50)
-    ]
-    wrong = sum(v == 7 for verdicts, _ in found for v in verdicts)
-    assert wrong == sum(count for _, count in found)
+    faults = FaultsTable(kind="plant", share=share, high=7)
+    searches = [verdicts(faults, seed) for seed in range(50)]
+    wrong = sum(v == 7 for rewards, _ in searches for v in rewards)
+    assert wrong == sum(count for _, count in searches)
     assert wrong / 5000 == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / 5000))
-    assert all(v in (r, 7) for verdicts, _ in found for v, r in zip(verdicts, REWARDS, strict=True))
+    for rewards, _ in searches:
+        assert all(v in (r, 7) for v, r in zip(rewards, REWARDS, strict=True))
 
 
 def test_the_same_task_has_the_same_faults_and_a_larger_share_has_them_too() -> None:
     def wrong(task: int, share: float, seed: int = 0) -> set[int]:
-        return {
-            k
-            for k, v in enumerate(faulty(task, kind="plant", share=share, high=7, seed=seed))
-            if v == 7
-        }
+        rewards = faulty(task, kind="plant", share=share, high=7, seed=seed)
+        return {k for k, v in enumerate(rewards) if v == 7}
 
     assert wrong(3, 0.3) == wrong(3, 0.3) not in (wrong(4, 0.3), wrong(3, 0.3, seed=1))
     assert wrong(3, 0.1) < wrong(3, 0.3) < wrong(3, 0.9)
@@ -72,10 +108,24 @@ def test_the_same_task_has_the_same_faults_and_a_larger_share_has_them_too() -> 
 
 def test_a_sample_without_a_reward_gets_none_and_does_not_move_the_others() -> None:
     faults = FaultsTable(kind="noise", share=0.5)
-    whole, _ = falsify(REWARDS, faults, 1)
-    holed, count = falsify([BAD if k < 40 else r for k, r in enumerate(REWARDS)], faults, 1)
-    assert holed == [BAD] * 40 + whole[40:]
+    whole, _ = verdicts(faults)
+    holed, count = verdicts(faults, rewards=["none"] * 20 + ["nan"] * 20 + REWARDS[40:])
+    assert holed == ["none"] * 20 + ["not_finite"] * 20 + whole[40:]
     assert count == sum(a != b for a, b in zip(whole[40:], REWARDS[40:], strict=True))
+
+
+def test_faults_do_not_depend_on_how_the_task_is_called() -> None:
+    """Of an async task, and of a group that raised and is scored answer by answer."""
+    faults = FaultsTable(kind="noise", share=0.5)
+    whole = verdicts(faults)
+    assert verdicts(faults, task=Numbers(asynchronous=True)) == whole
+    assert verdicts(faults, prompts=("a", "raises", "c", "raises")) == whole
+
+
+def test_samples_with_the_same_text_have_faults_of_their_own() -> None:
+    rewards, count = verdicts(FaultsTable(kind="flip", share=0.5), rewards=[1.0] * 100)
+    assert rewards.count(0.0) == count
+    assert 25 < count < 75
 
 
 def test_what_cannot_be_meant_is_told() -> None:
@@ -133,7 +183,7 @@ def test_a_run_has_as_many_faults_as_stated(
 
 
 def test_an_evaluation_has_no_faults(runs: dict[str, tuple[Path, Summary]]) -> None:
-    """The first, before anything was learned, is that of the sound run; in all, a greedy answer's reward is whether it is right."""
+    """The first equals that of the run without faults; a greedy reward is whether it is correct."""
     first = [
         {k: v for k, v in summary.first.items() if k != "seconds"} for _, summary in runs.values()
     ]
@@ -159,14 +209,12 @@ def stored(folder: Path) -> list[tuple[float, float]]:
     )
     buffer.load(checkpoint.newest(folder / "checkpoints"))
     held = [(shelf.prompt, s.trajectory) for shelf in buffer.shelves for s in shelf.stored.values()]
-    true = Ones().score(
-        [p for p, _ in held],
-        [
-            text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version))
-            for _, t in held
-        ],
-    )
-    return [(t.reward, float(r or 0)) for (_, t), r in zip(held, true, strict=True)]
+    rewards = []
+    for prompt, t in held:
+        answer = text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version))
+        (true,) = Ones().score(prompt, [answer])
+        rewards.append((t.reward, float(true or 0)))
+    return rewards
 
 
 def test_a_resumed_run_has_the_same_faults(tiny_model: Path, tmp_path: Path) -> None:

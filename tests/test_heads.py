@@ -11,7 +11,7 @@ from test_policy import FAMILIES, make
 from tba.config.plugins import names, resolve
 from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
-from tba.learn.trainer import Trainer
+from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import enable_gradient_checkpointing
 from tba.objectives import HasHead, Head
 from tba.objectives.tb import TrajectoryBalance
@@ -134,12 +134,14 @@ def test_plain_prompts_and_gradient_checkpointing_change_nothing(
         )
 
 
-def trainer(objective: str, options: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+def trainer(
+    objective: str, options: dict[str, Any] | None = None, **settings: Any
+) -> SingleTrainer:
     """Of a small model that is the same each time; gradients are not clipped."""
     plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
     first = plugin.at(0)
     policy = with_head(make("llama"), first.head if isinstance(first, HasHead) else None)
-    return Trainer(
+    return SingleTrainer(
         policy,
         plugin,
         TrainerTable(learning_rate=1e-3, max_grad_norm=float("inf"), **settings),
@@ -148,14 +150,14 @@ def trainer(objective: str, options: dict[str, Any] | None = None, **settings: A
     )
 
 
-def owned(t: Trainer) -> dict[str, torch.nn.Parameter]:
+def owned(t: SingleTrainer) -> dict[str, torch.nn.Parameter]:
     """The policy's parameters and the head's."""
     head = () if t.policy.readout is None else t.policy.readout.named_parameters()
     return dict([*t.policy.model.named_parameters(), *((f"head.{n}", p) for n, p in head)])
 
 
 @pytest.fixture(scope="module")
-def in_one_pass() -> dict[str, tuple[Trainer, dict[str, float]]]:
+def in_one_pass() -> dict[str, tuple[SingleTrainer, dict[str, float]]]:
     """For each objective a trainer after one step on the whole batch at once, and what it said."""
     return {}
 
@@ -166,7 +168,7 @@ def test_any_micro_batching_gives_the_same_gradients(
     objective: str,
     budget: int,
     batch: Batch,
-    in_one_pass: dict[str, tuple[Trainer, dict[str, float]]],
+    in_one_pass: dict[str, tuple[SingleTrainer, dict[str, float]]],
 ) -> None:
     """Of the policy and of the head, from one pass down to single trajectories, with groups cut in pieces (two passes)."""
     if objective not in in_one_pass:
@@ -205,7 +207,7 @@ def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
     """With a policy that stands still, the head of `tb_learned_z` ends at what VarGrad says of each prompt."""
     plugin = resolve("objectives", "objective", "tb_learned_z", {})
     policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
-    t = Trainer(
+    t = SingleTrainer(
         policy,
         plugin,
         TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")),

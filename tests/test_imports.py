@@ -29,7 +29,7 @@ RAY = ("actor", "cluster", "functions", "pool", "ray", "transport")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
-    "matplotlib": {"report/draw.py", "report/run.py", "report/figures.py"},
+    "matplotlib": {"report/draw.py", "report/panels.py", "report/figures.py"},
     "vllm": set(),
 }
 

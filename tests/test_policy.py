@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 import tba.learn.policy
 from tba.learn.policy import Policy
 from tba.models.pretrained import enable_gradient_checkpointing
+from tba.objectives import Head
 from tba.types import Batch
 
 SMALL = {
@@ -169,3 +171,87 @@ def test_bf16_autocast_is_close(batch: Batch) -> None:
         atol=0.05,
         rtol=0.05,
     )
+
+
+def test_every_part_runs_inside_the_one_forward(batch: Batch) -> None:
+    """Hooks on the policy run once for each call, and around every other module that computes."""
+    policy = Policy(make("llama"), 1.0, head=Head("response", 0.01))
+    events: list[str] = []
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda *_: events.append(name)
+
+    policy.register_forward_pre_hook(record("begin"))
+    for name, module in policy.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(record(name))
+    policy.register_forward_hook(record("end"))
+    policy(batch)
+    policy.logp(batch)
+    second = events.index("begin", 1)
+    for call in (events[:second], events[second:]):
+        assert (call[0], call[-1]) == ("begin", "end")
+        assert (call.count("begin"), call.count("end")) == (1, 1)
+        assert {"model.lm_head", "model.model.embed_tokens", "readout"} <= set(call)
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, with a low-rank adapter beside it."""
+
+    def __init__(self, base: nn.Linear, generator: torch.Generator):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        down = torch.randn(base.in_features, 2, generator=generator)
+        self.down = nn.Parameter(0.1 * down)
+        self.up = nn.Parameter(0.1 * torch.randn(2, base.out_features, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down @ self.up
+
+    def merged(self) -> torch.Tensor:
+        return self.base.weight + (self.down @ self.up).T
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_wrapped_linear_layers_compute_and_learn(share_prompt: bool, batch: Batch) -> None:
+    """As with adapters: the policy is that of the merged weights; only the adapters learn."""
+    policy = Policy(make("llama"), 1.0, share_prompt=share_prompt)
+    generator = torch.Generator().manual_seed(1)
+    merged = make("llama")
+    for name, layer in list(policy.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            adapted = Adapted(layer, generator)
+            policy.model.set_submodule(name, adapted)
+            merged.get_submodule(name).weight.data.copy_(adapted.merged())
+    expected = Policy(merged, 1.0, share_prompt=share_prompt).logp(batch)
+    logp = policy.logp(batch)
+    torch.testing.assert_close(logp, expected, atol=1e-5, rtol=1e-5)
+    logp.sum().backward()
+    adapters = [m for m in policy.modules() if isinstance(m, Adapted)]
+    assert isinstance(policy.model.lm_head, Adapted) and len(adapters) == 15
+    for adapted in adapters:
+        assert adapted.up.grad is not None and adapted.up.grad.any()
+        assert adapted.base.weight.grad is None
+
+
+def test_a_sharded_policy_has_the_same_gradients(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fully_shard` gathers parameters in hooks of forward; here on the only rank."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    plain, sharded = (Policy(make("llama"), 0.7, head=Head("response", 0.01)) for _ in range(2))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for layer in sharded.model.model.layers:
+            fully_shard(layer)
+        fully_shard(sharded)
+        for policy in (plain, sharded):
+            output = policy(batch)
+            (output.logp.sum() + output.head.sum()).backward()
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad.full_tensor())
+    finally:
+        distributed.destroy_process_group()

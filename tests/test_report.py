@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tba.config.schema import Config
-from tba.report import FIGURES, report
-from tba.report.run import _smooth
+from tba.report import report
+from tba.report.panels import FIGURES, smooth
 from tba.runs.log import CONFIG, SAMPLES, SUMMARY, Journal
 
 SCRIPT = "<script>alert('7')</script>"
@@ -221,7 +222,7 @@ def test_an_unfinished_run_is_told_from_its_steps_whatever_its_last_session_left
 
 
 def test_what_is_no_run_is_refused_with_what_to_type(tmp_path):
-    with pytest.raises(ValueError, match=r"not a run's folder.*type `tba report RUN"):
+    with pytest.raises(ValueError, match=r"not a run folder.*type `tba report RUN"):
         report([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="name at least one run: tba report RUN"):
         report([])
@@ -233,6 +234,6 @@ def test_what_is_no_run_is_refused_with_what_to_type(tmp_path):
 
 
 def test_smoothing_keeps_a_constant_and_leaves_gaps_out():
-    values = np.where(np.arange(200) % 7 == 3, np.nan, 2.5)
-    np.testing.assert_allclose(_smooth(values), 2.5)
-    assert np.isnan(_smooth(np.full(3, np.nan))).all()
+    values = pd.Series(np.where(np.arange(200) % 7 == 3, np.nan, 2.5))
+    np.testing.assert_allclose(smooth(values), 2.5)
+    assert smooth(pd.Series([np.nan] * 3)).isna().all()

@@ -1,10 +1,12 @@
-"""Scoring that raises, hangs or returns nonsense costs the samples it was asked about, and is counted."""
+"""Scoring that raises, hangs or returns nonsense costs the samples it was asked about."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ from tba.types import Answer, Prompt
 
 ANSWERS = ("one", "two", "three", "four", "five")
 DEADLINE = 0.2
+"""Seconds for each answer."""
+
+Score = Callable[[list[str]], Any]
+"""Rewards of a group, from its texts."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A task whose scoring is the given function of all answers' texts."""
+    """A task whose scoring is the given function of a group's texts."""
 
-    function: Callable[[list[str]], Any]
+    function: Score
     pass_reward: float | None = None
 
     def prompts(self) -> Sequence[Prompt]:
@@ -37,8 +43,17 @@ class Scored:
     def held_out(self) -> Sequence[Prompt]:
         return []
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Any:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
         return self.function([a.text for a in answers])
+
+
+class Asynchronous(Scored):
+    """The same with `async def`; the function may return an awaitable."""
+
+    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
+        await asyncio.sleep(0)
+        scores = self.function([a.text for a in answers])
+        return await scores if isinstance(scores, Awaitable) else scores
 
 
 @pytest.fixture
@@ -49,56 +64,210 @@ def hang() -> Iterator[Callable[[], float]]:
     released.set()
 
 
-def judge(function: Callable[[list[str]], Any], answers: Sequence[str] = ANSWERS) -> list[Verdict]:
-    prompts = [Prompt(str(i), "count") for i in range(len(answers))]
-    return Guard(Scored(function), DEADLINE)(prompts, [Answer(a, finished=True) for a in answers])
+@pytest.fixture(params=[Scored, Asynchronous], ids=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> type[Scored]:
+    return request.param
+
+
+def judge_all(
+    task: Scored, groups: Sequence[Sequence[str]], deadline: float = DEADLINE, concurrency: int = 8
+) -> list[list[Verdict]]:
+    prompts = [Prompt(str(i), "count") for i in range(len(groups))]
+    answers = [[Answer(a, finished=True) for a in group] for group in groups]
+    return Guard(task, deadline, concurrency)(prompts, answers)
+
+
+def judge(
+    function: Score, answers: Sequence[str] = ANSWERS, kind: type[Scored] = Scored
+) -> list[Verdict]:
+    (verdicts,) = judge_all(kind(function), [answers])
+    return verdicts
 
 
 def reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
     return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
 
 
-def each(score: Callable[[str], Any]) -> Callable[[list[str]], Any]:
+def each(score: Callable[[str], Any]) -> Score:
     return lambda texts: [score(t) for t in texts]
 
 
-def length_except(text: str, otherwise: Callable[[], Any]) -> Callable[[list[str]], Any]:
+def length_except(text: str, otherwise: Callable[[], Any]) -> Score:
     return each(lambda t: otherwise() if t == text else len(t))
 
 
-def test_lengths() -> None:
-    assert judge(each(len)) == [3.0, 3.0, 5.0, 4.0, 4.0]
+def hangs_for(text: str, kind: type[Scored], hang: Callable[[], float]) -> Score:
+    """The lengths, but a call with this text does not return."""
+    if kind is Scored:
+        return length_except(text, hang)
+
+    async def score(texts: list[str]) -> list[int]:
+        if text in texts:
+            await asyncio.sleep(60)
+        return [len(t) for t in texts]
+
+    return score
 
 
-def test_what_raises_for_one_sample_costs_that_sample() -> None:
-    verdicts = judge(length_except("three", lambda: 1 / 0))
+def test_lengths(kind: type[Scored]) -> None:
+    assert judge(each(len), kind=kind) == [3.0, 3.0, 5.0, 4.0, 4.0]
+
+
+def test_a_task_scores_whole_groups(kind: type[Scored]) -> None:
+    """One call has the answers to one prompt, so that a reward may compare them."""
+    calls: list[list[str]] = []
+
+    def rank(texts: list[str]) -> list[int]:
+        calls.append(texts)
+        return [sorted(texts).index(t) for t in texts]
+
+    groups = [["b", "a"], ["c"], [], ["z", "y", "x"]]
+    assert judge_all(kind(rank), groups) == [[1.0, 0.0], [0.0], [], [2.0, 1.0, 0.0]]
+    assert sorted(calls) == sorted(g for g in groups if g)
+
+
+def test_a_sync_function_has_one_group_at_a_time() -> None:
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    def score(texts: list[str]) -> list[float]:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.01)
+        with lock:
+            inside -= 1
+        return [0.0] * len(texts)
+
+    judge_all(Scored(score), [ANSWERS] * 5)
+    assert most == 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_an_async_function_has_several_groups_at_once(concurrency: int) -> None:
+    inside, most = 0, 0
+
+    async def score(texts: list[str]) -> list[float]:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.01)
+        inside -= 1
+        return [0.0] * len(texts)
+
+    judge_all(Asynchronous(score), [ANSWERS] * 7, concurrency=concurrency)
+    assert most == concurrency
+
+
+def test_a_call_has_the_deadline_for_each_of_its_answers(kind: type[Scored]) -> None:
+    """Slower than the deadline of one answer, faster than that of five; then the reverse."""
+
+    def score(texts: list[str]) -> Any:
+        seconds = 2 * DEADLINE
+        if kind is Scored:
+            time.sleep(seconds)
+            return [1.0] * len(texts)
+        return asyncio.sleep(seconds, [1.0] * len(texts))
+
+    assert reasons(judge(score, kind=kind)) == [1.0] * 5
+    assert reasons(judge(score, ["one"], kind=kind)) == ["timeout"]
+
+
+def test_what_raises_for_one_sample_costs_that_sample(kind: type[Scored]) -> None:
+    verdicts = judge(length_except("three", lambda: 1 / 0), kind=kind)
     assert reasons(verdicts) == [3.0, 3.0, "raised", 4.0, 4.0]
     assert isinstance(verdicts[2], Rejected)
-    assert (
-        "ZeroDivisionError: division by zero" in verdicts[2].detail
-        and "test_rewards.py" in verdicts[2].detail
-    )  # the traceback
+    assert "ZeroDivisionError: division by zero" in verdicts[2].detail
+    assert "test_rewards.py" in verdicts[2].detail  # the traceback
 
 
-def test_what_raises_always_costs_all() -> None:
-    assert reasons(judge(each(lambda _: 1 / 0))) == ["raised"] * 5
-    assert reasons(judge(each(lambda _: exit()))) == ["raised"] * 5  # not the searcher
+def test_what_raises_always_costs_all(kind: type[Scored]) -> None:
+    assert reasons(judge(each(lambda _: 1 / 0), kind=kind)) == ["raised"] * 5
+    assert reasons(judge(each(lambda _: exit()), kind=kind)) == ["raised"] * 5  # not the searcher
 
 
-def test_what_hangs_for_one_sample_costs_that_sample(hang: Callable[[], float]) -> None:
-    verdicts = judge(length_except("four", hang))
-    assert reasons(verdicts) == [3.0, 3.0, 5.0, "timeout", 4.0]
-    assert (
-        isinstance(verdicts[3], Rejected)
-        and verdicts[3].detail == "scoring did not return within reward.deadline = 0.2 s"
+def test_a_call_that_times_out_costs_its_group_and_is_not_repeated(
+    kind: type[Scored], hang: Callable[[], float]
+) -> None:
+    calls: list[list[str]] = []
+    score = hangs_for("four", kind, hang)
+
+    def counted(texts: list[str]) -> Any:
+        calls.append(texts)
+        return score(texts)
+
+    groups = [["one", "two"], ["three", "four", "five"], ["six"]]
+    verdicts = judge_all(kind(counted), groups)
+    assert [reasons(v) for v in verdicts] == [[3.0, 3.0], ["timeout"] * 3, [3.0]]
+    assert sorted(calls) == sorted(groups)
+    assert isinstance(verdicts[1][0], Rejected)
+    assert verdicts[1][0].detail == (
+        "scoring of 3 answers did not return within 0.6 s (reward.deadline = 0.2 s for each)"
     )
 
 
-def test_after_two_hangs_the_rest_is_not_tried(hang: Callable[[], float]) -> None:
+def test_an_answer_that_hangs_after_the_group_has_raised_costs_itself(
+    hang: Callable[[], float],
+) -> None:
+    def score(texts: list[str]) -> list[float]:
+        if len(texts) > 1:
+            raise RuntimeError("one at a time")
+        return [hang() if texts == ["two"] else 1.0]
+
+    assert reasons(judge(score)) == [1.0, "timeout", 1.0, 1.0, 1.0]
+
+
+def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(
+    kind: type[Scored], hang: Callable[[], float]
+) -> None:
     calls: list[list[str]] = []
-    verdicts = judge(lambda texts: calls.append(texts) or hang())
-    assert reasons(verdicts) == ["timeout"] * 5
-    assert calls == [list(ANSWERS), ["one"], ["two"]]
+
+    def score(texts: list[str]) -> Any:
+        calls.append(texts)
+        return hang() if kind is Scored else asyncio.sleep(60)
+
+    groups = [[str(i)] for i in range(7)]
+    verdicts = judge_all(kind(score), groups, concurrency=2)
+    assert [reasons(v) for v in verdicts] == [["timeout"]] * 7
+    assert len(calls) == 2 if kind is Scored else len(calls) <= 3  # one began in between
+    assert isinstance(verdicts[6][0], Rejected) and verdicts[6][0].detail.startswith("not tried")
+
+
+def test_timeouts_among_calls_that_work_do_not_end_the_scoring(
+    kind: type[Scored], hang: Callable[[], float]
+) -> None:
+    score = hangs_for("?", kind, hang)
+    groups = [["?"], ["one"], ["?"], ["two"], ["?"], ["three"], ["four"]]
+    verdicts = judge_all(kind(score), groups, concurrency=2)
+    expected = ["timeout", 3.0, "timeout", 3.0, "timeout", 5.0, 4.0]
+    assert [reasons(v)[0] for v in verdicts] == expected
+
+
+def test_an_async_function_that_blocks_the_event_loop_does_not_hang_the_search(
+    hang: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.search.calls.GRACE", 0.1)
+    verdicts = judge_all(Asynchronous(length_except("?", hang)), [["one"], ["?"], ["two"]])
+    assert reasons(verdicts[1]) == ["timeout"]
+    assert (
+        isinstance(verdicts[1][0], Rejected) and "blocked the event loop" in verdicts[1][0].detail
+    )
+
+
+def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_search() -> None:
+    released = threading.Event()
+
+    async def score(texts: list[str]) -> list[float]:
+        while not released.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return [1.0] * len(texts)
+
+    assert reasons(judge(score, ["one"], kind=Asynchronous)) == ["timeout"]
+    released.set()
 
 
 @pytest.mark.parametrize(
@@ -115,48 +284,35 @@ def test_after_two_hangs_the_rest_is_not_tried(hang: Callable[[], float]) -> Non
     ],
     ids=str,
 )
-def test_a_reward_that_is_none_costs_that_sample(score: Any, reason: str) -> None:
-    assert reasons(judge(length_except("two", lambda: score))) == [3.0, reason, 5.0, 4.0, 4.0]
+def test_a_reward_that_is_none_costs_that_sample(
+    score: Any, reason: str, kind: type[Scored]
+) -> None:
+    verdicts = judge(length_except("two", lambda: score), kind=kind)
+    assert reasons(verdicts) == [3.0, reason, 5.0, 4.0, 4.0]
 
 
 def test_numbers_of_any_library_are_rewards() -> None:
-    assert judge(lambda texts: torch.tensor([len(t) / 4 for t in texts])) == [
-        0.75,
-        0.75,
-        1.25,
-        1.0,
-        1.0,
-    ]
+    quarters = judge(lambda texts: torch.tensor([len(t) / 4 for t in texts]))
+    assert quarters == [0.75, 0.75, 1.25, 1.0, 1.0]
     assert judge(each(lambda t: len(t) > 3)) == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("returned", [[], [1.0] * 4, [1.0] * 6])
-def test_another_number_of_rewards_costs_all(returned: list[float]) -> None:
-    verdicts = judge(lambda _: returned)
-    assert reasons(verdicts) == ["wrong_length"] * 5
-    assert (
-        isinstance(verdicts[0], Rejected)
-        and verdicts[0].detail == f"{len(returned)} rewards for 5 answers"
-    )
-
-
-def test_no_answers_have_no_verdicts() -> None:
-    assert judge(each(len), answers=[]) == []
+def test_another_number_of_rewards_costs_all(returned: list[float], kind: type[Scored]) -> None:
+    verdicts = judge(lambda _: returned, kind=kind)
+    assert verdicts == [Rejected("wrong_length", f"{len(returned)} rewards for 5 answers")] * 5
 
 
 def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule() -> None:
     monitor, bad = RejectionMonitor(max_share=0.5), Counter(raised=5, timeout=1)
     for _ in range(7):
-        monitor.add(
-            SearchStats(8, rejected=bad, last_rejection="Traceback: division by zero")
-        )  # 56 samples: too few to judge
+        # 56 samples: too few to judge
+        monitor.add(SearchStats(8, rejected=bad, last_rejection="Traceback: division by zero"))
+    counts = r"48 of the last 64 samples .*\(raised: 40, timeout: 8\)"
     with pytest.raises(
-        RuntimeError,
-        match=r"48 of the last 64 samples .*\(raised: 40, timeout: 8\).*reward\.max_rejected = 0\.5(.|\n)*division by zero",
+        RuntimeError, match=counts + r".*max_rejected = 0\.5(.|\n)*division by zero"
     ):
-        monitor.add(
-            SearchStats(8, rejected=bad)
-        )  # what the last rejected sample said is remembered
+        monitor.add(SearchStats(8, rejected=bad))  # the message of an earlier search is kept
 
 
 def test_rare_rejections_do_not_stop_the_run() -> None:
@@ -177,24 +333,14 @@ def test_only_the_last_samples_count() -> None:
 
 
 def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path) -> None:
-    """Of the scripted answers -1, 0 and "?", at a bar of -1, those two that have a number are right."""
+    """Of the answers -1, 0 and "?", at a bar of -1, the two that have a number are correct."""
     policy = PolicyTable(model=str(tiny_model))
     text = load_text(policy)
     engine = Scripted(policy, text, "cpu", False, answers=("?", "-1", "0"))
     guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
-    scores = evaluate(
-        engine,
-        text,
-        guard,
-        [Prompt(str(i), "1+1=") for i in range(40)],
-        EvalTable(samples=4, k=(4,)),
-        4,
-        None,
-    ).scores
+    prompts, settings = [Prompt(str(i), "1+1=") for i in range(40)], EvalTable(samples=4, k=(4,))
+    scores = evaluate(engine, text, guard, prompts, settings, 4, None).scores
     assert scores["greedy_pass@1"] == 0.0 and scores["greedy_rejected"] == 1.0
-    assert (
-        scores["sampled_pass@1"]
-        == pytest.approx(1 - scores["sampled_rejected"])
-        == pytest.approx(2 / 3, abs=0.15)
-    )
+    assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"])
+    assert scores["sampled_pass@1"] == pytest.approx(2 / 3, abs=0.15)
     assert scores["pass@4"] > scores["sampled_pass@1"]

@@ -1,4 +1,4 @@
-"""Monte-Carlo values: which states are rolled out, that their means are the true values, and what happens where scoring fails."""
+"""Monte-Carlo values: the states that are rolled out, true means, and scoring that fails."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
 from tba.runs.parts import check
 from tba.search.result import SearchResult
 from tba.search.rewards import Guard, Rejected
-from tba.search.rollouts import Rollouts
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
+from tba.search.rollouts import Rollouts, Sample, SampleGroup
+from tba.types import Answer, Completion, Group, Prompt, Sampling, collate
 
 SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
 
 
 @dataclass
 class Endings:
-    """An engine that ends every response with the digits 1, 2, 3, ... in turn, and remembers what it was asked."""
+    """An engine that ends responses with the digits 1, 2, 3, ... and remembers its calls."""
 
     text: Text
     asked: list[tuple[list[str], Sampling, int]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Endings:
 
 @dataclass(frozen=True)
 class Digits:
-    """A reward of the answer read as a number; those that contain a 9 cannot be scored, nor those with an 8 that were rolled out."""
+    """The reward is the answer as a number; None with a 9, or at the end 81 or 82."""
 
     pass_reward: float | None = None
 
@@ -55,7 +55,7 @@ class Digits:
     def held_out(self) -> Sequence[Prompt]:
         return []
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         return [
             None if "9" in a.text or a.text.endswith(("81", "82")) else float(a.text)
             for a in answers
@@ -67,34 +67,30 @@ def text(tiny_model: Path) -> Text:
     return load_text(PolicyTable(model=str(tiny_model)))
 
 
-def group(text: Text, prompt: str, *answers: str) -> Group:
+def group(text: Text, prompt: str, *answers: str) -> SampleGroup:
     """Answers with EOS, unless they end with a dash; the reward is the answer."""
-    found = []
+    samples = []
     for answer in answers:
-        ids = text.tokenizer(answer.removesuffix("-"))["input_ids"]
-        tokens = np.array([*ids, *(() if answer.endswith("-") else text.eos_ids)], np.int32)
-        logp = np.zeros(len(tokens), np.float32)
-        found.append(
-            Trajectory(
-                tokens, logp, logp, float(answer.removesuffix("-")), 0, not answer.endswith("-")
-            )
-        )
+        digits, finished = answer.removesuffix("-"), not answer.endswith("-")
+        ids = text.tokenizer(digits)["input_ids"]
+        tokens = np.array([*ids, *(text.eos_ids if finished else ())], np.int32)
+        completion = Completion(tokens, np.zeros(len(tokens), np.float32), finished, version=0)
+        samples.append(Sample(completion, float(digits)))
     p = Prompt(prompt, prompt)
-    return Group(p, text.encode(p), tuple(found))
+    return SampleGroup(p, text.encode(p), tuple(samples))
 
 
 def estimate(
-    text: Text, groups: list[Group], rollouts: int, step_tokens: int
-) -> tuple[list[Group], list[float | Rejected], Endings]:
-    engine = Endings(text)
-    found, verdicts = Rollouts(
-        engine, text, Guard(Digits(), 10.0), SAMPLING, ValueRollouts(rollouts, step_tokens)
-    ).estimate(groups, seed=100)
-    return found, verdicts, engine
+    text: Text, groups: list[SampleGroup], rollouts: int, step_tokens: int
+) -> tuple[list[SampleGroup], list[float | Rejected], Endings]:
+    engine, request = Endings(text), ValueRollouts(rollouts, step_tokens)
+    all_of = Rollouts(engine, text, Guard(Digits(), 10.0), SAMPLING, request)
+    valued, verdicts = all_of.estimate(groups, seed=100)
+    return valued, verdicts, engine
 
 
-def values(group: Group) -> list[list[float]]:
-    return [[] if t.value is None else t.value.tolist() for t in group.trajectories]
+def values(group: SampleGroup) -> list[list[float]]:
+    return [[] if s.value is None else s.value.tolist() for s in group.samples]
 
 
 def test_values_by_hand(text: Text) -> None:
@@ -162,25 +158,20 @@ def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
 def test_what_was_found_stays_as_it_was(text: Text) -> None:
     before = group(text, "1+", "123", "45")
     (found,), _, _ = estimate(text, [before], rollouts=2, step_tokens=2)
-    assert all(
-        a.tokens is b.tokens and a.reward == b.reward and a.value is None
-        for a, b in zip(before.trajectories, found.trajectories, strict=True)
-    )
+    assert [replace(s, value=None) for s in found.samples] == list(before.samples)
 
 
 def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Text) -> None:
     """After "8" the endings 1 and 2 cannot be scored, the third can; after "48" as well."""
     groups = [group(text, "1+", "82", "48", "12"), group(text, "2+", "81", "82")]
     found, verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=1)
-    assert [[t.reward for t in g.trajectories] for g in found] == [
-        [12.0]
-    ]  # and a prompt without any gives no group
-    assert (
-        values(found[0])[0][0] == (82 + 48) / 2
-    )  # whatever became of them, they are what the prompt's other responses were worth
+    # a prompt whose responses are all left out gives no group
+    assert [[s.reward for s in g.samples] for g in found] == [[12.0]]
+    # those left out still count as the prompt's other responses
+    assert values(found[0])[0][0] == (82 + 48) / 2
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
     found, verdicts, _ = estimate(text, groups, rollouts=3, step_tokens=1)
-    assert [[t.reward for t in g.trajectories] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
+    assert [[s.reward for s in g.samples] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
     assert values(found[0])[0][1] == 83  # the mean of those that could be scored
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
 

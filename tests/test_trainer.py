@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.config.loading import load
 from tba.config.plugins import Plugin
-from tba.learn.trainer import NotFinite, Trainer
+from tba.learn import NotFinite
+from tba.learn.trainer import SingleTrainer
 from tba.runs.parts import check
 from tba.types import Batch, Group, collate
-from tba.weights import load_weights, pack
+from tba.weights import as_tensor, load_weights, pack
 
 
-def trainer(model: Path, *settings: str) -> Trainer:
+def trainer(model: Path, *settings: str) -> SingleTrainer:
     parts = check(
         load(
             None,
             [
                 f"policy.model={model}",
+                "task=toy.Ones",
                 "sampling.max_tokens=6",
                 "trainer.learning_rate=1e-2",
                 "trainer.batch_size=12",
@@ -35,7 +39,7 @@ def trainer(model: Path, *settings: str) -> Trainer:
     return parts.trainer("cpu")
 
 
-def parameters(t: Trainer) -> list[torch.Tensor]:
+def parameters(t: SingleTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in t.policy.model.parameters()]
 
 
@@ -101,15 +105,16 @@ def test_an_objective_that_would_be_averaged_wrongly_is_refused(
         replace(trainer(tiny_model), objective=Plugin(Wrong, {"kind": kind})).step(batch, 0)
 
 
-@pytest.mark.parametrize("field", ["reward", "ref_logp"])
+@pytest.mark.parametrize("wrong", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("field", ["reward", "ref_logp", "behavior_logp"])
 def test_nothing_moves_when_the_batch_is_not_finite(
-    tiny_model: Path, batch: Batch, field: str
+    tiny_model: Path, batch: Batch, field: str, wrong: float
 ) -> None:
     t = trainer(tiny_model)
     before = parameters(t)
     value = getattr(batch, field).clone()
-    value.view(-1)[0] = float("nan")
-    with pytest.raises(NotFinite):
+    value.view(-1)[0] = wrong
+    with pytest.raises(NotFinite, match=f"step 0: {field} of the batch is not finite"):
         t.step(replace(batch, **{field: value}), 0)
     assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
     assert not t.optimizer.state
@@ -172,7 +177,9 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
     """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
     t = trainer(tiny_model)
-    parts = check(load(None, [f"policy.model={tiny_model}", "sampling.max_tokens=6"]))
+    parts = check(
+        load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"])
+    )
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)
@@ -202,3 +209,78 @@ def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
             ),
         )
     assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
+
+
+class Copies(TorchDispatchMode):
+    """Count the operations that copy a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).removeprefix("aten.")
+        self.count += name in ("_to_copy", "clone", "copy_", "contiguous")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_are_copied_once_on_each_side(tiny_model: Path, bf16: bool) -> None:
+    """Arrays from another process are read-only views of shared memory."""
+    model = trainer(tiny_model).policy.model
+    parameters = dict(model.named_parameters())
+    with Copies() as packing:
+        weights = pack(model, 1, bf16)
+    assert packing.count == len(parameters)
+    assert weights.nbytes == sum(p.numel() for p in parameters.values()) * (2 if bf16 else 4)
+    for name, array in weights.arrays.items():
+        array.flags.writeable = False
+        assert not np.shares_memory(array, parameters[name].detach().numpy())
+        bits = as_tensor(array).view(torch.int16 if bf16 else torch.int32)
+        assert np.shares_memory(array, bits.numpy())
+    with Copies() as loading:
+        load_weights(model, weights)
+    assert loading.count == len(parameters)
+
+
+def test_a_save_holds_the_state_at_its_beginning(
+    tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    """Files are written after three more steps; the loaded trainer makes them again, bit for bit."""
+    settings = ("objective=tb_learned_z", "trainer.schedule=linear")
+    t = trainer(tiny_model, *settings)
+    t.step(batch, 0)
+    write = t.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    metrics = [t.step(batch, step) for step in (1, 2, 3)]
+    write()
+    loaded = trainer(tiny_model, *settings)
+    loaded.load(tmp_path)
+    for step, expected in zip((1, 2, 3), metrics, strict=True):
+        again = loaded.step(batch, step)
+        assert {**again, "step_time": 0} == {**expected, "step_time": 0}
+    assert all(torch.equal(p, q) for p, q in zip(parameters(t), parameters(loaded), strict=True))
+
+
+def test_the_state_of_another_model_is_refused_whole(
+    tiny_model: Path, toy_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    """A model of other shapes, and one of the same shapes; a copy elsewhere is the same model."""
+    t = trainer(tiny_model)
+    t.step(batch, 0)
+    t.save(tmp_path / "state")()
+    retrained = tmp_path / "retrained"
+    shutil.copytree(tiny_model, retrained)
+    shutil.copytree(tmp_path / "state" / "model", retrained, dirs_exist_ok=True)
+    for other, error in (
+        (toy_model, "holds another model than policy.model"),
+        (retrained, r"policy\.model is not the model that this run began with"),
+    ):
+        wrong = trainer(other)
+        before = parameters(wrong)
+        with pytest.raises(ValueError, match=error):
+            wrong.load(tmp_path / "state")
+        assert all(torch.equal(p, q) for p, q in zip(before, parameters(wrong), strict=True))
+    moved = trainer(shutil.copytree(tiny_model, tmp_path / "moved"))
+    moved.load(tmp_path / "state")
+    assert all(torch.equal(p, q) for p, q in zip(parameters(t), parameters(moved), strict=True))

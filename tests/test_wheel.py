@@ -45,8 +45,9 @@ def test_a_wheel_trains_and_reports(tmp_path: Path) -> None:
 
     place = call(tmp_path, python, "-c", "import tba; print(tba.__file__)")
     assert Path(place.strip()) == own / "tba" / "__init__.py"
+    assert (own / "tba" / "py.typed").is_file()
     command = fresh / "bin" / "tba"
-    settings = ("run.steps=5", "run.folder=mine", "eval.prompts=8", "log.console=off")
+    settings = ("run.steps=5", "run.folder=mine", "eval.prompts=8", "log.tensorboard=false")
     call(tmp_path, command, "train", *settings)
     assert call(tmp_path, command, "report", "mine").strip() == "mine/report/index.html"
     assert "<html" in (tmp_path / "mine" / "report" / "index.html").read_text()

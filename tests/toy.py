@@ -40,7 +40,7 @@ class Toy:
     def held_out(self) -> Sequence[Prompt]:
         return [Prompt("held-out", "4+")]
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         return [0.3 * a.text.count("1") - 0.2 * len(a.text) + 0.5 * a.finished for a in answers]
 
 
@@ -57,7 +57,7 @@ class Ones:
     def held_out(self) -> Sequence[Prompt]:
         return [Prompt(f"{i}+2", f"{i}+2=", {"index": i}) for i in range(20)]
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         return [float("1" in a.text) for a in answers]
 
 
@@ -104,10 +104,8 @@ def group_of_all(
     """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
     answers = every_answer(text, max_tokens)
     finished = [a[-1] in text.eos_ids for a in answers]
-    rewards = Toy().score(
-        [prompt] * len(answers),
-        [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)],
-    )
+    shown = [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)]
+    rewards = Toy().score(prompt, shown)
     zeros = [np.zeros(len(a), np.float32) for a in answers]
     blank = [
         Trajectory(a, z, z, float(r or 0), 0, f)

@@ -1,5 +1,5 @@
 # examples/mylab/countdown_task.py
-"""Countdown: combine given numbers by + and - to reach a target. Prompts are made, not read."""
+"""Countdown: combine given numbers by + and - to reach a target. Prompts are generated."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ EXPRESSION = re.compile(r"\d{1,3}([+-]\d{1,3})*")
 
 @dataclass(frozen=True)
 class Countdown:
-    """Reward 1 for an expression that uses each number once and gives the target, .1 if only its value is wrong, else 0."""
+    """Reward 1 for an expression that uses each number once and gives the target, else 0.
 
-    prompt: str = "Use each of {numbers} once, with + and -, to make {target}. Answer with the expression alone: "
+    An expression of which only the value is wrong has reward 0.1.
+    """
+
+    prompt: str = (
+        "Use each of {numbers} once, with + and -, to make {target}."
+        " Answer with the expression alone: "
+    )
     train_size: int = 4000
     held_out_size: int = 128
     seed: int = 0
@@ -27,7 +33,8 @@ class Countdown:
     def __post_init__(self) -> None:
         if self.train_size + self.held_out_size > 5000:
             raise ValueError(
-                "task.train_size + task.held_out_size must be at most 5000: there are few more such puzzles"
+                "task.train_size + task.held_out_size must be at most 5000:"
+                " there are few more such puzzles"
             )
 
     def prompts(self) -> Sequence[Prompt]:
@@ -36,28 +43,26 @@ class Countdown:
     def held_out(self) -> Sequence[Prompt]:
         return self._puzzles()[self.train_size :]
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        return [
-            worth(a.text, p.columns["numbers"], p.columns["target"])
-            for p, a in zip(prompts, answers, strict=True)
-        ]
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        numbers, target = prompt.columns["numbers"], prompt.columns["target"]
+        return [worth(a.text, numbers, target) for a in answers]
 
     def _puzzles(self) -> list[Prompt]:
-        """The same at every call, all distinct: the last ones are held out."""
+        """Return the same distinct puzzles at every call; the last ones are held out."""
         rng = np.random.default_rng(self.seed)
-        found: dict[str, Prompt] = {}
-        while len(found) < self.train_size + self.held_out_size:
+        puzzles: dict[str, Prompt] = {}
+        while len(puzzles) < self.train_size + self.held_out_size:
             numbers = rng.integers(1, 20, 3).tolist()
             target = numbers[0] + int(rng.choice([-1, 1], 2) @ numbers[1:])
             name = f"{numbers} -> {target}"
-            text = self.prompt.replace("{numbers}", " ".join(map(str, numbers))).replace(
-                "{target}", str(target)
-            )
-            found[name] = Prompt(name, text, {"numbers": numbers, "target": target})
-        return list(found.values())
+            text = self.prompt.replace("{numbers}", " ".join(map(str, numbers)))
+            text = text.replace("{target}", str(target))
+            puzzles[name] = Prompt(name, text, {"numbers": numbers, "target": target})
+        return list(puzzles.values())
 
 
 def worth(text: str, numbers: Sequence[int], target: int) -> float:
+    """Return the reward of an answer."""
     written = text.replace(" ", "").strip()
     if not EXPRESSION.fullmatch(written):
         return 0.0

@@ -1,5 +1,5 @@
 # examples/mylab/huber_tb.py
-"""Trajectory balance with a Huber loss: a few trajectories far from the target cannot dominate a step."""
+"""Trajectory balance with a Huber loss: trajectories far from the target cannot dominate a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class HuberTB:
-    """TB whose loss grows linearly where a residual, in reward units, is beyond `delta`; with a large `delta` it is TB."""
+    """TB whose loss grows linearly beyond `delta`, a residual in reward units.
+
+    With a large `delta` it is TB.
+    """
 
     beta: float = 0.05
     delta: float = 1.0
@@ -24,17 +27,15 @@ class HuberTB:
     def __post_init__(self) -> None:
         if not (self.beta > 0 and self.delta > 0):
             raise ValueError(
-                f"objective.beta = {self.beta} and objective.delta = {self.delta} must be above 0; try 0.05 and 1.0"
+                f"objective.beta = {self.beta} and objective.delta = {self.delta} must be above 0;"
+                " try 0.05 and 1.0"
             )
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        residual = (
-            self.beta * ((logp - batch.ref_logp) * batch.mask).sum(-1) - batch.reward
-        )  # [B K]
-        residual = (
-            residual - residual.mean(1, keepdim=True).detach()
-        )  # beta log Z: the group's own mean, no gradient
+        log_ratio = ((logp - batch.ref_logp) * batch.mask).sum(-1)  # [B K]
+        residual = self.beta * log_ratio - batch.reward
+        # beta log Z is estimated by the group's own mean, without gradient
+        residual = residual - residual.mean(1, keepdim=True).detach()
         loss = huber_loss(residual, torch.zeros_like(residual), reduction="none", delta=self.delta)
-        return loss.mean(1) / self.beta, {
-            "huber/linear": (residual.abs() > self.delta).float().mean(1)
-        }
+        linear = (residual.abs() > self.delta).float()
+        return loss.mean(1) / self.beta, {"huber/linear": linear.mean(1)}

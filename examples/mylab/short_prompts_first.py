@@ -1,7 +1,9 @@
+# examples/mylab/short_prompts_first.py
 """A curriculum: short prompts first, all of them in the end."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,10 @@ from tba.types import Group, Prompt
 
 @dataclass
 class ShortPromptsFirst:
-    """Any of the shortest prompts at random; of how many grows from a tenth to all while the first `over` prompts are chosen."""
+    """Draws from the shortest tenth of the prompts at first, from all of them in the end.
+
+    The share grows linearly while the first `over` prompts are chosen.
+    """
 
     prompts: Sequence[Prompt] = field(metadata=GIVEN)
     seed: int = field(metadata=GIVEN)
@@ -29,11 +34,10 @@ class ShortPromptsFirst:
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen])
-        open_to_choice = int(
-            np.ceil(len(self.prompts) * min(1.0, 0.1 + 0.9 * self._chosen / self.over))
-        )
+        share = min(1.0, 0.1 + 0.9 * self._chosen / self.over)
+        shortest = math.ceil(len(self.prompts) * share)
         self._chosen += count
-        return [self.prompts[i] for i in rng.integers(open_to_choice, size=count)]
+        return [self.prompts[i] for i in rng.integers(shortest, size=count)]
 
     def learn(self, group: Group) -> None:
         pass  # how it was answered does not matter here

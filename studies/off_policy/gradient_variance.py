@@ -46,12 +46,9 @@ OBJECTIVES = {
 class RightSoFar(Arithmetic):
     """Reward 1 for the right answer or a beginning of it."""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        columns = [str(p.columns["answer"]) for p in prompts]
-        return [
-            float(a.text == c if a.finished else c.startswith(a.text))
-            for c, a in zip(columns, answers, strict=True)
-        ]
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        right = str(prompt.columns["answer"])
+        return [float(a.text == right if a.finished else right.startswith(a.text)) for a in answers]
 
 
 def parts_for(objective: str, k: int, max_tokens: int) -> Parts:

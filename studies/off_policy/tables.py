@@ -1,8 +1,10 @@
 """The tables of docs/results.md, from the rows of results.json.
 
-    python studies/off_policy/tables.py [RUNS]     takes the results over from RUNS (runs/off_policy) and writes the tables anew
+    python studies/off_policy/tables.py [RATES RUNS]
 
-A table stands in the page between `<!-- name -->` and `<!-- end -->`. Each number is a mean over seeds, ± its standard error.
+copies the results from the folders of both studies (default: runs/off_policy_rates and
+runs/off_policy) and writes the tables again. A table stands in the page between `<!-- name -->` and `<!-- end -->`.
+Each number is a mean over seeds, ± its standard error.
 """
 
 from __future__ import annotations
@@ -13,31 +15,25 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from tba.studies.results import stderr
+import pandas as pd
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
 KEPT = (
-    "grid", "label", "objective", "seed", "status", "error", "last", "peak", "peak_step", "drop", "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_kl",
-    "kl", "ess", "lag_mean", "samples_generated", "samples_trained", "steps", "seconds", "settings",
+    "grid", "label", "objective", "seed", "status", "error", "last", "peak", "peak_step", "drop",
+    "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_kl", "kl", "ess", "lag_mean",
+    "samples_generated", "samples_trained", "steps", "seconds", "settings",
 )  # fmt: skip
+PICTURES = (
+    "gradient_variance.png",
+    "report/lags_against.png",
+    "report/lags_curves.png",
+    "report/replayed_curves.png",
+)
+Form = Callable[[float], str]
 Row = Mapping[str, Any]
-
-
-def told(rows: Sequence[Row], name: str, form: Callable[[float], str]) -> str:
-    values = [r[name] for r in rows if r[name] is not None]
-    if not values:
-        return "–"
-    error = stderr(values)
-    spread = "" if error is None else f" ± {form(error)}"
-    return (
-        form(fmean(values))
-        + spread
-        + (f" ({len(rows) - len(values)} failed)" if len(values) < len(rows) else "")
-    )
 
 
 def share(value: float) -> str:
@@ -48,80 +44,76 @@ def nats(value: float) -> str:
     return f"{value:.2f}"
 
 
+def mean(values: pd.Series, form: Form) -> str:
+    """Return the mean over the runs that have a value, ± its standard error."""
+    if values.count() == 0:
+        return "–"
+    text = form(values.mean())
+    if values.count() > 1:
+        text += f" ± {form(values.sem())}"
+    failed = int(values.isna().sum())
+    return f"{text} ({failed} failed)" if failed else text
+
+
 def table(
-    rows: Sequence[Row],
-    down: str,
-    across: str,
-    name: str = "last",
-    form: Callable[[float], str] = share,
+    rows: pd.DataFrame, down: str, across: str, name: str = "last", form: Form = share,
     best: bool = False,
-) -> str:
-    """`down` and `across` are keys of the settings, or `label`; with `best` the highest mean of each row is bold."""
-
-    def value(row: Row, key: str) -> Any:
-        return row["label"] if key == "label" else row["settings"].get(key)
-
-    lines, columns = (list(dict.fromkeys(value(r, key) for r in rows)) for key in (down, across))
-    head = [
-        down.removesuffix(".use").rpartition(".")[2],
-        *(f"{across.rpartition('.')[2]} {c}" for c in columns),
-    ]
-    text = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(columns)]
-    for line in lines:
-        cells = [
-            [r for r in rows if value(r, down) == line and value(r, across) == c] for c in columns
-        ]
-        shown = [told(cell, name, form) for cell in cells]
+) -> str:  # fmt: skip
+    """Return a table with a row for each value of `down`; `best`: the best of each row is bold."""
+    columns = rows[across].unique()
+    lines = [markdown([title(down), *(f"{title(across)} {c}" for c in columns)])]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for value, own in rows.groupby(down, sort=False):
+        cells = [own.loc[own[across] == c, name] for c in columns]
+        texts = [mean(cell, form) for cell in cells]
         if best:
-            means = [fmean(r[name] or 0.0 for r in cell) for cell in cells]
-            shown = [
-                f"**{s}**" if m == max(means) else s for s, m in zip(shown, means, strict=True)
-            ]
-        text.append("| " + " | ".join([str(line), *shown]) + " |")
-    return "\n".join(text)
+            means = [cell.fillna(0).mean() for cell in cells]
+            at = means.index(max(means))
+            texts[at] = f"**{texts[at]}**"
+        lines.append(markdown([str(value), *texts]))
+    return "\n".join(lines)
 
 
-def listed(rows: Sequence[Row], key: str) -> str:
-    """A line for each value of `key`: pass@1 at the end, its worst drop after the peak, and the KL."""
-    text = [
-        f"| {key.removesuffix('.use').rpartition('.')[2]} | pass@1 | worst drop | KL |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for v in dict.fromkeys(r["settings"].get(key) for r in rows):
-        own = [r for r in rows if r["settings"].get(key) == v]
-        text.append(
-            f"| {v} | {told(own, 'last', share)} | {told(own, 'drop', share)} | {told(own, 'sampled_kl', nats)} |"
-        )
-    return "\n".join(text)
+def listed(rows: pd.DataFrame, key: str) -> str:
+    """Return a table with pass@1 at the end, the drop after the peak and the KL of each value."""
+    lines = [markdown([title(key), "pass@1", "worst drop", "KL"]), "| --- | ---: | ---: | ---: |"]
+    for value, own in rows.groupby(key, sort=False):
+        scores = [mean(own["last"], share), mean(own["drop"], share)]
+        lines.append(markdown([str(value), *scores, mean(own["sampled_kl"], nats)]))
+    return "\n".join(lines)
 
 
-def variances(found: Sequence[Row], axis: str, key: str) -> str:
-    own = [r for r in found if r["axis"] == axis]
-    columns = list(dict.fromkeys(r[key] for r in own))
-    text = [
-        "| objective | " + " | ".join(f"{axis} {c}" for c in columns) + " |",
-        "| --- |" + " ---: |" * len(columns),
-    ]
-    for name in dict.fromkeys(r["objective"] for r in own):
-        text.append(
-            f"| {name} | "
-            + " | ".join(
-                f"{r['ratio']:.1f} ± {r['ratio_stderr']:.1f}"
-                for c in columns
-                for r in own
-                if r["objective"] == name and r[key] == c
-            )
-            + " |"
-        )
-    return "\n".join(text)
+def variances(rows: pd.DataFrame, axis: str, key: str) -> str:
+    own = rows[rows["axis"] == axis]
+    columns = own[key].unique()
+    lines = [markdown(["objective", *(f"{axis} {c}" for c in columns)])]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for name, of_objective in own.groupby("objective", sort=False):
+        at = of_objective.set_index(key).loc[columns]
+        ratios = zip(at["ratio"], at["ratio_stderr"], strict=True)
+        lines.append(markdown([str(name), *(f"{r:.1f} ± {error:.1f}" for r, error in ratios)]))
+    return "\n".join(lines)
+
+
+def title(key: str) -> str:
+    return key.removesuffix(".use").rpartition(".")[2]
+
+
+def markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
-    def grid(name: str) -> list[Row]:
-        return [r for r in rows if r["grid"] == name]
+    def grid(*names: str) -> pd.DataFrame:
+        own = [r for r in rows if r["grid"] in names]
+        return pd.DataFrame([{**r, **r["settings"]} for r in own])
 
     lag, use = "runtime.lag", "objective.use"
-    compared = [r for r in grid("lags") if r["objective"] in ("tb", "rloo")] + grid("correction")
+    noise = pd.DataFrame(gradients)
+    compared = grid("lags", "correction").query("grid != 'lags' or objective in ('tb', 'rloo')")
+    compared["label"] = compared["label"].str.split(", lag").str[0]
+    faults = grid("faults")
+    faults["label"] = faults["label"].str.split(", reward").str[0]
     return {
         "rates": table(grid("rates"), use, "trainer.learning_rate", best=True),
         "lags": table(grid("lags"), use, lag),
@@ -130,57 +122,39 @@ def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
         "ess": table(grid("lags"), use, lag, "ess", nats),
         "same_rate": table(grid("same_rate"), use, lag),
         "replayed": table(grid("replayed"), use, "strategy.recent"),
-        "correction": table(
-            [{**r, "label": r["label"].split(", lag")[0]} for r in compared], "label", lag
-        ),
+        "correction": table(compared, "label", lag),
         "m_and_k": table(grid("m_and_k"), "strategy.recent", "runtime.publish_every"),
         "group_size": listed(grid("group_size"), "trainer.group_size"),
         "beta": listed(grid("beta"), "objective.beta"),
         "replay": listed(grid("replay"), "strategy.reward"),
-        "faults": table(
-            [{**r, "label": fault(r)} for r in grid("faults")], "label", "strategy.reward"
-        ),
+        "faults": table(faults, "label", "strategy.reward"),
         "selection": listed(grid("selection"), "selection.use"),
-        "noise_k": variances(gradients, "K", "k"),
-        "noise_length": variances(gradients, "length", "length"),
+        "noise_k": variances(noise, "K", "k"),
+        "noise_length": variances(noise, "length", "length"),
     }
 
 
-def fault(row: Row) -> str:
-    kind, percent = row["settings"]["faults.kind"], round(100 * row["settings"]["faults.share"])
-    return f"{percent} % {({'flip': 'flipped', 'plant': 'planted'})[kind]}" if percent else "none"
-
-
-def written(page: str, found: Mapping[str, str]) -> str:
-    """The page with the tables in their places."""
-    for name, text in found.items():
-        page = re.sub(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda m, text=text: f"{m[1]}{text}\n{m[2]}",
-            page,
-            flags=re.DOTALL,
-        )
+def written(page: str, texts: Mapping[str, str]) -> str:
+    """Return the page with the tables in their places."""
+    for name, text in texts.items():
+        place = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(place, lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
     return page
 
 
 def load() -> tuple[list[Row], list[Row]]:
-    return json.loads((HERE / "results.json").read_text()), json.loads(
-        (HERE / "gradient_variance.json").read_text()
-    )
+    rows = json.loads((HERE / "results.json").read_text())
+    return rows, json.loads((HERE / "gradient_variance.json").read_text())
 
 
-def take_over(runs: Path) -> None:
-    """The rows of the runs, with the settings of each, and the pictures that the page shows."""
-    rows = json.loads((runs / "results.json").read_text())
-    lines = (json.dumps({key: rounded(row.get(key)) for key in KEPT}) for row in rows)
+def take_over(rates: Path, runs: Path) -> None:
+    """Copy the rows of both studies, with the settings of each, and the figures of the page."""
+    lines = []
+    for folder in (rates, runs):
+        for row in json.loads((folder / "results.json").read_text()):
+            lines.append(json.dumps({key: rounded(row.get(key)) for key in KEPT}))
     (HERE / "results.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    for name in (
-        "gradient_variance.json",
-        "gradient_variance.png",
-        "report/lags_against.png",
-        "report/lags_curves.png",
-        "report/replayed_curves.png",
-    ):
+    for name in ("gradient_variance.json", *PICTURES):
         shutil.copy(runs / name, HERE)
 
 
@@ -189,7 +163,8 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    take_over(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/off_policy"))
+    folders = sys.argv[1:] or ["runs/off_policy_rates", "runs/off_policy"]
+    take_over(*(Path(folder) for folder in folders))
     PAGE.write_text(written(PAGE.read_text(), tables(*load())))
 
 

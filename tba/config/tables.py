@@ -194,7 +194,12 @@ class RuntimeTable(Table):
 
 
 class RewardTable(Table):
-    deadline: Seconds = Field(60.0, description="seconds for one call of the task's scoring")
+    deadline: Seconds = Field(
+        10.0, description="seconds for each answer in a call of the scoring function"
+    )
+    concurrency: Positive = Field(
+        8, description="groups that an async scoring function scores at once"
+    )
     max_rejected: float = Field(
         0.5,
         gt=0,
@@ -281,6 +286,7 @@ class CheckpointTable(Table):
         50, description="save every N steps; 0: only at the end and when the run is stopped"
     )
     keep: Positive = Field(2, description="number of checkpoints to keep")
+    deadline: Seconds = Field(1800.0, description="longest time in seconds to write one checkpoint")
 
 
 class LogTable(Table):

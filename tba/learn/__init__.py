@@ -1,0 +1,41 @@
+"""Contract of a trainer: everything that the train loop and the checkpoint know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from tba.types import Batch
+from tba.weights import Weights
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Owner of the master weights and the optimizer."""
+
+    def step(self, batch: Batch, step: int) -> dict[str, float]:
+        """Take one optimizer step on the mean of the groups' losses and return its metrics.
+
+        NotFinite is raised before any weight has changed.
+        """
+
+    def weights(self, version: int) -> Weights:
+        """Return a copy of the weights for the searchers."""
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Copy the whole state now and return the function that writes it into `folder`.
+
+        That function may run in another thread while the trainer goes on. It writes the model as
+        a Hugging Face folder `model/`, without the tokenizer.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote.
+
+        ValueError, before anything is changed, if it belongs to another model.
+        """
+
+
+class NotFinite(RuntimeError):
+    """A batch, a loss or a gradient is not finite; no weight has been changed."""

@@ -1,6 +1,6 @@
-"""The report of a run, of several, or of a study: an HTML page that needs nothing beside itself, and its figures as PNG files.
+"""Reports of runs and of studies: an HTML page without external files, and its figures as PNGs.
 
-This package imports no torch, so that a report is there in a moment.
+This package imports no torch, so that a report is drawn within seconds.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tba.report.run import FIGURES, report_runs
+from tba.report.run import report_runs
 from tba.report.study import report_study
 from tba.studies.results import STUDY
 
-__all__ = ["FIGURES", "report", "report_runs", "report_study"]
+__all__ = ["report", "report_runs", "report_study"]
 
 
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Draws the page of one or several runs, or of one study; returns its path. ValueError for a folder with nothing to draw."""
+    """Draw the page of one or several runs, or of one study, and return its path.
+
+    ValueError for a folder with nothing to draw.
+    """
     studies = [f for f in folders if (f.expanduser() / STUDY).is_file()]
     if not studies:
         return report_runs(folders, out)
     if len(folders) > 1:
         raise ValueError(
-            f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`, and name the other folders apart"
+            f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`,"
+            " and report the other folders separately"
         )
     return report_study(studies[0].expanduser(), out)

@@ -1,198 +1,172 @@
-"""The figures of a study: learning curves, the metric against a number that was varied, and what it costs."""
+"""Figures of a study: learning curves, scores against a number that was varied, and costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from statistics import fmean
 from textwrap import fill
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tba.report.draw import COLOURS, GREY, dress, plain, short
-from tba.report.layout import Layout, Mean, Setting, Value
+from tba.report.layout import Layout, Value
 from tba.studies.results import phrase
 
 COSTS = {"sampled_kl": "KL to the reference at the end (nats)", "seconds": "time of a run (s)"}
 NO_BREAK = "\N{NO-BREAK SPACE}"
+MARKERS = "osD^vPXosD^v"
+DASHES = ["-"] * 7 + [(0, (4, 1.5))] * 5
 Style = Mapping[str, Any]
 STYLES: Sequence[Style] = [
     {"color": colour, "marker": marker, "linestyle": dash}
-    for colour, marker, dash in zip(
-        COLOURS, "osD^vPXosD^v", ["-"] * 7 + [(0, (4, 1.5))] * 5, strict=True
-    )
+    for colour, marker, dash in zip(COLOURS, MARKERS, DASHES, strict=True)
 ]
 
 
 def styles_for(values: Sequence[Value]) -> dict[Value, Style]:
-    """One for each line: the first dozen are all told apart."""
+    """Return a style for each line; those of the first twelve are distinct."""
     return {value: STYLES[i % len(STYLES)] for i, value in enumerate(values)}
 
 
 def draw(layout: Layout, styles: Mapping[Value, Style], metric: str) -> dict[str, Figure]:
-    """All figures that the grid has something for."""
+    """Draw all figures that the grid has data for."""
     figures = {
-        "curves": curves(layout, styles, metric),
-        "against": against(layout, styles, metric),
-        "fronts": fronts(layout, styles, metric),
+        "curves": _curves(layout, styles, metric),
+        "against": _against(layout, styles, metric),
+        "fronts": _fronts(layout, styles, metric),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
-    """A line for each setting, a panel for each value of what else was varied; None while no run has finished."""
-    panels = {
-        title: with_curves
-        for title, settings in layout.panels(layout.lines).items()
-        if (with_curves := [s for s in settings if s.evaluations()])
-    }
+def _curves(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
+    """Draw a line for each setting, and a panel for each value of what else was varied."""
+    drawn = set(layout.curves.index.get_level_values(0))
+    panels = {title: drawn & set(own) for title, own in layout.panels(layout.lines).items()}
+    panels = {title: own for title, own in panels.items() if own}
     if not panels:
         return None
     figure, all_axes = _axes(len(panels), metric, layout, styles)
     for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
         dress(axes, title, "samples trained on")
-        for s in settings:
-            _line(axes, s.evaluations(), _style(layout, styles, s))
+        for s in sorted(settings):
+            points = layout.curves.loc[s]
+            _line(axes, points["samples"], points, _style(layout, styles, s))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(FuncFormatter(short))
     return figure
 
 
-def against(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
-    """The metric at the end against a number that was varied; None where no number was, or no run has ended."""
-    key = layout.number
-    if key is None or not any(s.values("last") for s in layout.settings):
+def _against(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
+    """Draw the metric at the end against a number that was varied, if there is one."""
+    key, last = layout.number, layout.ends["last"].dropna(subset="mean")
+    if key is None or last.empty:
         return None
-    lines: list[Value | None] = [None] if key == layout.lines else list(layout.line_values())
     panels = layout.panels(layout.lines, key)
-    figure, all_axes = _axes(len(panels), metric, layout, {} if key == layout.lines else styles)
+    legend = {} if key == layout.lines else styles
+    figure, all_axes = _axes(len(panels), metric, layout, legend)
     for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
         dress(axes, title, key)
-        for line in lines:
-            own = [
-                s
-                for s in settings
-                if s.values("last") and (line is None or s.axes[str(layout.lines)] == line)
-            ]
-            points = sorted((float(s.axes[key]), s.values("last")) for s in own)
-            _line(axes, points, STYLES[0] if line is None else styles[line])
+        lines: dict[Value | None, list[int]] = {}
+        for s in last.index.intersection(settings):
+            line = None if key == layout.lines else layout.axes[s][str(layout.lines)]
+            lines.setdefault(line, []).append(s)
+        for line, own in lines.items():
+            x = pd.Series([float(layout.axes[s][key]) for s in own], own).sort_values()
+            _line(axes, x, last.loc[x.index], STYLES[0] if line is None else styles[line])
         _number_axis(axes, [float(v) for v in layout.values[key]])
     return figure
 
 
-def fronts(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
-    """The metric against what it costs, with the settings that no other beats in both."""
-    points = {
-        cost: [(c, v, s) for s in layout.settings if (c := s.mean(cost)) and (v := s.mean("last"))]
-        for cost in COSTS
-    }
-    points = {cost: at for cost, at in points.items() if len(at) > 1}
+def _fronts(layout: Layout, styles: Mapping[Value, Style], metric: str) -> Figure | None:
+    """Draw the metric against its cost, with the settings that no other beats in both."""
+    points = {}
+    for cost in COSTS:
+        if cost in layout.ends:
+            needed = [(cost, "mean"), ("last", "mean")]
+            points[cost] = layout.ends[[cost, "last"]].dropna(subset=needed)
+    points = {cost: table for cost, table in points.items() if len(table) > 1}
     if not points:
         return None
     figure, all_axes = _axes(len(points), metric, layout, styles)
-    for axes, (cost, at) in zip(all_axes, points.items(), strict=True):
+    for axes, (cost, table) in zip(all_axes, points.items(), strict=True):
         dress(axes, "", COSTS[cost])
-        for c, v, s in at:
-            axes.errorbar(
-                c.mean,
-                v.mean,
-                v.stderr,
-                c.stderr,
-                **{**_style(layout, styles, s), "linestyle": "none"},
-                markersize=6,
-                elinewidth=0.6,
-            )
-        front = pareto(at)
-        axes.plot(
-            [c.mean for c, _, _ in front],
-            [v.mean for _, v, _ in front],
-            drawstyle="steps-post",
-            color=GREY,
-            linewidth=1.1,
-            zorder=1.5,
-        )
-        names = (
-            ", ".join(phrase(k, s.axes[k]) for k in reversed(layout.keys)).replace(" ", NO_BREAK)
-            for _, _, s in front
-        )
-        axes.set_title(
-            plain(fill("front: " + "  ·  ".join(names), 92)), loc="left", fontsize=8.5, color=GREY
-        )
-        costs = [c.mean for c, _, _ in at]
-        if min(costs) > 0 and max(costs) >= 10 * min(costs):
+        at, last = table[cost], table["last"]
+        for s in table.index:
+            style = {**_style(layout, styles, s), "linestyle": "none"}
+            spreads = last["sem"].fillna(0)[s], at["sem"].fillna(0)[s]
+            x, y = at["mean"][s], last["mean"][s]
+            axes.errorbar(x, y, *spreads, **style, markersize=6, elinewidth=0.6)
+        front = pareto(at["mean"], last["mean"])
+        x, y = at["mean"][front], last["mean"][front]
+        axes.plot(x, y, drawstyle="steps-post", color=GREY, linewidth=1.1, zorder=1.5)
+        names = [layout.title(s, layout.keys[::-1]).replace(" ", NO_BREAK) for s in front]
+        text = plain(fill("front: " + "  ·  ".join(names), 92))
+        axes.set_title(text, loc="left", fontsize=8.5, color=GREY)
+        if at["mean"].min() > 0 and at["mean"].max() >= 10 * at["mean"].min():
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(short))
     return figure
 
 
-def pareto(points: Sequence[tuple[Mean, Mean, Setting]]) -> list[tuple[Mean, Mean, Setting]]:
-    """Those that cost less than all that score as much, from the cheapest on."""
-    front: list[tuple[Mean, Mean, Setting]] = []
-    for point in sorted(points, key=lambda p: (p[0].mean, -p[1].mean)):
-        if not front or point[1].mean > front[-1][1].mean:
-            front.append(point)
-    return front
+def pareto(costs: pd.Series, scores: pd.Series) -> list[int]:
+    """Return the labels of the points that score higher than all cheaper ones, cheapest first."""
+    points = pd.DataFrame({"cost": costs, "score": scores})
+    points = points.sort_values(["cost", "score"], ascending=[True, False])
+    cheaper = points["score"].cummax().shift(fill_value=float("-inf"))
+    return list(points.index[points["score"] > cheaper])
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, list[float]]], style: Style) -> None:
-    """The mean over seeds, and a band from the least to the greatest."""
-    at = [x for x, _ in points]
-    axes.fill_between(
-        at,
-        [min(v) for _, v in points],
-        [max(v) for _, v in points],
-        color=style["color"],
-        alpha=0.13,
-        linewidth=0,
-    )
-    axes.plot(at, [fmean(v) for _, v in points], **style, linewidth=1.6, markersize=4)
+def _line(axes: Axes, x: pd.Series, scores: pd.DataFrame, style: Style) -> None:
+    """Draw the mean over seeds, and a band from the lowest to the highest."""
+    band = {"color": style["color"], "alpha": 0.13, "linewidth": 0}
+    axes.fill_between(x, scores["min"], scores["max"], **band)
+    axes.plot(x, scores["mean"], **style, linewidth=1.6, markersize=4)
 
 
-def _style(layout: Layout, styles: Mapping[Value, Style], setting: Setting) -> Style:
-    return STYLES[0] if layout.lines is None else styles[setting.axes[layout.lines]]
+def _style(layout: Layout, styles: Mapping[Value, Style], setting: int) -> Style:
+    return STYLES[0] if layout.lines is None else styles[layout.axes[setting][layout.lines]]
 
 
 def _axes(
     count: int, metric: str, layout: Layout, styles: Mapping[Value, Style]
 ) -> tuple[Figure, list[Axes]]:
-    """Axes with the same scores at the same height, and a legend of the grid's lines above them."""
+    """Return axes that share the scale of the scores, with a legend of the lines above them."""
     columns = 3 if count > 4 or count == 3 else min(2, count)
     rows = ceil(count / columns)
     lines = [v for v in layout.line_values() if v in styles]
-    figure = Figure(
-        figsize=(12, 0.5 + 0.28 * ceil(len(lines) / 6) + (2.9 if columns == 3 else 3.8) * rows),
-        layout="constrained",
-    )
+    height = 0.5 + 0.28 * ceil(len(lines) / 6) + (2.9 if columns == 3 else 3.8) * rows
+    figure = Figure(figsize=(12, height), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes in grid[:, 0]:
         axes.set_ylabel(metric.replace("_", " "), color=GREY)
     for axes in grid.flat[count:]:
         axes.remove()
-    for axes in grid.flat[:count]:
-        axes.yaxis.set_major_formatter(
-            FuncFormatter((lambda v, _: f"{100 * v:g}%") if "pass@" in metric else short)
-        )
+    shown = list(grid.flat[:count])
+    for axes in shown:
+        percent = FuncFormatter(lambda v, _: f"{100 * v:g}%")
+        axes.yaxis.set_major_formatter(percent if "pass@" in metric else FuncFormatter(short))
         axes.xaxis.set_tick_params(labelbottom=True)
-    handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
-    if handles:
+    if lines:
+        handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
         names = [plain(phrase(layout.lines or "", v)[-40:]) for v in lines]
-        figure.legend(
-            handles, names, loc="outside upper left", ncols=6, frameon=False, handlelength=3.2
-        )
-    return figure, list(grid.flat[:count])
+        place: Style = {"loc": "outside upper left", "ncols": 6}
+        figure.legend(handles, names, **place, frameon=False, handlelength=3.2)
+    return figure, shown
 
 
 def _number_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values span a decade; a tick at each of a few values."""
+    """Use a logarithmic scale if the values span a decade, and a tick at each of a few values."""
     positive = [v for v in values if v > 0]
     if positive and max(positive) >= 10 * min(positive):
-        axes.set_xscale("log") if len(positive) == len(values) else axes.set_xscale(
-            "symlog", linthresh=min(positive)
-        )
+        if len(positive) == len(values):
+            axes.set_xscale("log")
+        else:
+            axes.set_xscale("symlog", linthresh=min(positive))
     if len(values) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(list(values)))
         axes.xaxis.set_minor_locator(NullLocator())

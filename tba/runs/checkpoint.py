@@ -1,138 +1,220 @@
-"""Everything that a run needs to go on as if nothing had happened; written aside, verified, never half there.
+"""Checkpoints: everything that a run needs to continue as if it had never stopped.
 
-A generation is a folder `step-00000100` with `model/` (a plain Hugging Face checkpoint), the optimizer, the replay buffer,
-the run's state, and a manifest with the sha256 of each file. No pickles: safetensors and JSON.
+A generation is a folder `step-00000100` with `model/` (a plain Hugging Face folder), the rest of
+the trainer, the replay buffer, the state of search, and a manifest with the sha256 of each file.
+It is written aside and renamed when it is complete. Safetensors and JSON only, no pickles.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.numpy
-import torch
-from safetensors.torch import load_file, save_file
 
-from tba.learn.trainer import Trainer
+from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
+from tba.runs.manifest import Damaged, commit, verify
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
-from tba.search.searcher import Searcher
-from tba.weights import Weights, as_array, load_weights
+from tba.weights import Weights
 
-MANIFEST, STATE, OPTIMIZER, SEARCH_WEIGHTS = (
-    "manifest.json",
-    "state.json",
-    "optimizer.safetensors",
-    "search_weights.safetensors",
-)
-REFERENCE, HEAD, HELD = "reference.safetensors", "head.safetensors", "held.safetensors"
+STATE, HELD = "state.json", "held.safetensors"
+SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
+
+FORMAT = 5
+"""Version of a generation's files. Those of another version are not resumed."""
 
 log = logging.getLogger(__name__)
 
 
-FORMAT = 4
-"""Of a generation's files; those of another number are not resumed."""
-
-
-class Damaged(ValueError):
-    """A file of a checkpoint is missing or not what was written."""
-
-
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the next step, what the summary counts, the random state of sampling, and what is still to come."""
+    """Where a run stands."""
 
     step: int
     missing: int
     """Groups to wait for before the next step."""
     evaluating: int
-    """Evaluations that have been asked for and not told."""
+    """Evaluations that were requested and have not been logged."""
     rng: Mapping[str, Any]
+    """Random state of sampling from the buffer."""
     counts: Mapping[str, float]
+    """Counts of the summary."""
 
 
-def save(
-    folder: Path,
-    keep: int,
-    trainer: Trainer,
-    text: Text,
-    buffer: ReplayBuffer,
-    search: SearchState,
-    progress: Progress,
-) -> Path:
-    """Writes generation `step-N` whole or not at all, then drops all but the newest `keep`."""
-    target, aside = folder / f"step-{progress.step:08d}", folder / f".step-{progress.step:08d}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    trainer.policy.model.save_pretrained(aside / "model")
-    text.tokenizer.save_pretrained(aside / "model")
-    save_file(
-        _flat(trainer.optimizer.state_dict()["state"]) | {"torch_rng": torch.get_rng_state()},
-        aside / OPTIMIZER,
-    )
-    buffer.save(aside)
-    if trainer.policy.readout is not None:
-        save_file(trainer.policy.readout.state_dict(), aside / HEAD)
+@dataclass
+class _Save:
+    """A save that is being written by a thread."""
+
+    step: int
+    blocked: float
+    """Seconds that the train loop waited for it."""
+    write: Callable[[], None]
+    seconds: float = field(default=0.0, init=False)
+    error: Exception | None = field(default=None, init=False)
+    thread: threading.Thread = field(init=False)
+
+    def start(self) -> None:
+        name = f"checkpoint of step {self.step}"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self.write()
+        except Exception as error:  # raised in the train loop by `Checkpoints`
+            self.error = error
+        self.seconds = time.perf_counter() - started
+
+
+class Checkpoints:
+    """Writer of a run's checkpoints: in the background, one at a time.
+
+    Used as a context, it waits at the end for a save that is being written, except after a
+    KeyboardInterrupt. An unfinished save leaves the generations before it as they are.
+    """
+
+    def __init__(self, folder: Path, keep: int, deadline: float):
+        """`deadline` is the most seconds to wait for one save."""
+        self.folder = folder
+        self._keep, self._deadline = keep, deadline
+        self._current: _Save | None = None
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def save(
+        self,
+        trainer: Trainer,
+        text: Text,
+        buffer: ReplayBuffer,
+        search: SearchState,
+        progress: Progress,
+    ) -> None:
+        """Copy everything now and write it in the background as generation `step-N`.
+
+        A save that is still being written is waited for first.
+        """
+        started = time.perf_counter()
+        self.wait()
+        target = self.folder / f"step-{progress.step:08d}"
+        aside = self.folder / f".{target.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_trainer = trainer.save(aside)
+        buffer.save(aside)
+
+        def write() -> None:
+            write_trainer()
+            text.tokenizer.save_pretrained(aside / "model")
+            _write_search(aside, search, progress)
+            commit(aside, target, known={})
+            _prune(self.folder, target, self._keep)
+
+        self._current = _Save(progress.step, time.perf_counter() - started, write)
+        self._current.start()
+
+    def wait(self) -> None:
+        """Wait for the save that is being written; RuntimeError if it failed."""
+        save = self._current
+        if save is None:
+            return
+        save.thread.join(self._deadline)
+        if save.thread.is_alive():
+            raise TimeoutError(
+                f"the checkpoint of step {save.step} was not written within checkpoint.deadline ="
+                f" {self._deadline:g} s; raise it, or see why the disk is slow"
+            )
+        self._current = None
+        if save.error is not None:
+            raise RuntimeError(
+                f"the checkpoint of step {save.step} was not written: {save.error}"
+            ) from save.error
+        self._seconds["checkpoint/seconds"] += save.seconds
+        self._seconds["checkpoint/blocked"] += save.blocked
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of the saves that have ended since the last call.
+
+        `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
+        loop waited. RuntimeError if a save failed.
+        """
+        if self._current is not None and not self._current.thread.is_alive():
+            self.wait()
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif issubclass(kind, Exception):
+            try:
+                self.wait()
+            except (RuntimeError, TimeoutError) as error:  # the run's own error is raised
+                log.error("%s", error)
+
+
+def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
-            safetensors.numpy.save_file(
-                dict(weights.arrays), aside / name, {"version": str(weights.version)}
-            )
-    save_groups(list(search.held), aside / HELD)
+            version = {"version": str(weights.version)}
+            safetensors.numpy.save_file(dict(weights.arrays), folder / name, version)
+    save_groups(list(search.held), folder / HELD)
     state = {
         "format": FORMAT,
         "progress": asdict(progress),
-        "schedule": trainer.schedule.state_dict(),
         "cursor": search.cursor,
         "tasks": search.tasks,
         "stats": search.stats.counts(),
     }
-    (aside / STATE).write_text(json.dumps(state))
-    files = sorted(p for p in aside.rglob("*") if p.is_file())
-    manifest = {str(p.relative_to(aside)): _sha256(p) for p in files}
-    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*files, aside / MANIFEST, aside / "model", aside]:
-        _sync(path)
-    if target.exists():
-        shutil.rmtree(folder / f".replaced-{target.name}", ignore_errors=True)
-        target.rename(folder / f".replaced-{target.name}")
-    aside.rename(target)
-    _sync(folder)
-    _prune(folder, target, keep)
-    return target
+    (folder / STATE).write_text(json.dumps(state))
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Leaves `newest` and the keep - 1 before it. What lies after it was abandoned, when a run resumed from further back."""
+    """Remove all generations except `newest` and the keep - 1 before it.
+
+    Later ones were abandoned when the run was resumed from an earlier one.
+    """
     before = [g for g in generations(folder) if g.name < newest.name]
     after = [g for g in generations(folder) if g.name > newest.name]
-    for old in [*before[: max(0, len(before) - keep + 1)], *after, *folder.glob(".replaced-*")]:
+    unfinished = folder.glob(".step-*")
+    replaced = folder.glob(".replaced-*")
+    excess = before[: max(0, len(before) - keep + 1)]
+    for old in [*excess, *after, *unfinished, *replaced]:
         shutil.rmtree(old)
 
 
 def generations(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted(folder.glob("step-*"))
 
 
 def newest(folder: Path) -> Path:
-    """The newest generation whose every byte is as it was written. Loud about those that are not; ValueError if none is."""
-    found = generations(folder)
-    if not found:
+    """Return the newest undamaged generation. Damaged ones are logged as errors.
+
+    ValueError if there is none.
+    """
+    complete = generations(folder)
+    if not complete:
         raise ValueError(
-            f"no checkpoint in {folder}: nothing to resume; start the run anew with `tba train CONFIG.toml`, or its study with study.keep_checkpoints=true"
+            f"no checkpoint in {folder}: nothing to resume; start the run anew with"
+            " `tba train CONFIG.toml`, or its study with study.keep_checkpoints=true"
         )
-    for generation in reversed(found):
+    for generation in reversed(complete):
         try:
             verify(generation)
         except Damaged as error:
@@ -140,118 +222,41 @@ def newest(folder: Path) -> Path:
         else:
             return generation
     raise ValueError(
-        f"all {len(found)} checkpoints in {folder} are damaged; restore one from a backup, or start anew: nothing is restarted at 0 unasked"
+        f"all {len(complete)} checkpoints in {folder} are damaged; restore one from a backup, or"
+        " start a new run: a run never restarts at step 0 by itself"
     )
-
-
-def verify(generation: Path) -> None:
-    """Damaged unless all files that the manifest lists are there with the listed sha256, and no other."""
-    try:
-        manifest = json.loads((generation / MANIFEST).read_text())
-        listed = {str(name): str(digest) for name, digest in manifest.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error})") from error
-    present = {str(p.relative_to(generation)) for p in generation.rglob("*") if p.is_file()} - {
-        MANIFEST
-    }
-    if differing := sorted(present ^ listed.keys()):
-        raise Damaged(f"{differing[0]} is {'not listed' if differing[0] in present else 'missing'}")
-    for name, digest in listed.items():
-        if _sha256(generation / name) != digest:
-            raise Damaged(f"{name} is not what was written")
 
 
 def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
-    """Puts model, optimizer, schedule, random states and buffer back as they were when this (verified) generation was written."""
+    """Put trainer, random states and buffer back; return where the run and its search stood.
+
+    The generation must have been verified.
+    """
     state = json.loads((generation / STATE).read_text())
     if state.get("format") != FORMAT:
         raise ValueError(
-            f"{generation} was written by another version of tba, and cannot be resumed by this one; `tba export` still gives you its model"
+            f"{generation} was written by another version of tba and cannot be resumed by this one;"
+            " `tba export` still writes its model"
         )
-    weights = _load_model(generation / "model")
-    try:
-        missing, unexpected = trainer.policy.model.load_state_dict(weights, strict=False)
-    except RuntimeError as error:  # torch's word for differing shapes
-        raise ValueError(
-            f"{generation} holds another model than policy.model: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    tied = set(trainer.policy.model.state_dict()) - {
-        n for n, _ in trainer.policy.model.named_parameters(remove_duplicate=True)
-    }
-    if unexpected or set(missing) - tied:
-        raise ValueError(
-            f"{generation} holds another model than policy.model: {[*unexpected, *missing][:3]}"
-        )
-    if trainer.policy.readout is not None:
-        trainer.policy.readout.load_state_dict(load_file(generation / HEAD))
-    tensors = load_file(generation / OPTIMIZER)
-    torch.set_rng_state(tensors.pop("torch_rng"))
-    trainer.restore(_unflat(tensors), state["schedule"])
+    trainer.load(generation)
     buffer.load(generation)
-    searching, reference = (
-        _load_weights(generation / name) for name in (SEARCH_WEIGHTS, REFERENCE)
+    search = SearchState(
+        cursor=state["cursor"],
+        tasks=state["tasks"],
+        stats=SearchStats.from_counts(state["stats"]),
+        weights=read_weights(generation / SEARCH_WEIGHTS),
+        reference=read_weights(generation / REFERENCE),
+        held=load_groups(generation / HELD),
     )
-    stats = SearchStats.from_counts(state["stats"])
-    held = load_groups(generation / HELD)
-    search = SearchState(state["cursor"], state["tasks"], stats, searching, reference, held)
     return Progress(**state["progress"]), search
 
 
-def hand_over(generation: Path, searcher: Searcher, bf16: bool) -> None:
-    """The generation's model for the searcher's engine, and its reference if it had been reset."""
-    arrays = {n: as_array(t, bf16) for n, t in _load_model(generation / "model").items()}
-    step = json.loads((generation / STATE).read_text())["progress"]["step"]
-    searcher.engine.load_weights(Weights(step, arrays))
-    reference = _load_weights(generation / REFERENCE)
-    if reference is not None:
-        load_weights(searcher.reference.model, reference)
-
-
-def _load_weights(file: Path) -> Weights | None:
+def read_weights(file: Path) -> Weights | None:
+    """Return the weights in a file; None if it does not exist."""
     if not file.is_file():
         return None
     with safetensors.safe_open(file, "numpy") as opened:
-        return Weights(
-            int(opened.metadata()["version"]),
-            {name: opened.get_tensor(name) for name in opened.keys()},
-        )  # noqa: SIM118
-
-
-def _load_model(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for part in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(part).items()
-    }
-
-
-def _flat(state: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """An optimizer's state by `parameter.name`."""
-    return {
-        f"{p}.{name}": torch.as_tensor(v).contiguous()
-        for p, values in state.items()
-        for name, v in values.items()
-    }
-
-
-def _unflat(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        parameter, _, name = key.partition(".")
-        state.setdefault(int(parameter), {})[name] = value
-    return state
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return Weights(int(opened.metadata()["version"]), arrays)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines in a pipe."""
+"""Console output of a run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,75 +26,77 @@ from rich.text import Text
 from tba.config.schema import Config
 from tba.runs.summary import Summary
 
-SHOWN = (
+SHOWN = (  # metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl (nats)", "{:.2f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("grad_norm", "gradient norm", "{:.3f}"),
     ("buffer/size", "buffer", "{:,.0f}"),
-    ("samples_generated", "samples found", "{:,.0f}"),
+    ("samples_generated", "samples generated", "{:,.0f}"),
     ("off_policy/lag_mean", "lag (steps)", "{:.1f}"),
     ("wait/trainer", "trainer waits", "{:.1%}"),
     ("wait/searchers", "searchers wait", "{:.1%}"),
     ("step_time", "step (s)", "{:.2f}"),
 )
-
-
-say = partial(print, flush=True)
+"""The metrics that are displayed."""
 
 
 def open_console(config: Config) -> Console:
-    kind = config.log.console
+    """Return the console that `log.console` names."""
+    kind, steps = config.log.console, config.run.steps
     if kind == "auto":
         kind = "live" if sys.stdout.isatty() else "plain"
-    steps = config.run.steps
-    return (
-        LiveConsole(steps)
-        if kind == "live"
-        else Console(steps)
-        if kind == "plain"
-        else Console(steps, say=lambda text: None)
-    )
+    if kind == "live":
+        return LiveConsole(steps)
+    if kind == "plain":
+        return Console(steps, partial(print, flush=True))
+    return Console(steps, lambda text: None)
 
 
 class Console:
-    """Plain lines: one at each of the first steps, and then one every few seconds. `say` is given each."""
+    """Plain lines: one for each of the first steps, then one every few seconds."""
 
     EVERY = 5.0
 
-    def __init__(self, steps: int, say: Callable[[str], None] = say):
-        self._steps, self._say = steps, say
-        self._told = 0.0
+    def __init__(self, steps: int, write: Callable[[str], None]):
+        self._steps, self._write = steps, write
+        self._last_line = 0.0
 
     def note(self, text: str) -> None:
-        self._say(text)
+        """Print a line."""
+        self._write(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > 2 and step < self._steps and time.monotonic() - self._told < self.EVERY:
+        """Show the metrics of a step."""
+        now = time.monotonic()
+        if 2 < step < self._steps and now - self._last_line < self.EVERY:
             return
-        self._told = time.monotonic()
-        shown = "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN)
-        self._say(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {shown}")
+        self._last_line = now
+        values = [f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN]
+        self._write(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {'  '.join(values)}")
 
     def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        self._say(f"evaluation at step {version}: {told(scores)}")
+        """Show the scores of an evaluation."""
+        self._write(f"evaluation at step {version}: {in_a_line(scores)}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        self._say(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
+        """Show a sample completion."""
+        self._write(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, summary: Summary, folder: Path) -> None:
+        """Show the summary of the run."""
         self.close()
-        self._say("\n".join(closing(summary, folder)))
+        self._write("\n".join(closing_lines(summary, folder)))
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restore the terminal."""
 
 
 class LiveConsole(Console):
-    """Progress and time left, the last step's numbers, the evaluations so far, and a sample now and then."""
+    """A panel with progress, the metrics of the last step, evaluations and a sample."""
 
     def __init__(self, steps: int):
-        super().__init__(steps)
+        super().__init__(steps, partial(print, flush=True))
         self._progress = Progress(
             TextColumn("step"),
             BarColumn(None),
@@ -119,7 +121,8 @@ class LiveConsole(Console):
         self._live.update(self._view())
 
     def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        self._evaluations = [*self._evaluations, f"step {version:>6}  {told(scores)}"][-6:]
+        self._evaluations.append(f"step {version:>6}  {in_a_line(scores)}")
+        self._evaluations = self._evaluations[-6:]
         self._live.update(self._view())
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
@@ -130,64 +133,58 @@ class LiveConsole(Console):
 
     def _view(self) -> Panel:
         grid = Table.grid(padding=(0, 3))
-        pairs = [
-            (Text(label, style="dim"), form.format(self._metrics[name]))
-            for name, label, form in SHOWN
-            if name in self._metrics
-        ]
-        for left, right in zip(pairs[::2], pairs[1::2], strict=True):
-            grid.add_row(*left, *right)
-        texts = [
-            Text("\n".join(self._evaluations)),
-            Text(self._sample, style="italic", overflow="ellipsis"),
-        ]
-        return Panel(
-            Stack(self._progress, grid, *(t for t in texts if t.plain)),
-            title="tba",
-            title_align="left",
-        )
+        cells: list[Text | str] = []
+        for name, label, form in SHOWN:
+            if name in self._metrics:
+                cells += [Text(label, style="dim"), form.format(self._metrics[name])]
+        for start in range(0, len(cells), 4):  # two metrics in a row
+            grid.add_row(*cells[start : start + 4])
+        evaluations = Text("\n".join(self._evaluations))
+        sample = Text(self._sample, style="italic", overflow="ellipsis")
+        texts = [text for text in (evaluations, sample) if text.plain]
+        return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
 
 
-def told(scores: Mapping[str, float]) -> str:
-    """An evaluation in a line: pass@1 where the task has it, else the reward."""
-    s = {k.removeprefix("eval/"): v for k, v in scores.items()}
-    rejected = f"  rejected {s['sampled_rejected']:.1%}" if s.get("sampled_rejected") else ""
+def in_a_line(scores: Mapping[str, float]) -> str:
+    """Return an evaluation in a line: pass@1 if the task defines it, otherwise the reward."""
+    s = {name.removeprefix("eval/"): value for name, value in scores.items()}
     if "sampled_pass@1" in s:
-        rest = "".join(
-            f"  {k} {v:.3f}"
-            for k, v in s.items()
-            if k.startswith("pass@") and not k.endswith("stderr")
+        line = (
+            f"pass@1 sampled {s['sampled_pass@1']:.3f} ± {s['sampled_stderr']:.3f}"
+            f"  greedy {s['greedy_pass@1']:.3f} ± {s['greedy_stderr']:.3f}"
         )
-        return f"pass@1 sampled {s['sampled_pass@1']:.3f} ± {s['sampled_stderr']:.3f}  greedy {s['greedy_pass@1']:.3f} ± {s['greedy_stderr']:.3f}{rest}{rejected}"
-    return f"reward sampled {s['sampled_reward']:.3f} ± {s['sampled_reward_stderr']:.3f}  greedy {s['greedy_reward']:.3f}{rejected}"
+        for name, value in s.items():
+            if name.startswith("pass@") and not name.endswith("stderr"):
+                line += f"  {name} {value:.3f}"
+    else:
+        line = (
+            f"reward sampled {s['sampled_reward']:.3f} ± {s['sampled_reward_stderr']:.3f}"
+            f"  greedy {s['greedy_reward']:.3f}"
+        )
+    if s.get("sampled_rejected"):
+        line += f"  rejected {s['sampled_rejected']:.1%}"
+    return line
 
 
-def closing(summary: Summary, folder: Path) -> list[str]:
-    """The last lines of a run."""
-    rejected = ", ".join(f"{n} {reason}" for reason, n in summary.rejected.items()) or "none"
-    lines = [
-        "",
-        f"{'finished' if summary.finished else 'stopped'} after {summary.steps} steps in {summary.seconds:.0f} s",
-        f"  samples            {summary.samples_generated:,} found, {summary.samples_trained:,} trained on; rejected: {rejected}",
-        f"  lag                mean {summary.lag_mean:.1f}, at most {summary.lag_max:.0f} steps",
-        f"  trainer waited     {summary.trainer_wait_fraction:.2%} of the time after the first fill",
-        f"  searchers replaced {summary.searcher_restarts}",
+def closing_lines(summary: Summary, folder: Path) -> list[str]:
+    """Return the last lines of a run."""
+    s = summary
+    outcome = "finished" if s.finished else "stopped"
+    rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
+    samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
+    rows = [
+        ("samples", f"{samples}; rejected: {rejected}"),
+        ("lag", f"mean {s.lag_mean:.1f}, at most {s.lag_max:.0f} steps"),
+        ("trainer waited", f"{s.trainer_wait_fraction:.2%} of the time after the first fill"),
+        ("searchers restarted", str(s.searcher_restarts)),
     ]
-    lines += (
-        [
-            f"  before             {told(summary.first)}",
-            f"  after              {told(summary.last)}",
-        ]
-        if summary.last
-        else []
-    )
-    go_on = [] if summary.finished else [f"  go on              tba train --resume {folder}"]
-    return [
-        *lines,
-        *go_on,
-        f"  summary            {folder / 'summary.json'}",
-        f"  report             tba report {folder}",
-    ]
+    if s.last:
+        rows += [("before", in_a_line(s.first)), ("after", in_a_line(s.last))]
+    if not s.finished:
+        rows.append(("resume", f"tba train --resume {folder}"))
+    rows += [("summary", str(folder / "summary.json")), ("report", f"tba report {folder}")]
+    lines = [f"  {label:<20} {text}" for label, text in rows]
+    return ["", f"{outcome} after {s.steps} steps in {s.seconds:.0f} s", *lines]
 
 
 def _short(text: str, width: int = 100) -> str:

@@ -27,12 +27,12 @@ class RunFolder:
         if (path / "checkpoints").exists():
             raise ValueError(
                 f"run.folder = {str(path)!r} holds a run already;"
-                f" resume it with --resume {path}, or name another folder"
+                f" continue it with --resume {path}, or choose another folder"
             )
         if (path / METRICS).exists():
             raise ValueError(
-                f"run.folder = {str(path)!r} holds a run that saved no checkpoint;"
-                " remove that folder, or name another"
+                f"run.folder = {str(path)!r} holds a run without a checkpoint;"
+                " remove the folder, or choose another"
             )
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
@@ -41,12 +41,13 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """Open the folder of a run that exists; ValueError if there is none."""
+        """Open the folder of an existing run; ValueError if it is not one."""
         if not (path / CONFIG).is_file():
-            raise ValueError(f"{path} is not a run's folder: it has no {CONFIG}")
+            raise ValueError(f"{path} is not the folder of a run: it has no {CONFIG}")
         return cls(path)
 
     def write_config(self, config: Config) -> None:
+        """Write config.json."""
         write_whole(self.path / CONFIG, json.dumps(config.nested(), indent=1) + "\n")
 
     @property
@@ -54,7 +55,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def config(self) -> dict[str, Any]:
-        """Return the tables of the stored config."""
+        """Return config.json as plain tables."""
         tables: dict[str, Any] = json.loads((self.path / CONFIG).read_text())
         return tables
 
@@ -68,11 +69,12 @@ class RunFolder:
         return evaluations
 
     def rewind(self, step: int) -> None:
-        """Drop the rows that were logged after `step`, from which the run is resumed."""
+        """Drop metrics and samples after `step`, from which the run continues."""
         for name in (METRICS, SAMPLES):
             rewind(self.path / name, step)
 
     def write_summary(self, summary: Summary) -> None:
+        """Write summary.json."""
         plain = asdict(summary)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
         write_whole(self.path / SUMMARY, json.dumps(plain, indent=1) + "\n")

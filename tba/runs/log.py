@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard unless switched off, Weights & Biases on request, sample completions to read."""
+"""Logs of a run: metrics.jsonl, sample completions, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.j
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; none if it is not there. A last line that a crash cut short is left out."""
+    """Return the rows of a JSONL file, or none if there is no file.
+
+    A last line that a crash cut short is left out.
+    """
     if not path.is_file():
         return []
     lines = path.read_text().split("\n")
@@ -24,14 +27,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Drops what was written after `step`, so that a resumed run does not tell those steps twice."""
+    """Drop the rows after `step`, so that a resumed run does not log those steps twice."""
     kept = [row for row in read(path) if row["step"] <= step]
     if path.is_file():
         write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whoever reads the file finds the old one or the new one."""
+    """Write a file atomically: a reader sees the old content or the new one."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text)
     aside.rename(path)
@@ -39,12 +42,15 @@ def write_whole(path: Path, text: str) -> None:
 
 @dataclass
 class Journal:
-    """Writes rows as they come. `close` is needed for TensorBoard and W&B only: every JSONL row is on disk when `row` returns."""
+    """Writes metrics and samples as they come.
+
+    Every JSONL row is on disk when `row` returns; `close` flushes TensorBoard and W&B.
+    """
 
     folder: Path
     config: Config
     start: int = 0
-    """The step that a resumed run goes on from: TensorBoard forgets what was told after it."""
+    """Step at which a resumed run continues; TensorBoard drops what it has after it."""
     _tensorboard: Any = field(default=None, init=False)
     _wandb: Any = field(default=None, init=False)
 
@@ -52,13 +58,13 @@ class Journal:
         if self.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(self.folder / "tensorboard"), purge_step=self.start + 1 if self.start else None
-            )
+            purge = self.start + 1 if self.start else None
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge)
         if self.config.log.wandb:
             self._wandb = _wandb_run(self.folder, self.config)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         _append(self.folder / METRICS, {"step": step, **metrics})
         if self._tensorboard is not None:
             for name, value in metrics.items():
@@ -69,20 +75,19 @@ class Journal:
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
     ) -> None:
-        """A completion for a person to read; `kind` is `train` or `eval`."""
-        _append(
-            self.folder / SAMPLES,
-            {
-                "step": step,
-                "kind": kind,
-                "version": version,
-                "reward": reward,
-                "prompt": prompt,
-                "completion": completion,
-            },
-        )
+        """Log a completion for a person to read; `kind` is `train` or `eval`."""
+        row = {
+            "step": step,
+            "kind": kind,
+            "version": version,
+            "reward": reward,
+            "prompt": prompt,
+            "completion": completion,
+        }
+        _append(self.folder / SAMPLES, row)
 
     def close(self) -> None:
+        """Close TensorBoard and W&B."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -90,17 +95,18 @@ class Journal:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    finite = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
-    }  # JSON has no NaN
+    plain = dict(row)
+    for name, value in plain.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            plain[name] = None  # JSON has no NaN
     with path.open("a") as file:
-        file.write(json.dumps(finite) + "\n")
+        file.write(json.dumps(plain) + "\n")
 
 
 def _wandb_run(folder: Path, config: Config) -> Any:
     import wandb
 
-    own = folder / "wandb_id"  # runs of different studies may have folders of the same name
+    own = folder / "wandb_id"  # folders of different studies may have the same name
     if not own.is_file():
         write_whole(own, uuid.uuid4().hex)
     return wandb.init(

@@ -1,4 +1,4 @@
-"""What can be done with a run's checkpoint afterwards: evaluate it, export it."""
+"""Evaluating and exporting a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.loading import override_all, parse
+from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
 from tba.runs import checkpoint
 from tba.runs.folder import RunFolder
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
+from tba.search.searcher import Searcher
 from tba.tasks._memory import refuse
+from tba.weights import Weights, as_array
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
-    """Scores of the newest sound checkpoint (or of the model that the run started from) on the task's held-out prompts.
+    """Return the scores of the newest undamaged checkpoint on the task's held-out prompts.
 
-    The KL is to the reference that the checkpoint has: the first model, unless it has been reset.
+    With `reference`, those of the model that the run began with. The KL is to the checkpoint's
+    reference: the first model, unless it has been reset.
     """
     folder = RunFolder.reopen(run)
     tables = folder.config()
@@ -29,22 +33,33 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     parts = check(parse(tables))
     if not parts.held_out:
         raise ValueError(
-            "there is nothing to evaluate on: set eval.prompts=128, and hold prompts out in the task"
+            "there are no held-out prompts; set eval.prompts=128, and a held-out set in [task]"
         )
     device = "cuda:0" if gpu_count() else "cpu"
     bf16 = computes_in_bf16(parts.config.policy, device)
     searcher = parts.search_setup().build(device, bf16)
+    model = parts.config.policy.model
     if generation is not None:
-        checkpoint.hand_over(generation, searcher, bf16)
+        _load(generation, searcher, bf16)
+        model = str(generation / "model")
     scores = searcher.evaluate().scores
-    model = parts.config.policy.model if generation is None else str(generation / "model")
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
 
 def export_run(run: Path, out: Path) -> Path:
-    """The newest sound checkpoint's model and tokenizer in a new folder."""
+    """Copy model and tokenizer of the newest undamaged checkpoint to the folder `out`."""
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; name a new folder")
+        raise ValueError(f"{out} is not empty; choose a new folder")
     generation = checkpoint.newest(RunFolder.reopen(run).checkpoints)
     shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
+
+
+def _load(generation: Path, searcher: Searcher, bf16: bool) -> None:
+    """Give a checkpoint's model to the engine, and its reference if it had been reset."""
+    arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
+    version = int(generation.name.removeprefix("step-"))
+    searcher.engine.load_weights(Weights(version, arrays))
+    reference = checkpoint.read_weights(generation / checkpoint.REFERENCE)
+    if reference is not None:
+        searcher.reference.load_weights(reference)

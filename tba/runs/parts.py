@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from textwrap import shorten
 from typing import Any
+
+import numpy as np
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import RuntimeTable
-from tba.learn.trainer import Trainer, build_trainer
+from tba.learn.trainer import SingleTrainer, build_trainer
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
 from tba.runtime.functions import pickled
@@ -42,7 +45,7 @@ class Parts:
         seed, pass_reward = self.config.run.seed, self.task.pass_reward
         return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
 
-    def trainer(self, device: str) -> Trainer:
+    def trainer(self, device: str) -> SingleTrainer:
         """Load the model and return its trainer."""
         c = self.config
         temperature, steps = c.sampling.temperature, c.run.steps
@@ -82,10 +85,13 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     _check_head(plugins.objective, config.run.steps)
     task, text = build_task(plugins.task, memory), load_text(config.policy)
     prompts = task.prompts()
-    held_out = task.held_out()[: config.eval.prompts] if config.eval.prompts else []
+    kept_back = task.held_out() if config.eval.prompts else []
+    held_out, unused = kept_back[: config.eval.prompts], kept_back[config.eval.prompts :]
     if not prompts:
         raise ValueError("the task has no prompts to train on")
-    text.check_all([*prompts, *held_out], config.sampling.max_tokens)
+    tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    n = len(prompts)
+    _check_disjoint(prompts, tokens[:n], [*tokens[n:], *map(text.encode, unused)])
     strategy = plugins.strategy.build()
     functions = None if memory is None else _sendable(memory, config.runtime)
     parts = Parts(
@@ -113,6 +119,21 @@ def check_resumed(config: Config, before: Config) -> None:
         raise ValueError(
             f"objective.use = {config.objective.use!r} needs values every {wanted.step_tokens}"
             f" tokens, the run has {has}; keep the objective, or start a new run"
+        )
+
+
+def _check_disjoint(
+    prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], held_out: Sequence[np.ndarray]
+) -> None:
+    """ValueError if training prompts are the same, as the model sees them, as held-out ones."""
+    kept_back = {ids.tobytes() for ids in held_out}
+    shared = [p for p, ids in zip(prompts, tokens, strict=True) if ids.tobytes() in kept_back]
+    if shared:
+        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
+        raise ValueError(
+            f"{len(shared):,} of {len(prompts):,} training prompts are also held out, so that"
+            f" evaluations would not measure what was learned: {examples}. Remove them from one of"
+            " the two, name another file for one, or set eval.prompts=0"
         )
 
 

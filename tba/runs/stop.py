@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once, save and leave; twice, leave now."""
+"""Handling of Ctrl-C and SIGTERM: the first saves and stops, the second stops at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from typing import Any
 
 
 class Stop:
-    """While it is open, the first signal sets `requested` and the second raises KeyboardInterrupt."""
+    """Context manager that turns the first signal into `requested`.
+
+    The second signal raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
 
     def is_requested(self) -> bool:
+        """Return whether the run should stop."""
         return self.requested
 
     def install(self) -> None:
-        """Signals can be handled from the main thread only; elsewhere the host program decides when to stop."""
+        """Install the signal handlers.
+
+        Only the main thread can; in another thread, the host program decides when to stop.
+        """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self._handle)
@@ -39,7 +46,7 @@ class Stop:
             raise KeyboardInterrupt
         self.requested = True
         print(
-            "\nstopping: finishing this step and saving; once more to leave at once",
+            "\nstopping: finishing this step and saving; interrupt again to stop at once",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""What a run has to say for itself: per step, and in the end."""
+"""Per-step metrics and the final summary of a run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,35 @@ from tba.types import Group
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run, as in `summary.json` (there `first` and `last` are `eval/first` and `eval/last`)."""
+    """The summary of a run.
+
+    In `summary.json`, `first` and `last` are `eval/first` and `eval/last`.
+    """
 
     finished: bool
     steps: int
     seconds: float
-    """Of the train loop, first fill included, over all sessions of the run."""
+    """Seconds in the train loop over all sessions of the run, the first fill included."""
     samples_generated: int
     samples_trained: int
     trainer_wait_fraction: float
-    """Share of the loop's time after the first fill in which the trainer waited for groups."""
+    """Share of the loop's time after the first fill that the trainer waited for groups."""
     searcher_wait_fraction: float
-    """Share of the searchers' time in which they had no task."""
+    """Share of the searchers' time without a task."""
     lag_mean: float
-    """Steps between the weights that made a trajectory and those it trained."""
+    """Mean number of steps between the weights that sampled a trajectory and those it trained."""
     lag_max: float
     searcher_restarts: int
     rejected: dict[str, int]
+    """Samples without a reward, by reason."""
     first: dict[str, float]
+    """Scores before training."""
     last: dict[str, float]
+    """Scores after training."""
 
 
 class Tracker:
-    """Adds up, over all sessions of a run, what no single step knows."""
+    """Totals over all steps and all sessions of a run, and its clocks."""
 
     def __init__(self) -> None:
         self._sum: defaultdict[str, float] = defaultdict(float)
@@ -60,7 +66,7 @@ class Tracker:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Around the train loop."""
+        """Time the train loop."""
         self._started = self._last = time.perf_counter()
         try:
             yield
@@ -69,7 +75,7 @@ class Tracker:
 
     @contextmanager
     def first_fill(self) -> Iterator[None]:
-        """Around the wait before the first step, which counts for nothing but itself."""
+        """Time the wait before the first step, which the other shares of time exclude."""
         with _timed() as seconds:
             yield
         self._sum["first_fill"] += seconds()
@@ -77,7 +83,7 @@ class Tracker:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the trainer's wait for groups."""
+        """Time the trainer's wait for groups."""
         with _timed() as seconds:
             yield
         self._waited = seconds()
@@ -85,7 +91,7 @@ class Tracker:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a publication of the weights."""
+        """Time a publication of the weights."""
         with _timed() as seconds:
             yield
         self._synced = seconds()
@@ -93,7 +99,7 @@ class Tracker:
     def step(
         self, step: int, groups: Sequence[Group], buffer: ReplayBuffer, stats: SearchStats
     ) -> dict[str, float]:
-        """Return the metrics of a step beside the trainer's; call it at the step's end."""
+        """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now = time.perf_counter()
         trajectories = [t for g in groups for t in g.trajectories]
         lags = [step - t.version for t in trajectories]
@@ -128,7 +134,7 @@ class Tracker:
         return metrics
 
     def _add_searching(self, seconds: Mapping[str, float]) -> None:
-        """Add what searchers spent since the last step. A task of several steps reports at its end."""
+        """Add the searchers' seconds since the last step; a task reports at its end."""
         spent = {name: total - self._before.get(name, 0.0) for name, total in seconds.items()}
         self._before = seconds
         idle, total = spent.get("idle", 0.0), sum(spent.values())
@@ -138,10 +144,11 @@ class Tracker:
             self._idle = idle / total
 
     def evaluation(self, version: int, scores: dict[str, float]) -> None:
+        """Record the scores of an evaluation."""
         self._evaluations.append((version, scores))
 
     def counts(self) -> dict[str, float]:
-        """Return what a checkpoint keeps: plain numbers by name."""
+        """Return the state for a checkpoint: plain numbers by name."""
         return {**self._sum, "lag_max": self._lag_max, "seconds": self.seconds}
 
     def resume(
@@ -150,7 +157,7 @@ class Tracker:
         stats: SearchStats,
         evaluations: list[tuple[int, dict[str, float]]],
     ) -> None:
-        """Continue from what `counts` returned and from the searchers' earlier statistics."""
+        """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._sum.update(counts)
         self._lag_max = self._sum.pop("lag_max")
         self._earlier_seconds = self._sum.pop("seconds")
@@ -158,7 +165,7 @@ class Tracker:
         self._evaluations = evaluations
 
     def summary(self, steps: int, stats: SearchStats, finished: bool) -> Summary:
-        """Return the summary of a run that stands at step `steps`."""
+        """Return the summary of a run after `steps` steps."""
         training = self.seconds - self._sum["first_fill"]
         scores = []
         for version, values in sorted(self._evaluations, key=lambda e: e[0]):

@@ -16,7 +16,7 @@ from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Sent, SharedLock, Transport, load_weights
+from tba.weights import Sent, SharedLock, Transport
 
 
 class SearcherActor:
@@ -43,7 +43,6 @@ class SearcherActor:
         self._transport = transport
         self._searches = SharedLock()
         self._loading = threading.Lock()
-        self._reference = 0
         self._usage = Usage()
         self._load_newer(newest)
 
@@ -96,13 +95,13 @@ class SearcherActor:
             gap = self._searcher.engine.load_weights(self._transport.receive(weights))
             self._usage.loaded(time.perf_counter() - started, gap)
 
-    def _load_newer_reference(self, reference: Sent | None) -> None:
-        if reference is None or reference.version <= self._reference:
+    def _load_newer_reference(self, weights: Sent | None) -> None:
+        reference = self._searcher.reference
+        if weights is None or weights.version <= reference.version:
             return
         with self._searches.alone():
-            if reference.version > self._reference:
-                load_weights(self._searcher.reference.model, self._transport.receive(reference))
-                self._reference = reference.version
+            if weights.version > reference.version:
+                reference.load_weights(self._transport.receive(weights))
 
 
 class Usage:

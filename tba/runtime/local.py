@@ -10,7 +10,7 @@ from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import Searcher
 from tba.types import Group
-from tba.weights import Weights, load_weights
+from tba.weights import Weights
 
 
 class LocalSearchers:
@@ -62,7 +62,7 @@ class LocalSearchers:
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, weights: Weights) -> None:
-        load_weights(self._searcher.reference.model, weights)
+        self._searcher.reference.load_weights(weights)
         self._reference = weights
 
     def evaluate(self) -> None:

@@ -1,39 +1,96 @@
-"""Rewards made wrong on purpose, to study what a run does with a grader that errs, is noisy, or can be fooled."""
+"""Wrong rewards on purpose, to study training with a grader that errs, is noisy, or is fooled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import Any
 
 import numpy as np
 
 from tba.config.tables import FaultsTable
-
-Rejected = TypeVar("Rejected")
-
-
-def falsify(
-    verdicts: Sequence[float | Rejected], faults: FaultsTable, task: int
-) -> tuple[list[float | Rejected], int]:
-    """The verdicts with the wrong rewards in place, and how many are wrong. `task` is the search task's seed: the same
-    task has the same faults wherever it runs. What has no reward keeps none, and changes nothing for its neighbours."""
-    rng = np.random.default_rng([faults.seed, task])
-    wrong = rng.random(len(verdicts)) < faults.share
-    normal = rng.normal(size=len(verdicts))
-    found = [
-        _faulty(v, faults, float(z)) if hit and isinstance(v, float) else v
-        for v, hit, z in zip(verdicts, wrong, normal, strict=True)
-    ]
-    return found, sum(isinstance(v, float) for v, hit in zip(verdicts, wrong, strict=True) if hit)
+from tba.search.rewards import Rejected, Verdict, verdict_on
+from tba.tasks import Scores, Task
+from tba.types import Answer, Prompt
 
 
-def _faulty(reward: float, faults: FaultsTable, normal: float) -> float:
-    match faults.kind:
-        case "none":
-            return reward
-        case "flip":
-            return faults.low + faults.high - reward
-        case "noise":
-            return reward + faults.scale * normal
-        case "plant":
-            return faults.high
+@dataclass(frozen=True)
+class Fault:
+    """The random numbers that decide what happens to one answer's reward."""
+
+    answer: Answer
+    uniform: float
+    normal: float
+
+
+class FaultyTask:
+    """A task that gives some answers of one search a wrong reward, as `[faults]` says.
+
+    The search task's seed decides which, so that the same search task has the same faults
+    wherever it runs. An answer without a reward gets none, and does not change other answers'
+    faults.
+    """
+
+    def __init__(
+        self, task: Task, faults: FaultsTable, seed: int, answers: Sequence[Sequence[Answer]]
+    ):
+        self._task = task
+        self._faults = faults
+        rng = np.random.default_rng([faults.seed, seed])
+        flat = [answer for group in answers for answer in group]
+        uniform, normal = rng.random(len(flat)).tolist(), rng.normal(size=len(flat)).tolist()
+        # by identity: two samples with the same text have faults of their own
+        self._of = {id(a): Fault(a, *z) for a, *z in zip(flat, uniform, normal, strict=True)}
+
+    @property
+    def pass_reward(self) -> float | None:
+        return self._task.pass_reward
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._task.prompts()
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._task.held_out()
+
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
+        """Return the scores of the wrapped task, some of them wrong."""
+        scores: Any = self._task.score(prompt, answers)
+        if isawaitable(scores):
+            return self._later(scores, answers)
+        return self._falsified(scores, answers)
+
+    def count(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> int:
+        """Return how many of these answers have a reward, and a wrong one."""
+        rewarded = [
+            answer
+            for answer, verdict in zip(answers, verdicts, strict=True)
+            if not isinstance(verdict, Rejected)
+        ]
+        return sum(self._is_faulty(answer) for answer in rewarded)
+
+    async def _later(self, scores: Awaitable[Scores], answers: Sequence[Answer]) -> Scores:
+        return self._falsified(await scores, answers)
+
+    def _falsified(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
+        scores = list(scores)
+        if len(scores) != len(answers):
+            return scores  # the guard rejects them
+        return [self._reward(s, a) for s, a in zip(scores, answers, strict=True)]
+
+    def _reward(self, score: float | None, answer: Answer) -> float | None:
+        verdict = verdict_on(score)
+        if isinstance(verdict, Rejected) or not self._is_faulty(answer):
+            return score
+        match self._faults.kind:
+            case "none":
+                return verdict
+            case "flip":
+                return self._faults.low + self._faults.high - verdict
+            case "noise":
+                return verdict + self._faults.scale * self._of[id(answer)].normal
+            case "plant":
+                return self._faults.high
+
+    def _is_faulty(self, answer: Answer) -> bool:
+        return self._of[id(answer)].uniform < self._faults.share

@@ -1,23 +1,28 @@
-"""Scoring that cannot be trusted: a reward that raises, hangs or returns nonsense costs that sample and is counted."""
+"""Guarded scoring: a reward that raises, hangs or is no number rejects its samples."""
 
 from __future__ import annotations
 
 import math
-import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tba.search.calls import Calls, Failure
 from tba.search.result import SearchStats
-from tba.tasks import Task, WrongLength
+from tba.tasks import Task
 from tba.types import Answer, Prompt
+
+WINDOW = 64
+"""Samples that must have been scored before their rejections count."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why a sample has no reward: `raised`, `timeout`, `not_finite`, `not_a_number`, `none` or `wrong_length`."""
+    """The reason why a sample has no reward, and the error message.
+
+    Reasons are `raised`, `timeout`, `not_finite`, `not_a_number`, `none` and `wrong_length`.
+    """
 
     reason: str
     detail: str
@@ -26,57 +31,43 @@ class Rejected:
 Verdict = float | Rejected
 
 
-WINDOW = 64
-"""Samples that must have been scored before their rejections count."""
-
-AT_ONCE = 64
-"""Answers that a task scores in one call, where there are many."""
-
-
 @dataclass(frozen=True)
 class Guard:
-    """Calls a task's scoring with a deadline, and finds out which sample is to blame when a call fails."""
+    """Scores groups by a task, and gives a verdict on each answer whatever the task does.
+
+    A call that raises is repeated for each answer of the group, so that one bad sample does not
+    cost its neighbours. A call that times out is not repeated: its group is rejected. After two
+    timeouts in a row, the remaining groups of the search are rejected without being tried.
+    """
 
     task: Task
     deadline: float
-    """Seconds for one call."""
+    """Seconds for each answer of a call."""
+    concurrency: int = 8
+    """Groups that an async task scores at once."""
 
-    def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict for each answer. A failing call is repeated one sample at a time, so that the others keep their rewards."""
-        verdicts = self._call(prompts, answers)
-        if (
-            len(answers) < 2
-            or not isinstance(verdicts[0], Rejected)
-            or verdicts[0].reason not in ("raised", "timeout")
-        ):
-            return verdicts
-        alone: list[Verdict] = []
-        for p, a in zip(prompts, answers, strict=True):
-            hangs = [v for v in alone if isinstance(v, Rejected) and v.reason == "timeout"]
-            alone += (
-                hangs[:1] if len(hangs) >= 2 else self._call([p], [a])
-            )  # after two hangs the rest is not tried
-        return alone
+    def __call__(
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]]
+    ) -> list[list[Verdict]]:
+        """Return one verdict for each answer; `answers` has a group for each prompt."""
+        groups = list(zip(prompts, answers, strict=True))
+        calls = Calls(self.task.score, groups, self.deadline, self.concurrency)
+        return [[verdict_on(score) for score in scores] for scores in calls.run()]
 
-    def in_parts(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
-        """The same in calls about as large as those of a search, each with the deadline, where there are many."""
-        starts = range(0, len(answers), AT_ONCE)
-        return [v for i in starts for v in self(prompts[i : i + AT_ONCE], answers[i : i + AT_ONCE])]
 
-    def _call(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[Verdict]:
-        try:
-            scores = _within(self.deadline, lambda: list(self.task.score(prompts, answers)))
-        except TimeoutError as error:
-            return [Rejected("timeout", str(error))] * len(answers)
-        except WrongLength as error:
-            return [Rejected("wrong_length", str(error))] * len(answers)
-        except (Exception, SystemExit):  # untrusted code
-            return [Rejected("raised", traceback.format_exc())] * len(answers)
-        if len(scores) != len(answers):
-            return [
-                Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
-            ] * len(answers)
-        return [_verdict(s) for s in scores]
+def verdict_on(score: Any) -> Verdict:
+    """Return the score as a finite float, or the reason why it is none."""
+    if isinstance(score, Failure):
+        return Rejected(score.reason, score.detail)
+    if score is None:
+        return Rejected("none", "no reward function gave this sample a reward")
+    try:
+        value = float(score)
+    except (
+        Exception
+    ):  # untrusted: a tensor of two numbers raises RuntimeError, 10**400 OverflowError
+        return Rejected("not_a_number", f"a reward is {score!r}")
+    return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
 
 
 @dataclass
@@ -110,36 +101,3 @@ class RejectionMonitor:
 
     def _scored(self, skip: int = 0) -> int:
         return sum(stats.samples + stats.rollouts for stats in list(self._recent)[skip:])
-
-
-def _verdict(score: Any) -> Verdict:
-    if score is None:
-        return Rejected("none", "no reward function gave this sample a reward")
-    try:
-        value = float(score)
-    except (
-        Exception
-    ):  # untrusted too: a tensor of two numbers raises RuntimeError, 10**400 OverflowError
-        return Rejected("not_a_number", f"a reward is {score!r}")
-    return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The call's result or exception; TimeoutError after so many seconds. A hung call keeps its (daemon) thread."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:  # handed to the caller
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="reward")
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"scoring did not return within reward.deadline = {seconds} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value

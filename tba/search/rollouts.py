@@ -1,4 +1,4 @@
-"""Monte-Carlo values: what the states in the middle of a response are worth, by sampling new endings from them."""
+"""Monte-Carlo values: the expected reward of states within a response, from sampled endings."""
 
 from __future__ import annotations
 
@@ -8,19 +8,38 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.rewards import Guard, Rejected, Verdict
-from tba.types import Answer, Completion, Group, Sampling, Trajectory
+from tba.types import Answer, Completion, Prompt, Sampling
 
 State = tuple[int, bytes]
-"""A prompt, by its place, and the tokens that followed it so far."""
+"""Index of a group, and the response tokens so far."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion with its reward, and with values if the objective needs them."""
+
+    completion: Completion
+    reward: float
+    value: Float32[np.ndarray, " T"] | None = None
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """The samples of one prompt that have a reward."""
+
+    prompt: Prompt
+    prompt_tokens: Int32[np.ndarray, " P"]
+    samples: tuple[Sample, ...]
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """What is needed of an engine."""
+    """The part of an engine that rollouts need."""
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
@@ -29,7 +48,7 @@ class Generates(Protocol):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Values of the states before every `request.step_tokens`-th token, of the weights that the engine has."""
+    """Estimates the values of the states before every `request.step_tokens`-th token."""
 
     engine: Generates
     text: Text
@@ -37,80 +56,76 @@ class Rollouts:
     sampling: Sampling
     request: ValueRollouts
 
-    def estimate(self, groups: list[Group], seed: int) -> tuple[list[Group], list[Verdict]]:
-        """The groups with values, and the verdict on each rollout. A state that several responses share is rolled out once.
+    def estimate(
+        self, groups: Sequence[SampleGroup], seed: int
+    ) -> tuple[list[SampleGroup], list[Verdict]]:
+        """Return the groups with values, and the verdict on each rollout.
 
-        The first state's value is the mean reward of the prompt's other responses. A response with a state none of whose
-        rollouts could be scored is left out.
+        A state that several responses share is rolled out once. The first state's value is the
+        mean reward of the prompt's other responses. A response is left out if no rollout of one
+        of its states has a reward.
         """
         values: dict[State, float] = {}
         verdicts: list[Verdict] = []
         for start, states in self._states(groups).items():
-            for state, found in zip(
-                states, self._rolled_out(groups, start, states, seed), strict=True
-            ):
-                verdicts += found
-                values[state] = _mean([v for v in found if not isinstance(v, Rejected)])
-        valued = [
-            (g, [self._valued(g, i, t, values) for t in g.trajectories])
-            for i, g in enumerate(groups)
-        ]
-        kept = [
-            (g, tuple(t for t in ts if t.value is not None and np.isfinite(t.value).all()))
-            for g, ts in valued
-        ]
-        return [replace(g, trajectories=ts) for g, ts in kept if ts], verdicts
+            for state, endings in self._roll_out(groups, start, states, seed):
+                rewards = [v for v in endings if not isinstance(v, Rejected)]
+                values[state] = fmean(rewards) if rewards else float("nan")
+                verdicts += endings
+        valued = []
+        for place, group in enumerate(groups):
+            samples = []
+            for i, sample in enumerate(group.samples):
+                value = self._value(group, place, i, values)
+                if np.isfinite(value).all():
+                    samples.append(replace(sample, value=value))
+            if samples:
+                valued.append(replace(group, samples=tuple(samples)))
+        return valued, verdicts
 
-    def _states(self, groups: Sequence[Group]) -> dict[int, list[State]]:
-        """The distinct states to roll out, by how many tokens lead to them."""
-        step = self.request.step_tokens
-        all_of = [
-            (n, (i, t.tokens[:n].tobytes()))
-            for i, g in enumerate(groups)
-            for t in g.trajectories
-            for n in range(step, len(t.tokens), step)
-        ]
-        found: dict[int, dict[State, None]] = {n: {} for n in sorted({n for n, _ in all_of})}
-        for n, state in all_of:
-            found[n][state] = None
-        return {n: list(states) for n, states in found.items()}
+    def _states(self, groups: Sequence[SampleGroup]) -> dict[int, list[State]]:
+        """Return the distinct states to roll out, by the number of tokens that lead to them."""
+        by_length: dict[int, dict[State, None]] = {}
+        for place, group in enumerate(groups):
+            for sample in group.samples:
+                tokens = sample.completion.tokens
+                for n in self._starts(tokens):
+                    by_length.setdefault(n, {})[place, tokens[:n].tobytes()] = None
+        return {n: list(by_length[n]) for n in sorted(by_length)}
 
-    def _rolled_out(
-        self, groups: Sequence[Group], start: int, states: Sequence[State], seed: int
-    ) -> list[list[Verdict]]:
-        """`request.rollouts` verdicts for each state, all of which are `start` tokens into their response."""
-        n = self.request.rollouts
-        heads = [np.frombuffer(head, np.int32) for _, head in states]
-        contexts = [
-            np.concatenate([groups[i].prompt_tokens, head])
-            for (i, _), head in zip(states, heads, strict=True)
-        ]
-        left = replace(self.sampling, samples=n, max_tokens=self.sampling.max_tokens - start)
-        endings = self.engine.generate(contexts, left, seed + start)
+    def _roll_out(
+        self, groups: Sequence[SampleGroup], start: int, states: Sequence[State], seed: int
+    ) -> list[tuple[State, list[Verdict]]]:
+        """Return `request.rollouts` verdicts for each state, `start` tokens into its response."""
+        heads = [np.frombuffer(tokens, np.int32) for _, tokens in states]
+        contexts = []
+        for (place, _), head in zip(states, heads, strict=True):
+            contexts.append(np.concatenate([groups[place].prompt_tokens, head]))
+        max_tokens = self.sampling.max_tokens - start
+        sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
+        endings = self.engine.generate(contexts, sampling, seed + start)
         answers = [
-            Answer(self.text.decode(np.concatenate([head, c.tokens])), c.finished)
-            for head, cs in zip(heads, endings, strict=True)
-            for c in cs
+            [self._answer(head, ending) for ending in of_state]
+            for head, of_state in zip(heads, endings, strict=True)
         ]
-        verdicts = self.guard.in_parts(
-            [groups[i].prompt for i, _ in states for _ in range(n)], answers
-        )
-        return [verdicts[i : i + n] for i in range(0, len(verdicts), n)]
+        prompts = [groups[place].prompt for place, _ in states]
+        return list(zip(states, self.guard(prompts, answers), strict=True))
 
-    def _valued(
-        self, group: Group, place: int, trajectory: Trajectory, values: dict[State, float]
-    ) -> Trajectory:
-        others = [t.reward for t in group.trajectories if t is not trajectory] or [
-            trajectory.reward
-        ]
-        step = self.request.step_tokens
-        steps = [
-            values[place, trajectory.tokens[:n].tobytes()]
-            for n in range(step, len(trajectory.tokens), step)
-        ]
-        at_each = np.repeat(np.array([fmean(others), *steps], np.float32), step)
-        return replace(trajectory, value=at_each[: len(trajectory.tokens)])
+    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
+        whole = np.concatenate([head, ending.tokens])
+        return Answer(self.text.decode(whole), ending.finished)
 
+    def _value(
+        self, group: SampleGroup, place: int, index: int, values: dict[State, float]
+    ) -> Float32[np.ndarray, " T"]:
+        """Return the value of each token's state; NaN where no rollout has a reward."""
+        sample = group.samples[index]
+        tokens = sample.completion.tokens
+        others = [s.reward for s in group.samples if s is not sample]
+        steps = [fmean(others or [sample.reward])]
+        steps += [values[place, tokens[:n].tobytes()] for n in self._starts(tokens)]
+        return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]
 
-def _mean(rewards: Sequence[float]) -> float:
-    return fmean(rewards) if rewards else float("nan")
+    def _starts(self, tokens: np.ndarray) -> range:
+        """Return the places of a response, after the first, at which a step begins."""
+        return range(self.request.step_tokens, len(tokens), self.request.step_tokens)

@@ -1,4 +1,4 @@
-"""Search: prompts -> engine -> rewards and reference log-probs -> groups that any objective can learn from."""
+"""Search: from prompts to groups that any objective can learn from."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from tba.config.tables import EvalTable, FaultsTable
 from tba.engines import Engine
-from tba.learn.policy import Policy
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.evaluate import evaluate
-from tba.search.faults import falsify
+from tba.search.faults import FaultyTask
+from tba.search.reference import Reference
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import Guard, Rejected, Verdict
-from tba.search.rollouts import Rollouts
-from tba.types import Group, Prompt, Sampling, Trajectory, collate
+from tba.search.rollouts import Rollouts, Sample, SampleGroup
+from tba.types import Completion, Group, Prompt, Sampling, Trajectory
 
 STAGES = ("generate", "reward", "rollouts", "reference")
 """Stages of a search, whose seconds are counted."""
@@ -28,89 +27,117 @@ STAGES = ("generate", "reward", "rollouts", "reference")
 
 @dataclass(frozen=True)
 class Searcher:
-    """Finishes trajectories. It holds the engine and the reference model, so that the trainer holds one model only."""
+    """Finishes trajectories, reference log-probs included, so that the trainer holds one model."""
 
     engine: Engine
-    reference: Policy
+    reference: Reference
     text: Text
     guard: Guard
     sampling: Sampling
-    token_budget: int
     faults: FaultsTable
-    value_rollouts: ValueRollouts | None = None
-    held_out: Sequence[Prompt] = ()
-    evaluation: EvalTable = EvalTable()
+    value_rollouts: ValueRollouts | None
+    held_out: Sequence[Prompt]
+    evaluation: EvalTable
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
-        """S samples of each prompt, scored. A prompt whose samples were all rejected gives no group."""
-        clock = [time.perf_counter()]
+        """Sample and score S responses of each prompt.
+
+        A prompt whose samples were all rejected gives no group.
+        """
+        times = [time.perf_counter()]
         tokens = [self.text.encode(p) for p in prompts]
         completions = self.engine.generate(tokens, self.sampling, seed)
-        clock.append(time.perf_counter())
-        flat = [(p, c) for p, cs in zip(prompts, completions, strict=True) for c in cs]
-        verdicts = self.guard([p for p, _ in flat], [self.text.answer(c) for _, c in flat])
-        verdicts, faulty = falsify(verdicts, self.faults, seed)
-        clock.append(time.perf_counter())
-        groups, remaining = [], iter(verdicts)
-        for prompt, encoded, cs in zip(prompts, tokens, completions, strict=True):
-            kept = [
-                (c, r) for c, r in zip(cs, remaining, strict=False) if not isinstance(r, Rejected)
-            ]
-            if kept:
-                unscored = tuple(
-                    Trajectory(
-                        c.tokens, c.logp, np.zeros_like(c.logp), float(r), c.version, c.finished
-                    )
-                    for c, r in kept
-                )
-                groups.append(Group(prompt, encoded, unscored))
-        endings: list[Verdict] = []
-        if self.value_rollouts is not None:
-            groups, endings = Rollouts(
-                self.engine, self.text, self.guard, self.sampling, self.value_rollouts
-            ).estimate(groups, seed)
-        clock.append(time.perf_counter())
-        groups = self.referred(groups)
-        clock.append(time.perf_counter())
-        rejected = [v for v in (*verdicts, *endings) if isinstance(v, Rejected)]
+        times.append(time.perf_counter())
+        verdicts, faulty = self._score(prompts, completions, seed)
+        times.append(time.perf_counter())
+        rewarded = _rewarded(prompts, tokens, completions, verdicts)
+        rewarded, rollouts = self._add_values(rewarded, seed)
+        times.append(time.perf_counter())
+        groups = self._finish(rewarded)
+        times.append(time.perf_counter())
+        samples = [v for group in verdicts for v in group]
+        rejected = [v for v in (*samples, *rollouts) if isinstance(v, Rejected)]
         stats = SearchStats(
-            samples=len(flat),
-            rollouts=len(endings),
+            samples=len(samples),
+            rollouts=len(rollouts),
             faulty=faulty,
             rejected=Counter(v.reason for v in rejected),
             last_rejection=rejected[-1].detail if rejected else "",
-            seconds=defaultdict(float, zip(STAGES, np.diff(clock).tolist(), strict=True)),
+            seconds=defaultdict(float, zip(STAGES, np.diff(times).tolist(), strict=True)),
         )
         return SearchResult(groups, stats)
 
     def evaluate(self) -> Evaluation:
         """Evaluate the engine's weights on the held-out prompts, as `[eval]` says."""
         same = self.evaluation.temperature == self.sampling.temperature
-        reference = self.referred if same else None  # the reference has one temperature
+        reference = self.reference if same else None  # the reference has one temperature
         return evaluate(
             self.engine, self.text, self.guard, self.held_out, self.evaluation,
             self.sampling.max_tokens, reference,
         )  # fmt: skip
 
-    @torch.inference_mode()
-    def referred(self, groups: list[Group]) -> list[Group]:
-        """Reference log-probs for all; groups that kept equally many samples run together."""
-        found = []
-        for size in sorted({len(g.trajectories) for g in groups}):
-            same = [g for g in groups if len(g.trajectories) == size]
-            batch = collate(same)
-            logp = (
-                torch.cat(
-                    [self.reference.logp(piece) for piece in batch.pieces(self.token_budget)], 1
-                )
-                .float()
-                .cpu()
-                .numpy()
-            )
-            for group, rows in zip(same, logp, strict=True):
-                scored = (
-                    replace(t, ref_logp=row[: len(t.tokens)].copy())
-                    for t, row in zip(group.trajectories, rows, strict=True)
-                )
-                found.append(replace(group, trajectories=tuple(scored)))
-        return found
+    def _score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], seed: int
+    ) -> tuple[list[list[Verdict]], int]:
+        """Return a verdict on each completion, and how many rewards are wrong on purpose."""
+        answers = [[self.text.answer(c) for c in group] for group in completions]
+        if self.faults.kind == "none":
+            return self.guard(prompts, answers), 0
+        task = FaultyTask(self.guard.task, self.faults, seed, answers)
+        verdicts = replace(self.guard, task=task)(prompts, answers)
+        return verdicts, sum(task.count(*group) for group in zip(answers, verdicts, strict=True))
+
+    def _add_values(
+        self, groups: list[SampleGroup], seed: int
+    ) -> tuple[list[SampleGroup], list[Verdict]]:
+        """Add values if the objective needs them; return the verdicts on the rollouts as well."""
+        request = self.value_rollouts
+        if request is None:
+            return groups, []
+        rollouts = Rollouts(self.engine, self.text, self.guard, self.sampling, request)
+        return rollouts.estimate(groups, seed)
+
+    def _finish(self, groups: Sequence[SampleGroup]) -> list[Group]:
+        """Turn samples into trajectories, with the reference's log-probs."""
+        prompts = [g.prompt_tokens for g in groups]
+        responses = [[s.completion.tokens for s in g.samples] for g in groups]
+        logp, version = self.reference.logp(prompts, responses)
+        finished = []
+        for group, rows in zip(groups, logp, strict=True):
+            pairs = zip(group.samples, rows, strict=True)
+            trajectories = tuple(_trajectory(sample, ref_logp) for sample, ref_logp in pairs)
+            finished.append(Group(group.prompt, group.prompt_tokens, trajectories, version))
+        return finished
+
+
+def _rewarded(
+    prompts: Sequence[Prompt],
+    tokens: Sequence[np.ndarray],
+    completions: Sequence[Sequence[Completion]],
+    verdicts: Sequence[Sequence[Verdict]],
+) -> list[SampleGroup]:
+    """Return the samples that have a reward, by prompt; prompts without any are left out."""
+    groups = []
+    for prompt, encoded, sampled, judged in zip(
+        prompts, tokens, completions, verdicts, strict=True
+    ):
+        samples = []
+        for completion, verdict in zip(sampled, judged, strict=True):
+            if not isinstance(verdict, Rejected):
+                samples.append(Sample(completion, verdict))
+        if samples:
+            groups.append(SampleGroup(prompt, encoded, tuple(samples)))
+    return groups
+
+
+def _trajectory(sample: Sample, ref_logp: np.ndarray) -> Trajectory:
+    c = sample.completion
+    return Trajectory(
+        tokens=c.tokens,
+        behavior_logp=c.logp,
+        ref_logp=ref_logp,
+        reward=sample.reward,
+        version=c.version,
+        finished=c.finished,
+        value=sample.value,
+    )

@@ -15,6 +15,7 @@ from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model, load_text
 from tba.objectives import ValueRollouts
+from tba.search.reference import Reference
 from tba.search.rewards import Guard
 from tba.search.searcher import Searcher
 from tba.tasks import Task
@@ -51,13 +52,13 @@ class SearchSetup:
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
         model = load_model(self.policy, torch.float32).to(device)
+        reference = Policy(model, self.sampling.temperature, bf16)
         return Searcher(
             engine=engine,
-            reference=Policy(model, self.sampling.temperature, bf16),
+            reference=Reference(reference, self.token_budget),
             text=text,
-            guard=Guard(self._task(), self.reward.deadline),
+            guard=Guard(self._task(), self.reward.deadline, self.reward.concurrency),
             sampling=sampling_of(self.sampling),
-            token_budget=self.token_budget,
             faults=self.faults,
             value_rollouts=self.value_rollouts,
             held_out=self.held_out,

@@ -1,78 +1,67 @@
-"""A process of its own for each run of a study."""
+"""Processes of a sweep, one for each run. `tba.studies.worker` is what they execute."""
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
-import signal
+import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Iterable, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
+from contextlib import suppress
 from pathlib import Path
 
 from tba.config.schema import Config
-from tba.studies.results import write_failed
+
+Worker = subprocess.Popen[str]
 
 
-def start(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> BaseProcess:
-    """Begins the run, or goes on with the one in `resume`. How it ends is in its folder; what it prints goes to `log`: the terminal is the study's."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_carry_out, args=(config, resume, cores, log), name=f"tba-{log.stem}"
-    )
-    resource_tracker.ensure_running()  # or it would begin with the process, and unblock the signal
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Ctrl-C is for the study, which then asks each run to stop, once
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def start(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> Worker:
+    """Start a run, or continue the one in `resume`; its output goes to the file `log`.
+
+    The process has a session of its own, so that Ctrl-C reaches the sweep only, which then asks
+    each run to stop once. It ends when its standard input is closed: a sweep that was killed leaves
+    no runs behind.
+    """
+    threads = str(len(cores))
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment = {
+        **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads
+    }  # fmt: skip
+    job = {
+        "config": config.nested(),
+        "resume": None if resume is None else str(resume),
+        "cores": list(cores),
+    }
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tba.studies.worker"], stdin=subprocess.PIPE, stdout=file,
+            stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # a process that died at once is noticed by its exit status
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
     return process
 
 
-def close(processes: Iterable[BaseProcess], seconds: float = 30.0) -> None:
-    """Ends runs that are under way; they have so long to save."""
+def has_ended(process: Worker) -> bool:
+    if process.poll() is None:
+        return False
+    assert process.stdin is not None
+    process.stdin.close()
+    return True
+
+
+def close(processes: Iterable[Worker], seconds: float = 30.0) -> None:
+    """Ask the processes to save and to stop, and kill those that have not ended in time."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.terminate()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join(5.0)
-
-
-def _carry_out(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> None:
-    """In the process: before torch is imported, what it reads from the environment."""
-    os.setsid()  # a terminal that closes ends the study, which has its runs save first
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    with log.open("a") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(len(cores))
-    from tba.run import run
-    from tba.runtime.placement import Place
-
-    Place("cpu", tuple(cores)).take()
-    try:
-        run(config, resume)
-    except Exception as error:
-        last = " ".join(traceback.format_exception_only(error)[-1].split())
-        write_failed(
-            Path(config.run.folder),
-            last.removeprefix(f"{type(error).__module__}."),
-            traceback.format_exc(),
-        )
-
-
-def _leave_with_parent() -> None:
-    """A study that was killed leaves no runs behind: they save and end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while parent.is_alive():
-        parent.join(timeout=5.0)
-    os.kill(os.getpid(), signal.SIGTERM)
+            process.wait(5.0)
+        has_ended(process)

@@ -1,22 +1,24 @@
-"""Tasks provide prompts and score answers. This module is their contract; each other file is one task."""
+"""Tasks provide prompts and score answers. This module is their contract; each other file is one
+task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol, runtime_checkable
 
 from tba.types import Answer, Prompt
 
+Scores = Sequence[float | None]
+"""One reward for each answer, in order; None for an answer that cannot be scored."""
+
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of prompts, and the reward of an answer.
-
-    `pass_reward` is the least reward of a correct answer, or None if answers are not right or wrong.
-    """
+    """A source of prompts, and the reward of their answers."""
 
     @property
-    def pass_reward(self) -> float | None: ...
+    def pass_reward(self) -> float | None:
+        """The least reward of a correct answer; None if answers are neither right nor wrong."""
 
     def prompts(self) -> Sequence[Prompt]:
         """Return the prompts to train on."""
@@ -24,8 +26,12 @@ class Task(Protocol):
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts to evaluate on; none of them is among `prompts()`."""
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Sequence[float | None]:
-        """Return one reward for each answer to the prompt at the same place; None if it cannot be scored."""
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
+        """Return the rewards of a group: all answers to one prompt. May be `async def`.
+
+        A reward may depend on the other answers of the group. If a call raises, each answer is
+        scored again in a call of its own.
+        """
 
 
 class WrongLength(ValueError):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tba.config.plugins import GIVEN
-from tba.tasks import WrongLength
+from tba.tasks import Scores, WrongLength
 from tba.tasks._data import Rows, rows
 from tba.tasks._memory import InMemory, name_of
 from tba.types import Answer, Prompt
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Any]
+"""`def` or `async def` f(prompts, completions, **columns) -> list[float | None]."""
 
 REQUIRED = ("prompt",)
 """Columns that a data set must have."""
@@ -30,9 +32,10 @@ class Custom:
 
         def f(prompts, completions, **columns) -> list[float | None]
 
-    A function is written `package.module:function` or `file.py:function`. The rewards of several
-    functions are added, weighted by `reward_weights`; None means that a function does not apply to
-    a sample. For chat prompts, completions are message lists. Evaluations use `held_out_data`, or
+    A function is written `package.module:function` or `file.py:function`, and may be `async def`.
+    A call has all completions of one prompt; `prompts` and the columns repeat its values. The
+    rewards of several functions are added, weighted by `reward_weights`; None means that a
+    function does not apply to a sample. For chat prompts, completions are message lists. Evaluations use `held_out_data`, or
     else the last `held_out_size` rows, which are then not trained on.
     """
 
@@ -71,16 +74,29 @@ class Custom:
     def held_out(self) -> Sequence[Prompt]:
         return self._rows[1]
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        """Return the weighted sum of the functions that gave a number; None where none did."""
-        chat = not isinstance(prompts[0].text, str)
-        completions = [
-            [{"role": "assistant", "content": a.text}] if chat else a.text for a in answers
-        ]
-        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
-        found = [_call(f, [p.text for p in prompts], completions, columns) for f in self.functions]
-        weights = self.reward_weights or [1.0] * len(found)
-        return [_weighted(scores, weights) for scores in zip(*found, strict=True)]
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
+        """Return the weighted sum of the functions that gave a number; None if none did."""
+        arguments = _arguments(prompt, answers)
+        scores: dict[int, Scores] = {}
+        for i, function in enumerate(self.functions):
+            if not _is_async(function):
+                scores[i] = _call(function, arguments)
+        if len(scores) < len(self.functions):
+            return self._await_others(scores, arguments)
+        return self._weighted(scores)
+
+    async def _await_others(
+        self, scores: dict[int, Scores], arguments: dict[str, list[Any]]
+    ) -> Scores:
+        """Call the async functions all at once; `scores` has those of the others."""
+        others = {i: f for i, f in enumerate(self.functions) if i not in scores}
+        awaited = await asyncio.gather(*(_call_async(f, arguments) for f in others.values()))
+        return self._weighted({**scores, **dict(zip(others, awaited, strict=True))})
+
+    def _weighted(self, scores: Mapping[int, Scores]) -> list[float | None]:
+        weights = self.reward_weights or [1.0] * len(scores)
+        in_order = [scores[i] for i in range(len(scores))]
+        return [_weighted_sum(of_answer, weights) for of_answer in zip(*in_order, strict=True)]
 
     @property
     def _names(self) -> list[str]:
@@ -151,29 +167,49 @@ def _short_name(function: RewardFunction) -> str:
     return name_of(function).rpartition(".")[2]
 
 
-def _call(
-    function: RewardFunction,
-    prompts: list[Any],
-    completions: list[Any],
-    columns: dict[str, list[Any]],
-) -> Sequence[float | None]:
-    """Call a reward function with the arguments that it names, or all for `**columns`."""
+def _arguments(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Return what a reward function is called with: one list for each parameter, by name."""
+    arguments = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+    completions: list[Any] = [a.text for a in answers]
+    if not isinstance(prompt.text, str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    return {**arguments, "prompts": [prompt.text] * len(answers), "completions": completions}
+
+
+def _is_async(function: RewardFunction) -> bool:
+    call = type(function).__call__  # of an object with `async def __call__`
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _call(function: RewardFunction, arguments: dict[str, list[Any]]) -> Scores:
+    scores = function(**_accepted(function, arguments))
+    return _of_length(function, scores, len(arguments["completions"]))
+
+
+async def _call_async(function: RewardFunction, arguments: dict[str, list[Any]]) -> Scores:
+    scores = await function(**_accepted(function, arguments))
+    return _of_length(function, scores, len(arguments["completions"]))
+
+
+def _accepted(function: RewardFunction, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the arguments that the function takes: all for `**columns`, else those it names."""
     parameters = inspect.signature(function).parameters
-    given = {**columns, "prompts": prompts, "completions": completions}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        given = {name: values for name, values in given.items() if name in parameters}
-    scores = function(**given)
-    if len(scores) != len(completions):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return arguments
+    return {name: values for name, values in arguments.items() if name in parameters}
+
+
+def _of_length(function: RewardFunction, scores: Scores, count: int) -> Scores:
+    if len(scores) != count:
         raise WrongLength(
-            f"{_short_name(function)} returned {len(scores)} rewards"
-            f" for {len(completions)} completions"
+            f"{_short_name(function)} returned {len(scores)} rewards for {count} completions"
         )
     return scores
 
 
-def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    given = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
-    return sum(given) if given else None
+def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    terms = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
+    return sum(terms) if terms else None
 
 
 def _function(name: str) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""Grade-school math word problems: openai/gsm8k from the hub, or a folder with its train.jsonl and test.jsonl."""
+"""Grade-school math word problems: openai/gsm8k from the hub, or a folder with both splits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 
 
 def last_number(text: str) -> float | None:
-    """The last number in the text, thousands commas ignored; None where there is none."""
-    found = NUMBER.findall(text.replace(",", ""))
-    return float(found[-1]) if found else None
+    """Return the last number in the text, thousands commas ignored; None if there is none."""
+    numbers = NUMBER.findall(text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None
 
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Reward 1 when the last number of the answer equals the one after `####` of the solution, else 0; None where the solution has no number.
+    """Math word problems; the reward is 1 if the answer's last number is right, else 0.
 
-    Prompt and grader are those of the paper's GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare
-    question through the tokenizer's chat template instead, for instruction-tuned models.
+    The right number follows `####` in the solution; without one, the reward is None. Prompt and grader are those of the paper's
+    GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare question through the
+    tokenizer's chat template instead, for instruction-tuned models.
     """
 
     data: str = "openai/gsm8k"
+    """A hub name, or a folder with train.jsonl and test.jsonl."""
     chat: bool = False
     prompt: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
     train_size: int | None = None
@@ -43,21 +45,18 @@ class Gsm8k:
     def held_out(self) -> Sequence[Prompt]:
         return self._read("test", self.held_out_size)
 
-    def score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float | None]:
-        gold = [last_number(p.columns["answer"].rpartition("####")[2]) for p in prompts]
-        return [
-            None if g is None else float(last_number(a.text) == g)
-            for a, g in zip(answers, gold, strict=True)
-        ]
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        gold = last_number(prompt.columns["answer"].rpartition("####")[2])
+        if gold is None:
+            return [None] * len(answers)
+        return [float(last_number(a.text) == gold) for a in answers]
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
-        found = rows("task.data", self.data, split, "main", required=("question", "answer"))[:size]
-        return [self._prompt(f"{split}-{i}", row) for i, row in enumerate(found)]
+        questions = rows("task.data", self.data, split, "main", required=("question", "answer"))
+        return [self._prompt(f"{split}-{i}", row) for i, row in enumerate(questions[:size])]
 
     def _prompt(self, name: str, row: dict[str, str]) -> Prompt:
-        text = self.prompt.replace("{question}", row["question"])
-        return Prompt(
-            name,
-            [{"role": "user", "content": row["question"]}] if self.chat else text,
-            {"answer": row["answer"]},
-        )
+        columns = {"answer": row["answer"]}
+        if self.chat:
+            return Prompt(name, [{"role": "user", "content": row["question"]}], columns)
+        return Prompt(name, self.prompt.replace("{question}", row["question"]), columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from tba.types import Answer
 
 REWARDS = '''
 """Reward functions in TRL's conventions; each leaves what it was given in `seen`."""
+import asyncio
+
 seen = []
 
 def length(prompts, completions, **columns):
@@ -34,6 +37,21 @@ def never(prompts, completions, **columns):
 def politeness(prompts, completions, **columns):
     seen.append((prompts, completions, columns))
     return [float("please" in c[0]["content"]) for c in completions]
+
+async def slow_length(prompts, completions, **columns):
+    await asyncio.sleep(0.01)
+    return length(prompts, completions, **columns)
+
+class SlowRight:
+    __name__ = "slow_right"
+
+    async def __call__(self, completions, answer):
+        return right(completions, answer)
+
+slow_right = SlowRight()
+
+async def slow_one_short(prompts, completions, **columns):
+    return one_short(prompts, completions)
 
 def one_short(prompts, completions, **columns):
     return [0.0] * (len(completions) - 1)
@@ -75,28 +93,23 @@ def seen(custom: Callable[..., Custom]) -> list[Any]:
     return my_rewards.seen
 
 
-def scores(task: Custom, first: int = 1) -> list[float | None]:
-    """Of the completions above to three prompts."""
+def scores(task: Custom) -> Any:
+    """Score the completions above, as answers to the second prompt."""
     answers = [Answer(text, finished=True) for text in COMPLETIONS]
-    return task.score(task.prompts()[first : first + 3], answers)
+    return task.score(task.prompts()[1], answers)
 
 
 def test_a_function_gets_prompts_completions_and_every_column(
     custom: Callable[..., Custom], seen: list[Any]
 ) -> None:
     assert scores(custom("length")) == [1.0, 2.0, 4.0]
-    assert seen == [
-        (
-            ["1+1=", "2+2=", "3+3="],
-            list(COMPLETIONS),
-            {"answer": ["2", "4", "6"], "level": [1, 2, 0]},
-        )
-    ]
+    columns = {"answer": ["2", "2", "2"], "level": [1, 1, 1]}
+    assert seen == [(["1+1=", "1+1=", "1+1="], list(COMPLETIONS), columns)]
 
 
 def test_a_function_gets_only_what_it_names(custom: Callable[..., Custom], seen: list[Any]) -> None:
     assert scores(custom("right")) == [1.0, 0.0, 0.0]
-    assert seen == [(None, list(COMPLETIONS), {"answer": ["2", "4", "6"]})]
+    assert seen == [(None, list(COMPLETIONS), {"answer": ["2", "2", "2"]})]
 
 
 def test_functions_are_added_up_by_weight(custom: Callable[..., Custom]) -> None:
@@ -115,8 +128,10 @@ def test_chat_prompts_have_message_lists_as_completions(
 ) -> None:
     chat = [{"prompt": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
     task = custom("politeness", rows=chat)
-    assert task.score(task.prompts(), [Answer("please", finished=False)]) == [1.0]
-    assert seen == [([chat[0]["prompt"]], [[{"role": "assistant", "content": "please"}]], {})]
+    answers = [Answer("please", finished=False), Answer("now", finished=True)]
+    assert task.score(task.prompts()[0], answers) == [1.0, 0.0]
+    completions = [[{"role": "assistant", "content": text}] for text in ("please", "now")]
+    assert seen == [([chat[0]["prompt"]] * 2, completions, {})]
 
 
 def test_a_function_is_named_by_file_or_by_module(
@@ -134,14 +149,25 @@ def test_a_function_is_named_by_file_or_by_module(
         assert scores(custom(reward=name)) == [1.0, 2.0, 4.0]
 
 
-def test_a_wrong_number_of_rewards_is_rejected_as_that(custom: Callable[..., Custom]) -> None:
-    task = custom("one_short")
-    verdicts = Guard(task, 1.0)(
-        task.prompts()[:3], [Answer(text, finished=True) for text in COMPLETIONS]
-    )
-    assert (
-        verdicts == [Rejected("wrong_length", "one_short returned 2 rewards for 3 completions")] * 3
-    )
+def test_functions_may_be_async_and_mixed_with_others(
+    custom: Callable[..., Custom], seen: list[Any]
+) -> None:
+    assert asyncio.run(scores(custom("slow_length"))) == [1.0, 2.0, 4.0]
+    weights = [0.5, 3.0, 10.0]
+    mixed = custom("slow_length", "right", "short_only", reward_weights=weights)
+    assert asyncio.run(scores(mixed)) == [13.5, 11.0, 2.0]
+    assert asyncio.run(scores(custom("length", "slow_right"))) == [2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["one_short", "slow_one_short"])
+def test_a_wrong_number_of_rewards_is_rejected_as_that(
+    custom: Callable[..., Custom], name: str
+) -> None:
+    task = custom(name)
+    answers = [Answer(text, finished=True) for text in COMPLETIONS]
+    (verdicts,) = Guard(task, 1.0)(task.prompts()[:1], [answers])
+    detail = f"{name} returned 2 rewards for 3 completions"
+    assert verdicts == [Rejected("wrong_length", detail)] * 3
 
 
 def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:

@@ -18,7 +18,7 @@ def question(gold: str) -> Prompt:
 
 
 def graded(gold: str, answer: str) -> float | None:
-    (reward,) = Gsm8k().score([question(gold)], [Answer(answer, finished=True)])
+    (reward,) = Gsm8k().score(question(gold), [Answer(answer, finished=True)])
     return reward
 
 
@@ -29,14 +29,11 @@ def graded(gold: str, answer: str) -> float | None:
 def test_every_gold_answer_is_right() -> None:
     task = Gsm8k(str(GSM8K))
     prompts = task.held_out()
-    solutions = [p.columns["answer"] for p in prompts]
     assert len(prompts) == 1319
-    for answers in (solutions, [s.rpartition("####")[2] for s in solutions]):
-        assert task.score(prompts, [Answer(a, finished=True) for a in answers]) == [1.0] * 1319
-    assert (
-        task.score(prompts, [Answer(f"{s} and 0.5", finished=True) for s in solutions])
-        == [0.0] * 1319
-    )
+    for prompt in prompts:
+        solution = prompt.columns["answer"]
+        texts = (solution, solution.rpartition("####")[2], f"{solution} and 0.5")
+        assert task.score(prompt, [Answer(t, finished=True) for t in texts]) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,202 @@
+"""Checkpoints are written in the background, one at a time, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from test_loop import config
+
+from tba.cli import _config
+from tba.learn.trainer import SingleTrainer
+from tba.models.pretrained import Text
+from tba.replay.buffer import ReplayBuffer
+from tba.run import run
+from tba.runs.checkpoint import Checkpoints, Progress, generations, newest
+from tba.runs.log import METRICS, read
+from tba.runs.manifest import verify
+from tba.runtime import SearchState
+from tba.search.prompts import Cursor
+from tba.search.result import SearchStats
+from tba.types import Batch
+from tba.weights import Weights
+
+DEADLINE = 10.0
+
+
+class Tokenizer:
+    """Tokenizer without files."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+@dataclass
+class Slow:
+    """Trainer whose files are written when `go` is set; a save can fail."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    state: str = "as it was"
+
+    def step(self, batch: Batch, step: int) -> dict[str, float]:
+        raise NotImplementedError
+
+    def weights(self, version: int) -> Weights:
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        state = self.state
+
+        def write() -> None:
+            assert self.go.wait(DEADLINE)
+            if self.error is not None:
+                raise self.error
+            (folder / "state").write_text(state)
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+def save(checkpoints: Checkpoints, trainer: Slow, step: int) -> None:
+    cursor = Cursor(selection="", state={}, outstanding=[], data="")
+    checkpoints.save(
+        trainer,
+        Text(Tokenizer(), frozenset({1}), 0, 32),
+        ReplayBuffer(),
+        SearchState(cursor, 0, SearchStats(), None, None),
+        Progress(step, 0, 0, {}, {}),
+    )
+
+
+def join(step: int) -> None:
+    """Wait until the save of this step has ended, well or badly."""
+    for thread in threading.enumerate():
+        if thread.name == f"checkpoint of step {step}":
+            thread.join(DEADLINE)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Nothing has its final name before it is complete; the state is that of the call."""
+    trainer = Slow()
+    checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1)
+    save(checkpoints, trainer, 1)
+    trainer.state = "changed"
+    assert names(tmp_path) == [".step-00000001"]
+    assert checkpoints.metrics() == {}
+    message = r"checkpoint of step 1 was not written within checkpoint.deadline = 0.1 s; raise it"
+    with pytest.raises(TimeoutError, match=message):
+        save(checkpoints, trainer, 2)
+    with pytest.raises(TimeoutError, match=message):
+        checkpoints.wait()
+    trainer.go.set()
+    join(1)
+    save(checkpoints, trainer, 2)
+    join(2)
+    checkpoints.wait()
+    first, second = generations(tmp_path)
+    assert (first / "state").read_text() == "as it was"
+    assert (second / "state").read_text() == "changed"
+    verify(first)
+    verify(second)
+    assert checkpoints.metrics().keys() == {"checkpoint/seconds", "checkpoint/blocked"}
+    assert checkpoints.metrics() == {}  # reported once
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "metrics", "end"])
+def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path, call: str) -> None:
+    """The generation before stays, and what was left behind goes with the next save."""
+    trainer = Slow()
+    trainer.go.set()
+    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE)
+    save(checkpoints, trainer, 1)
+    checkpoints.wait()
+    trainer.error = OSError("no space left on device")
+    save(checkpoints, trainer, 2)
+    join(2)
+    with pytest.raises(RuntimeError, match="checkpoint of step 2 was not written: no space left"):
+        if call == "save":
+            save(checkpoints, trainer, 3)
+        if call == "wait":
+            checkpoints.wait()
+        if call == "metrics":
+            checkpoints.metrics()
+        if call == "end":
+            checkpoints.__exit__(None)
+    assert names(tmp_path) == [".step-00000002", "step-00000001"]
+    trainer.error = None
+    save(checkpoints, trainer, 3)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("of the run"), KeyboardInterrupt()])
+def test_the_end_waits_for_a_save_unless_interrupted(
+    tmp_path: Path, error: BaseException | None
+) -> None:
+    trainer = Slow()
+    threading.Timer(0.3, trainer.go.set).start()
+    try:
+        with Checkpoints(tmp_path, keep=1, deadline=DEADLINE) as checkpoints:
+            save(checkpoints, trainer, 1)
+            if error is not None:
+                raise error
+    except (ValueError, KeyboardInterrupt) as raised:
+        assert raised is error
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert names(tmp_path) == [".step-00000001" if interrupted else "step-00000001"]
+    checkpoints.wait()
+
+
+def test_a_run_logs_its_saves_and_ends_with_a_complete_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert run(config(tiny_model, folder, "checkpoint.every=2", "eval.prompts=0")).finished
+    rows = [row for row in read(folder / METRICS) if "checkpoint/seconds" in row]
+    assert rows
+    assert all(row["checkpoint/seconds"] > 0 for row in rows)
+    assert all(row["checkpoint/blocked"] > 0 for row in rows)
+    assert names(folder / "checkpoints") == ["step-00000006", "step-00000008"]
+
+
+def test_a_run_whose_save_fails_does_not_end_well(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SingleTrainer, folder: Path) -> Callable[[], None]:
+        def write() -> None:
+            raise OSError("no space left on device")
+
+        return write
+
+    monkeypatch.setattr(SingleTrainer, "save", full)
+    with pytest.raises(RuntimeError, match="checkpoint of step 8 was not written: no space left"):
+        run(config(tiny_model, tmp_path / "run", "eval.prompts=0"))
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_resumed_run_keeps_its_first_model(tiny_model: Path, tmp_path: Path) -> None:
+    """Another one of the same shape is refused before anything of the run is changed."""
+    folder = tmp_path / "run"
+    run(config(tiny_model, folder, "run.steps=2", "eval.prompts=0"))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    trained = newest(folder / "checkpoints") / "model"
+    shutil.copytree(trained, other, dirs_exist_ok=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match=r"policy\.model is not the model that this run began with"
+    ):
+        run(_config([f"policy.model={other}", "run.steps=3"], folder), folder)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    assert run(_config([f"policy.model={moved}", "run.steps=3"], folder), folder).steps == 3

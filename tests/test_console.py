@@ -1,0 +1,81 @@
+"""The console shows whatever metrics there are, and the end of a run in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from tba.runs.console import SHOWN, Console, LiveConsole
+from tba.runs.summary import Summary
+
+SCORES = {
+    "eval/sampled_pass@1": 0.5,
+    "eval/sampled_stderr": 0.1,
+    "eval/greedy_pass@1": 0.25,
+    "eval/greedy_stderr": 0.2,
+    "eval/pass@4": 0.75,
+    "eval/pass@4_stderr": 0.1,
+    "eval/sampled_rejected": 0.125,
+}
+SUMMARY = Summary(
+    finished=False,
+    steps=7,
+    seconds=12.3,
+    samples_generated=1234,
+    samples_trained=560,
+    trainer_wait_fraction=0.125,
+    searcher_wait_fraction=0.5,
+    lag_mean=1.5,
+    lag_max=3.0,
+    searcher_restarts=2,
+    rejected={"timeout": 3},
+    first={},
+    last={},
+)
+
+
+@pytest.fixture
+def live() -> Iterator[LiveConsole]:
+    console = LiveConsole(steps=9)
+    yield console
+    console.close()
+
+
+@pytest.mark.parametrize("count", range(len(SHOWN) + 1))
+def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: int) -> None:
+    live.step(3, {name: 0.5 for name, _, _ in SHOWN[:count]})
+    live.evaluation(2, SCORES)
+    live.sample("1+1=", "2", 1.0)
+    terminal = Terminal(width=120)
+    with terminal.capture() as captured:
+        terminal.print(live._view())
+    panel = captured.get()
+    assert all(label in panel for _, label, _ in SHOWN[:count])
+    assert "3/9" in panel
+
+
+def test_an_evaluation_is_a_line() -> None:
+    lines: list[str] = []
+    console = Console(9, lines.append)
+    console.evaluation(4, SCORES)
+    console.evaluation(
+        5, {"sampled_reward": 1.0, "sampled_reward_stderr": 0.5, "greedy_reward": 2.0}
+    )
+    assert lines == [
+        "evaluation at step 4: pass@1 sampled 0.500 ± 0.100  greedy 0.250 ± 0.200  pass@4 0.750"
+        "  rejected 12.5%",
+        "evaluation at step 5: reward sampled 1.000 ± 0.500  greedy 2.000",
+    ]
+
+
+def test_the_end_of_a_run_names_what_to_type_next(tmp_path: Path) -> None:
+    lines: list[str] = []
+    Console(9, lines.append).end(SUMMARY, tmp_path)
+    text = lines[0]
+    assert "stopped after 7 steps in 12 s" in text
+    assert "1,234 generated, 560 trained on; rejected: 3 timeout" in text
+    assert "searchers restarted  2" in text
+    assert f"tba train --resume {tmp_path}" in text and f"tba report {tmp_path}" in text

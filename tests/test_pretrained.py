@@ -1,0 +1,143 @@
+"""Models from the hub, as a server on a local port plays it: present, absent, silent, cached."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tba.config.tables import PolicyTable
+from tba.models import pretrained
+from tba.models.pretrained import load_text
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Hub:
+    """A hub with one model, `lab/model`, whose files lie in `folder`."""
+
+    folder: Path
+    requests: list[str] = field(default_factory=list)
+    silent: threading.Event = field(default_factory=threading.Event)
+    """While this is set, requests are accepted and never answered."""
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def file(self, path: str) -> bytes | None:
+        """Return the body for `lab/model`: a file, or an empty list."""
+        if path.startswith("/api/"):
+            return b"[]"  # no folders of chat templates
+        file = self.folder / path.rpartition("/")[2]
+        return file.read_bytes() if file.is_file() else None
+
+    def serve(self) -> ThreadingHTTPServer:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                if "lab" in self.path:
+                    hub.requests.append(self.path)
+                if hub.silent.is_set():
+                    hub.closing.wait(30)
+                    self.close_connection = True
+                    return
+                known = self.path.removeprefix("/api/models").startswith("/lab/model/")
+                body = hub.file(self.path) if known else None
+                self.send_response(404 if body is None else 200)
+                body = body or b""
+                if known:
+                    self.send_header("X-Repo-Commit", COMMIT)
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                else:
+                    self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[tuple[Hub, str]]:
+    """One hub for the whole module, because transformers keeps the first endpoint it sees."""
+    hub = Hub(tiny_model)
+    server = hub.serve()
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield hub, f"http://127.0.0.1:{server.server_address[1]}"
+    hub.closing.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def hub(server: tuple[Hub, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub that HF_ENDPOINT names, with an empty cache."""
+    from transformers.utils import hub as transformers_hub
+
+    hub, endpoint = server
+    hub.requests.clear()
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setattr(transformers_hub, "_hf_api", None)
+    pretrained._offline.cache_clear()
+    yield hub
+    hub.silent.clear()
+    pretrained._offline.cache_clear()
+
+
+def test_a_model_comes_from_the_port_that_the_endpoint_names(hub: Hub, tiny_model: Path) -> None:
+    text = load_text(PolicyTable(model="lab/model"))
+    local = load_text(PolicyTable(model=str(tiny_model)))
+    assert (text.eos_ids, text.pad_id, text.context) == (
+        local.eos_ids,
+        local.pad_id,
+        local.context,
+    )
+    assert "/lab/model/resolve/main/config.json" in hub.requests
+
+
+def test_a_cached_model_is_loaded_without_the_hub(hub: Hub) -> None:
+    policy = PolicyTable(model="lab/model")
+    before = load_text(policy)
+    pretrained._offline.cache_clear()
+    hub.silent.set()
+    hub.requests.clear()
+    assert load_text(policy).eos_ids == before.eos_ids
+    assert len(hub.requests) == 1  # only the one that decides
+
+
+def test_a_model_that_the_hub_does_not_have_is_refused(hub: Hub) -> None:
+    with pytest.raises(
+        ValueError, match=r"policy\.model = 'lab/none' cannot be loaded: .*lab/none"
+    ):
+        load_text(PolicyTable(model="lab/none"))
+    assert len(hub.requests) < 10  # without retries
+
+
+def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub: Hub) -> None:
+    hub.silent.set()
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=rf"no such folder, {constants.ENDPOINT} does not answer"):
+        load_text(PolicyTable(model="lab/model"))
+    assert time.monotonic() - started < 20  # retries would take most of a minute
+    assert len(hub.requests) == 1

@@ -1,0 +1,237 @@
+"""Studies as files: the runs they describe, and mistakes that are reported before any run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tba.studies.study import Study, check_study, read_study
+
+ROOT = Path(__file__).parent.parent
+BASE = """
+[base]
+task = "toy.Ones"
+policy = {{ model = "{model}" }}
+runtime = {{ use = "local" }}
+run = {{ steps = 3 }}
+sampling = {{ samples = 4, max_tokens = 3 }}
+trainer = {{ batch_size = 8, group_size = 4, learning_rate = 1e-3 }}
+eval = {{ prompts = 4, samples = 2, k = [1] }}
+checkpoint = {{ every = 0 }}
+[base.objective]
+use = "tb"
+beta = 0.1
+"""
+GRIDS = """
+[[grid]]
+name = "rates"
+"objective.use" = ["tb", "rloo"]
+"trainer.learning_rate" = [1e-3, 1e-2]
+"run.seed" = [0]
+[[grid]]
+name = "often"
+objective.use = ["tb", "rloo"]
+"runtime.publish_every" = [1, 2]
+"run.seed" = 1
+"""
+
+
+def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Path:
+    path = folder / "pairs.toml"
+    path.write_text(
+        f'[study]\nfolder = "{folder / "runs"}"\n{table}\n' + BASE.format(model=model) + grids
+    )
+    return path
+
+
+def read_file(path: Path, text: str) -> Study:
+    path.write_text(text)
+    return read_study(path)
+
+
+def test_the_runs_are_all_combinations(tmp_path, tiny_model):
+    study = read_study(write(tmp_path, tiny_model))
+    rates = [
+        f"rates/use={use},learning_rate={rate},seed=0"
+        for use in ("tb", "rloo")
+        for rate in ("0.001", "0.01")
+    ]
+    often = [f"often/use={use},publish_every={k}" for use in ("tb", "rloo") for k in (1, 2)]
+    assert [t.folder for t in study.trials()] == rates + often
+    configs = check_study(study)
+    assert [c.run.seed for c in configs] == [0] * 4 + [1] * 4
+    # another objective drops the options of the one before
+    assert {c.objective.use: c.objective.options for c in configs} == {
+        "tb": {"beta": 0.1},
+        "rloo": {},
+    }
+
+
+def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
+    path = write(tmp_path, tiny_model)
+    with pytest.raises(
+        ValueError, match=r"'run.seed=7' would change nothing: every grid sets run.seed"
+    ):
+        read_study(path, ["run.seed=7"])
+    study = read_study(path, ["trainer.learning_rate=1e-4"])  # `often` does not set it
+    assert study.base["trainer"]["learning_rate"] == 1e-4
+
+
+def test_the_two_studies_of_the_results_page_are_those_of_the_committed_rows():
+    """A setting that rates.toml chose is repeated in study.toml: no run may differ from its row."""
+    planned, kept = Counter(), Counter()
+    for name in ("rates", "study"):
+        for t in read_study(ROOT / "studies" / "off_policy" / f"{name}.toml").trials():
+            planned[t.grid, t.label, json.dumps(t.settings, sort_keys=True)] += 1
+    for row in json.loads((ROOT / "studies" / "off_policy" / "results.json").read_text()):
+        kept[row["grid"], row["label"], json.dumps(row["settings"], sort_keys=True)] += 1
+    assert planned == kept and planned.total() == 412
+
+
+def test_the_two_studies_of_the_results_page_work():
+    for name in ("rates", "study"):
+        study = read_study(ROOT / "studies" / "off_policy" / f"{name}.toml")
+        assert len(check_study(study)) == len(study.trials())
+
+
+MISTAKES = {
+    "an unknown key": (
+        ('"run.seed" = 1', '"run.sed" = 1'),
+        r"grid 'often', use=tb,publish_every=1: unknown key 'run.sed'; did you mean 'seed'\?",
+    ),
+    "an unknown option": (
+        ('"run.seed" = 1', '"objective.bta" = 1'),
+        r"grid 'often', use=tb,.*: objective.bta: 'tb' has no such option; did you mean 'beta'\?",
+    ),
+    "an unknown objective": (
+        ('"rloo"', '"rlo"'),
+        r"no objectives called 'rlo'; did you mean 'rloo'\?",
+    ),
+    "a value out of range": (
+        ("1e-3, 1e-2", "1e-3, -1"),
+        "grid 'rates', use=tb,learning_rate=-1,seed=0: trainer.learning_rate = -1: Input should be greater than 0",
+    ),
+    "a value that an option cannot have": (
+        ('"runtime.publish_every" = [1, 2]', '"strategy.recent" = [0.5, 1.5]'),
+        "grid 'often', use=tb,recent=1.5: .*1.5",
+    ),
+    "a name twice": (
+        ('name = "often"', 'name = "rates"'),
+        "two grids are called 'rates'; rename one of them",
+    ),
+    "no name": (('name = "often"', ""), 'grid name = None: write name = "..."'),
+    "the best of another grid": (
+        ('name = "often"', 'name = "often"\nbest = "rates"'),
+        """grid 'often': 'best' is no setting; write "table.key" = """,
+    ),
+    "no values": (
+        ('"run.seed" = [0]', '"run.seed" = []'),
+        r"grid 'rates': 'run.seed' = \[\] has no values; write one",
+    ),
+    "a value twice": (
+        ('"run.seed" = [0]', '"run.seed" = [0, 0]'),
+        "grid 'rates', use=tb,learning_rate=0.001,seed=0: two runs have this name; remove the repeated value",
+    ),
+    "no setting": (
+        ('"run.seed" = 1', "seed = 1"),
+        """'seed' is no setting; write "table.key" = """,
+    ),
+    "a folder": (('"run.seed" = 1', '"run.folder" = "x"'), "remove 'run.folder'"),
+    "variants of which some have no name": (
+        ('"run.seed" = 1', 'variants = [{ label = "x", "run.seed" = 2 }, { "run.seed" = 3 }]'),
+        'give each variant a label = "...", or have all of them set the same keys',
+    ),
+    "a variant that repeats": (
+        ('"run.seed" = 1', '"run.seed" = 1\nvariants = [{ "run.seed" = 2 }]'),
+        "'run.seed' is in the grid and in a variant",
+    ),
+    "an unknown table": (
+        ('[[grid]]\nname = "often"', '[[grids]]\nname = "often"'),
+        r"unknown table \[grids\]; a study has",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_reported_before_anything_starts(tmp_path, tiny_model, mistake):
+    (right, wrong), message = MISTAKES[mistake]
+    assert right in GRIDS
+    path = write(tmp_path, tiny_model, GRIDS.replace(right, wrong))
+    with pytest.raises(ValueError, match=message) as caught:
+        check_study(read_study(path))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("setting", ["study.paralel=2", "study.parallel=0"])
+def test_mistakes_in_the_study_table(tmp_path, tiny_model, setting):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown key 'study.paralel'; did you mean 'parallel'|study.parallel = 0: Input should be",
+    ):
+        read_study(write(tmp_path, tiny_model), [setting])
+
+
+def test_no_grid_and_no_file(tmp_path, tiny_model):
+    with pytest.raises(ValueError, match=r"a study needs a grid: write \[\[grid\]\]"):
+        read_study(write(tmp_path, tiny_model, ""))
+    with pytest.raises(ValueError, match=r"no such study file: .*nowhere.toml"):
+        read_study(tmp_path / "nowhere.toml")
+
+
+def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_model):
+    (tmp_path / "base.toml").write_text(
+        '[objective]\nuse = "rloo"\n[run]\nsteps = 7\nseed = 5\n[trainer]\nlearning_rate = 0.5\n'
+    )
+    path = write(tmp_path, tiny_model, '[[grid]]\nname = "one"\n', 'base = "base.toml"')
+    study = read_study(path, ["run.seed=9", "study.folder=elsewhere"])
+    (config,) = check_study(study)
+    assert (config.run.steps, config.run.seed, config.trainer.learning_rate) == (3, 9, 1e-3)
+    assert config.objective.use == "tb" and config.objective.options == {"beta": 0.1}
+    assert (
+        config.run.folder == "elsewhere/one/run"
+        and config.log.console == "off"
+        and not config.log.tensorboard
+    )
+
+
+def test_a_study_without_a_folder_is_called_after_its_file(tmp_path):
+    for name, expected in (("lags.toml", "runs/lags"), ("study.toml", f"runs/{tmp_path.name}")):
+        (tmp_path / name).write_text('[[grid]]\nname = "one"\n')
+        assert read_study(tmp_path / name).folder == Path(expected)
+
+
+def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
+    (tmp_path / "s.toml").write_text(
+        """
+        [[grid]]
+        name = "schedules"
+        "eval.k" = [[1, 2], [4]]
+        variants = [
+            { "objective.beta" = { start = 0.2, end = 0.1, steps = 9 }, label = "falling" },
+            { "objective.use" = "rloo", "strategy.use" = "recent", label = "$ rloo" },
+        ]
+        [[grid]]
+        name = "sizes"
+        variants = [{ "trainer.group_size" = 2, "sampling.samples" = 4 }, { "trainer.group_size" = 4, "sampling.samples" = 4 }]
+        """
+    )
+    first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials()
+    assert [t.folder for t in (first, second, third)] == [
+        "schedules/falling,k=1-2",
+        "schedules/-rloo,k=1-2",
+        "schedules/falling,k=4",
+    ]
+    assert first.settings == {
+        "eval.k": [1, 2],
+        "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9},
+    } and third.settings["eval.k"] == [4]
+    assert (first.axes["variant"], second.label) == ("falling", "$ rloo, k [1, 2]")
+    assert [t.folder for t in sizes] == [
+        "sizes/group_size=2,samples=4",
+        "sizes/group_size=4,samples=4",
+    ]
+    assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
