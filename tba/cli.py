@@ -1,4 +1,4 @@
-"""`tba train | sweep | eval | report | export | list`."""
+"""Post-training of language models with Trajectory Balance with Asynchrony (TBA)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.config.loading import DEFAULT, load, parse
-from tba.config.plugins import Option
+from tba.config.plugins import KINDS, Option, find, names, options_of
 from tba.config.schema import Config
 
 app = typer.Typer(
@@ -20,7 +20,8 @@ app = typer.Typer(
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG.toml] [table.key=value …]", help="a config file, and settings on top of it"
+        metavar="[CONFIG.toml] [table.key=value …]",
+        help="Config file, and settings that override it.",
     ),
 ]
 
@@ -30,53 +31,58 @@ def train(
     settings: Settings = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="check everything, print the whole config, start nothing"),
+        typer.Option("--dry-run", help="Check everything and print the whole config."),
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RUN", help="go on with the run in this folder from its newest sound checkpoint"
-        ),
+        typer.Option(metavar="RUN", help="Resume the run in this folder from its checkpoint."),
     ] = None,
+    drop_damaged_replay: Annotated[
+        bool,
+        typer.Option(
+            "--drop-damaged-replay",
+            help="With --resume: drop replayed data that is damaged in every checkpoint.",
+        ),
+    ] = False,
 ) -> None:
-    """Post-train a model. Without a config: the embedded default, 3-digit addition on the CPU."""
+    """Post-train a model. Without a config: three-digit addition on the CPU."""
+    if drop_damaged_replay and resume is None:
+        raise ValueError("--drop-damaged-replay needs --resume RUN, the run's folder")
     config = _config(settings or [], resume)
     if dry_run:
         from tba.runs.parts import check
 
         parts = check(config)
         print(json.dumps(parts.config.nested(), indent=1))
-        print(
-            f"sound: {len(parts.prompts)} training prompts, {len(parts.held_out)} held out; nothing was started",
-            file=sys.stderr,
-        )
+        counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
+        print(f"config OK (dry run): {counts}", file=sys.stderr)
         return
     from tba.run import run
 
-    run(config, resume)
+    run(config, resume, drop_damaged_replay)
 
 
 @app.command()
 def sweep(
     study: Annotated[
-        Path, typer.Argument(metavar="STUDY.toml", help="grids of runs that share a base config")
+        Path, typer.Argument(metavar="STUDY.toml", help="Grids of runs that share a base config.")
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[table.key=value …]", help="on top of the base config, or of [study]"
+            metavar="[table.key=value …]", help="Settings that override the base config or [study]."
         ),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="check everything, print the list of runs, start nothing"),
+        typer.Option("--dry-run", help="Check everything and print the list of runs."),
     ] = False,
     retry_failed: Annotated[
         bool,
-        typer.Option("--retry-failed", help="start failed runs anew; without it they stay failed"),
+        typer.Option("--retry-failed", help="Start failed runs again."),
     ] = False,
 ) -> None:
-    """Carry out a study: many runs, several at once. Called again, it goes on where it was."""
+    """Run a study: many runs, several at once. Called again, it continues."""
     from tba.studies.sweep import sweep as carry_out
 
     raise typer.Exit(carry_out(study, settings or [], dry_run, retry_failed))
@@ -85,20 +91,18 @@ def sweep(
 @app.command("eval")
 def evaluate(
     run: Annotated[
-        Path, typer.Argument(help="a run's folder; its newest sound checkpoint is evaluated")
+        Path, typer.Argument(help="Folder of a run, whose newest checkpoint is evaluated.")
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[table.key=value …]", help="such as eval.prompts=512 eval.samples=8"
-        ),
+        typer.Argument(metavar="[table.key=value …]", help="Settings, such as eval.prompts=512."),
     ] = None,
     reference: Annotated[
         bool,
-        typer.Option("--reference", help="evaluate the model that the run started from instead"),
+        typer.Option("--reference", help="Evaluate the initial model instead."),
     ] = False,
 ) -> None:
-    """Evaluate a run's model on held-out prompts; prints JSON."""
+    """Evaluate the model of a run on held-out prompts and print JSON."""
     from tba.runs.offline import evaluate_run
 
     print(json.dumps(evaluate_run(run, settings or [], reference), indent=1))
@@ -107,11 +111,11 @@ def evaluate(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="folders of runs, which are compared, or of one study")
+        list[Path], typer.Argument(help="Folders of runs to compare, or of one study.")
     ],
-    out: Annotated[Path | None, typer.Option(help="folder for the page and its pictures")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the page and its pictures.")] = None,
 ) -> None:
-    """Draw one self-contained HTML page, and PNGs."""
+    """Write a self-contained HTML report, and its pictures as PNG."""
     from tba.report import report as draw
 
     print(draw(runs, out))
@@ -120,47 +124,43 @@ def report(
 @app.command()
 def export(
     run: Annotated[
-        Path, typer.Argument(help="a run's folder; its newest sound checkpoint is exported")
+        Path, typer.Argument(help="Folder of a run, whose newest checkpoint is exported.")
     ],
     out: Annotated[
-        Path, typer.Argument(help="a new folder, for AutoModelForCausalLM.from_pretrained")
+        Path, typer.Argument(help="New folder, for AutoModelForCausalLM.from_pretrained.")
     ],
 ) -> None:
-    """Write the trained model as a plain Hugging Face folder."""
+    """Write the trained model as a Hugging Face folder."""
     from tba.runs.offline import export_run
 
     print(export_run(run, out))
 
 
 @app.command("list")
-def list_plugins(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Show what can be plugged in, with its options."""
-    from tba.config.plugins import KINDS, find, names, options_of
-
-    found = {
-        kind: {
-            name: _described(find(kind, name), options_of(find(kind, name))) for name in names(kind)
-        }
-        for kind in KINDS
-    }
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the plug-ins and their options."""
+    plugins: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        classes = {name: find(kind, name) for name in names(kind)}
+        plugins[kind] = {name: _described(cls) for name, cls in classes.items()}
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(plugins, indent=1))
         return
-    for kind, plugins in found.items():
+    for kind, described in plugins.items():
         print(f"\n{kind}")
-        for name, plugin in plugins.items():
+        for name, plugin in described.items():
             print(f"  {name:<14} {plugin['about']}")
             for option, value in plugin["options"].items():
-                print(
-                    f"    {option:<18} {value['type']:<28} {'(required)' if value['required'] else value['default']}"
-                )
+                default = "(required)" if value["required"] else value["default"]
+                print(f"    {option:<18} {value['type']:<28} {default}")
 
 
 def main() -> None:
-    """The command's entry: what a user can mend is told in a line, without a traceback."""
-    sys.path.append(
-        str(Path.cwd())
-    )  # plug-ins and reward functions beside the config; last, so that nothing there hides a library
+    """Run the command. Mistakes of the user are printed in a line, without a traceback."""
+    # plug-ins and reward functions beside the config; at the end, so that they hide no library
+    sys.path.append(str(Path.cwd()))
     try:
         app()
     except (ValueError, TimeoutError) as error:
@@ -169,16 +169,16 @@ def main() -> None:
 
 
 def _config(settings: list[str], resume: Path | None) -> Config:
-    path = (
-        Path(settings.pop(0))
-        if settings and settings[0].endswith(".toml") and "=" not in settings[0]
-        else None
-    )
+    """Return the config that the arguments describe."""
+    path = None
+    if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
+        path, settings = Path(settings[0]), settings[1:]
     if resume is None:
         return load(path or _default(settings), settings)
     if path is not None:
         raise ValueError(
-            f"--resume goes on with the config in {resume}; leave out {path}, and give only table.key=value to change"
+            f"--resume continues with the config in {resume};"
+            f" leave out {path}, and give only table.key=value to change"
         )
     from tba.config.loading import override_all
     from tba.runs.folder import RunFolder
@@ -191,22 +191,23 @@ def _config(settings: list[str], resume: Path | None) -> Config:
 
 
 def _default(settings: list[str]) -> Path | None:
-    """The embedded default's settings suit its own model and task; with another one, those of docs/configuration.md hold."""
-    other = {"task", "task.use", "policy.model"} & {s.partition("=")[0].strip() for s in settings}
-    return None if other else DEFAULT
+    """Return the embedded default config, unless its model or its task is replaced."""
+    keys = {setting.partition("=")[0].strip() for setting in settings}
+    return None if keys & {"task", "task.use", "policy.model"} else DEFAULT
 
 
-def _described(cls: type, options: dict[str, Option]) -> dict[str, Any]:
+def _described(cls: type) -> dict[str, Any]:
+    """Return a plug-in as JSON."""
     about = (cls.__doc__ or "").strip().splitlines()[0]
-    described = {}
-    for name, option in options.items():
-        kind = option.kind
-        described[name] = {
-            "type": kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", ""),
-            "required": option.required,
-            "default": None if option.required else option.default,
-        }
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": described}
+    options = {name: _option(option) for name, option in options_of(cls).items()}
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": options}
+
+
+def _option(option: Option) -> dict[str, Any]:
+    is_class = isinstance(option.kind, type)
+    kind = option.kind.__name__ if is_class else str(option.kind).replace("typing.", "")
+    default = None if option.required else option.default
+    return {"type": kind, "required": option.required, "default": default}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
 from tba.runtime.placement import Place, places_on_one_machine
+from tba.search.result import Example
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
@@ -58,6 +59,8 @@ class Run:
     evaluating: int
     """Evaluations that were requested and have not been logged."""
     _saved: int | None = field(default=None, init=False)
+    _shown: str | None = field(default=None, init=False)
+    """Held-out prompt whose answer the console shows at each evaluation."""
 
     def sample(self) -> list[Group]:
         """Draw the groups of the next batch from the buffer."""
@@ -75,7 +78,9 @@ class Run:
     def publish(self) -> None:
         """Send the newest weights to the searchers."""
         with self.tracker.syncing():
-            self.searchers.publish(self.trainer.weights(version=self.step))
+            weights = self.trainer.weights(version=self.step)
+            self.searchers.publish(weights)
+        self.tracker.published(weights.nbytes)
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""
@@ -109,6 +114,7 @@ class Run:
             self.console.evaluation(e.version, scores)
             for x in e.examples:
                 self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
+            self._show_example(e.examples)
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
@@ -151,17 +157,32 @@ class Run:
         t, text = group.trajectories[0], self.parts.text
         prompt, completion = text.decode(group.prompt_tokens), text.decode(t.tokens)
         self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-        self.console.sample(prompt, completion, t.reward)
+        if not self.parts.held_out:  # else the console follows a held-out prompt
+            self.console.sample(prompt, completion, t.reward)
+
+    def _show_example(self, examples: Sequence[Example]) -> None:
+        """Show the answer to the prompt that had the lowest reward at the first evaluation."""
+        scored = [x for x in examples if x.reward is not None]
+        if self._shown is None and scored:
+            self._shown = min(scored, key=lambda x: x.reward or 0.0).prompt
+        for x in scored:
+            if x.prompt == self._shown:
+                self.console.sample(x.prompt, x.completion, x.reward or 0.0)
 
 
-def run(config: Config, resume: Path | None = None) -> Summary:
+def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    return carry_out(config, resume).summary
+    return carry_out(config, resume, None, drop_damaged_replay).summary
 
 
-def carry_out(config: Config, resume: Path | None = None, memory: InMemory | None = None) -> Result:
+def carry_out(
+    config: Config,
+    resume: Path | None = None,
+    memory: InMemory | None = None,
+    drop_damaged_replay: bool = False,
+) -> Result:
     """Carry out a whole run, with rows and functions that were passed from Python."""
-    with open_run(config, resume, memory) as opened:
+    with open_run(config, resume, memory, drop_damaged_replay) as opened:
         try:
             return Result(opened.train(), opened.folder.path)
         except ValueError as error:  # the config was checked: show where this one comes from
@@ -170,11 +191,15 @@ def carry_out(config: Config, resume: Path | None = None, memory: InMemory | Non
 
 @contextmanager
 def open_run(
-    config: Config, resume: Path | None = None, memory: InMemory | None = None
+    config: Config,
+    resume: Path | None = None,
+    memory: InMemory | None = None,
+    drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end.
 
-    `memory` holds the rows and functions that were passed from Python.
+    `memory` holds the rows and functions that were passed from Python. With `drop_damaged_replay`,
+    a resumed run goes on without the trajectories that are damaged in every checkpoint.
     """
     parts = check(config, memory)
     if resume is None:
@@ -182,7 +207,7 @@ def open_run(
     else:
         folder = RunFolder.reopen(resume)
         check_resumed(parts.config, before=parse(folder.config()))
-        generation = checkpoint.newest(folder.checkpoints)
+        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 

@@ -90,40 +90,6 @@ class Group:
     reference: int = 0
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A distinct trajectory in the replay buffer.
-
-    `count` is how many of the samples it arrived with were this very response, so that a draw from the buffer follows
-    the distribution that was sampled although each response is stored once. `arrived` is the trainer's step then.
-    """
-
-    trajectory: Trajectory
-    count: int
-    arrived: int
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """All that the replay buffer holds of one prompt, keyed by the tokens, oldest arrival first."""
-
-    prompt: Prompt
-    prompt_tokens: Int32[np.ndarray, " P"]
-    stored: dict[bytes, Stored]
-
-    @property
-    def arrived(self) -> int:
-        """The trainer's step at the newest arrival."""
-        return next(reversed(self.stored.values())).arrived
-
-    def latest(self) -> list[Stored]:
-        """Only what came with the newest arrival."""
-        return [s for s in self.stored.values() if s.arrived == self.arrived]
-
-    def group(self, trajectories: Sequence[Trajectory]) -> Group:
-        return Group(self.prompt, self.prompt_tokens, tuple(trajectories))
-
-
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 

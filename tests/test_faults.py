@@ -208,7 +208,7 @@ def stored(folder: Path) -> list[tuple[float, float]]:
         load_text(PolicyTable(model=str(checkpoint.newest(folder / "checkpoints") / "model"))),
     )
     buffer.load(checkpoint.newest(folder / "checkpoints"))
-    held = [(shelf.prompt, s.trajectory) for shelf in buffer.shelves for s in shelf.stored.values()]
+    held = [(g.prompt, t) for g in buffer.groups() for t in g.trajectories]
     rewards = []
     for prompt, t in held:
         answer = text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version))

@@ -25,6 +25,7 @@ from tba.cli import _config
 from tba.config.loading import load, parse
 from tba.config.schema import Config
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.files import SEGMENTS
 from tba.run import run
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
@@ -55,6 +56,25 @@ def newest_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def replayed(folder: Path) -> list[tuple[Any, ...]]:
+    """Everything in the replay buffer of a run's newest checkpoint, and its counts.
+
+    Two buffers of the same content can lie in different segments.
+    """
+    buffer = ReplayBuffer()
+    buffer.load(checkpoint.newest(folder / "checkpoints"))
+    columns = buffer.columns()
+    content: list[tuple[Any, ...]] = [tuple(sorted(buffer.counts.items()))]
+    for prompt, g in zip(columns.prompts, buffer.groups(), strict=True):
+        content.append((g.prompt, g.reference, g.prompt_tokens.tobytes()))
+        for row, t in zip(columns.rows(prompt), g.trajectories, strict=True):
+            arrays = (t.tokens, t.behavior_logp, t.ref_logp, t.value)
+            numbers = (columns.arrived[row], columns.count[row], columns.arrived_count[row])
+            flat = tuple(None if a is None else a.tobytes() for a in arrays)
+            content.append((*flat, t.reward, t.version, t.finished, *numbers))
+    return content
+
+
 def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     clock = ("time", "step_time", "wait/", "sync/seconds", "eval/seconds", "checkpoint/")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
@@ -76,10 +96,9 @@ def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
         "model/model.safetensors",
         "optimizer.safetensors",
         "trainer.json",
-        "replay.safetensors",
-        "replay.json",
     ):
         assert whole[name] == part[name], name
+    assert replayed(folder / "whole") == replayed(folder / "part")
     assert without_clock(read(folder / "whole" / METRICS)) == without_clock(
         read(folder / "part" / METRICS)
     )
@@ -122,8 +141,9 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
     assert 5 <= stopped.steps < 40
     run(_config([], tmp_path / "part"), tmp_path / "part")
     whole, part = newest_files(tmp_path / "whole"), newest_files(tmp_path / "part")
-    for name in ("model/model.safetensors", "optimizer.safetensors", "replay.safetensors"):
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
         assert whole[name] == part[name], name
+    assert replayed(tmp_path / "whole") == replayed(tmp_path / "part")
 
 
 def test_an_evaluation_lost_in_a_stop_is_made_again(
@@ -331,7 +351,8 @@ def test_a_flipped_bit_anywhere_is_noticed(
         "state.json",
         "model.safetensors",
         "optimizer.safetensors",
-        "replay.safetensors",
+        "columns.safetensors",
+        "prompts.safetensors",
         "tokenizer.json",
     }
     for path in files:
@@ -340,7 +361,11 @@ def test_a_flipped_bit_anywhere_is_noticed(
         damaged[rng.integers(len(damaged))] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
         caplog.clear()
-        assert checkpoint.newest(tmp_path / "run" / "checkpoints") == older, path.name
+        if path.stat().st_nlink > 1:  # a segment that both generations share
+            with pytest.raises(ValueError, match="--drop-damaged-replay"):
+                checkpoint.newest(tmp_path / "run" / "checkpoints")
+        else:
+            assert checkpoint.newest(tmp_path / "run" / "checkpoints") == older, path.name
         assert "DAMAGED CHECKPOINT" in caplog.text
         path.write_bytes(sound)
     assert checkpoint.newest(tmp_path / "run" / "checkpoints") == newest
@@ -357,6 +382,29 @@ def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
         run(_config([], tmp_path / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match="nothing to resume"):
         checkpoint.newest(tmp_path / "elsewhere")
+
+
+def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Generations share segments; export needs none of them."""
+    folder = tmp_path / "run"
+    run(config(tiny_model, folder, "checkpoint.every=4", "checkpoint.keep=2"))
+    older, newest = checkpoint.generations(folder / "checkpoints")
+    names = [{p.name for p in (g / SEGMENTS).iterdir()} for g in (older, newest)]
+    (shared,) = names[0] & names[1]
+    path = newest / SEGMENTS / shared
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"--resume {folder} --drop-damaged-replay"):
+        run(_config(["run.steps=10"], folder), folder)
+    export_run(folder, tmp_path / "exported")
+    assert run(_config(["run.steps=10"], folder), folder, drop_damaged_replay=True).finished
+    assert "segments of the replay buffer are damaged: dropped" in caplog.text
+    last = read(folder / METRICS)[-2]
+    lost = last["buffer/dropped_damaged"] + last["buffer/duplicates"]
+    assert last["buffer/dropped_damaged"] > 0
+    assert last["buffer/added"] == last["buffer/size"] + lost
+    run(_config(["run.steps=11"], folder), folder)  # the new checkpoint is sound
 
 
 def test_a_run_does_not_overwrite_another(tiny_model: Path, tmp_path: Path) -> None:
@@ -390,6 +438,10 @@ def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in steps] == list(range(1, 9))
     assert [r["step"] for r in rows if "eval/greedy_pass@1" in r] == [0, 3, 6, 8]
     last = steps[-1]
+    trained = load_file(
+        checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors"
+    )
+    assert last["sync/bytes"] == sum(4 * tensor.numel() for tensor in trained.values())
     assert last["buffer/added"] == 108
     assert last["buffer/added"] == last["buffer/size"] + last["buffer/duplicates"]
     assert len(checkpoint.generations(tmp_path / "run" / "checkpoints")) == 3

@@ -511,7 +511,7 @@ def test_vineppo_by_hand_with_steps_of_two_tokens() -> None:
 
 def test_vineppo_refuses_what_was_found_without_rollouts() -> None:
     logp, batch = ragged()
-    with pytest.raises(ValueError, match="without rollouts"):
+    with pytest.raises(ValueError, match="without rollouts; start a new run"):
         VinePpo()(logp, replace(batch, value=torch.full_like(logp, float("nan"))))
 
 

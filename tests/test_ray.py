@@ -70,10 +70,8 @@ def run_and_keep(
 
 def conserved(buffer: ReplayBuffer) -> bool:
     c = buffer.counts
-    return (
-        c["added"]
-        == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
-    )
+    lost = c["evicted_per_prompt"] + c["evicted_capacity"] + c["evicted_reference"]
+    return c["added"] == len(buffer) + c["duplicates"] + lost
 
 
 def shared_memory() -> set[str]:
@@ -189,11 +187,9 @@ def test_search_and_learning_take_turns(
     assert on_reference == [0, 3, 6]
     # three prompts a turn: two for one of them, one for the other
     assert sum(given.values()) == 27 and min(given.values()) >= 7
-    for shelf in ended.buffer.shelves:
-        for stored in shelf.stored.values():
-            value = stored.trajectory.value
-            assert value is not None and np.isfinite(value).all()
-            assert len(value) == len(stored.trajectory.tokens)
+    for trajectory in (t for g in ended.buffer.groups() for t in g.trajectories):
+        assert trajectory.value is not None and np.isfinite(trajectory.value).all()
+        assert len(trajectory.value) == len(trajectory.tokens)
 
 
 def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
@@ -265,11 +261,12 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
     assert (summary["finished"], summary["searcher_restarts"]) == (True, 2)
     assert conserved(run.buffer)
     # every prompt that was gathered is there once with all four samples
-    assert all(sum(s.count for s in shelf.stored.values()) == 4 for shelf in run.buffer.shelves)
+    columns = run.buffer.columns()
+    assert all(columns.count[columns.rows(p)].sum() == 4 for p in columns.prompts)
     assert run.buffer.counts["added"] == 4 * run.buffer.prompts == summary["samples_generated"]
     cursor = run.searchers.state().cursor
     assert cursor["state"]["chosen"] == run.buffer.prompts + len(cursor["outstanding"])
-    assert len({*cursor["outstanding"]} & {s.prompt.id for s in run.buffer.shelves}) == 0
+    assert len({*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}) == 0
 
 
 def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
@@ -335,7 +332,7 @@ def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     run = run_and_keep(_config([f"run.steps={step + 10}"], folder), resume=folder)
     assert conserved(run.buffer)
     cursor = run.searchers.state().cursor
-    held = {s.prompt.id for s in run.buffer.shelves}
+    held = {g.prompt.id for g in run.buffer.groups()}
     assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]  # none is lost
     assert run.searchers.stats.samples == 4 * len(held)  # none is counted twice
     rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]

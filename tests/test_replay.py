@@ -1,20 +1,22 @@
-"""The buffer: every sample accounted for, distinct responses, oldest dropped, saved and loaded exactly."""
+"""The buffer: every sample accounted for, distinct responses, oldest dropped, draws exact."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tba.replay.buffer import ReplayBuffer
+from tba.strategies import Columns, Strategy
+from tba.strategies._draw import LARGE, by_count, by_weight
 from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
-from tba.types import Group, Prompt, Shelf, Trajectory
+from tba.types import Group, Prompt, Trajectory
+
+LOST = ("evicted_per_prompt", "evicted_capacity", "evicted_reference", "dropped_damaged")
 
 
 def trajectory(*tokens: int, reward: float = 0.0, version: int = 0) -> Trajectory:
@@ -22,70 +24,149 @@ def trajectory(*tokens: int, reward: float = 0.0, version: int = 0) -> Trajector
     return Trajectory(np.array(tokens, np.int32), zeros, zeros, reward, version, True)
 
 
-def group(name: str, *trajectories: Trajectory) -> Group:
-    return Group(Prompt(name, name, {"answer": "1"}), np.array([1, 2], np.int32), trajectories)
+def group(name: str, *trajectories: Trajectory, reference: int = 0) -> Group:
+    prompt = Prompt(name, name, {"answer": "1"})
+    return Group(prompt, np.array([1, 2], np.int32), trajectories, reference)
 
 
 def random_groups(
-    rng: np.random.Generator, count: int, prompts: int = 7, samples: int = 6
+    rng: np.random.Generator, count: int, prompts: int = 7, samples: int = 6, reference: int = 0
 ) -> list[Group]:
     def one() -> Trajectory:
-        return trajectory(
-            *rng.integers(3, size=rng.integers(1, 4)).tolist(),
-            reward=float(rng.normal()),
-            version=int(rng.integers(9)),
-        )
+        tokens = rng.integers(3, size=rng.integers(1, 4)).tolist()
+        return trajectory(*tokens, reward=float(rng.normal()), version=int(rng.integers(9)))
 
-    return [
-        group(f"p{rng.integers(prompts)}", *(one() for _ in range(samples))) for _ in range(count)
-    ]
+    groups = []
+    for _ in range(count):
+        some = [one() for _ in range(samples)]
+        groups.append(group(f"p{rng.integers(prompts)}", *some, reference=reference))
+    return groups
+
+
+def first_tokens(group: Group) -> list[int]:
+    return [int(t.tokens[0]) for t in group.trajectories]
+
+
+def is_conserved(buffer: ReplayBuffer) -> bool:
+    c = buffer.counts
+    return c["added"] == len(buffer) + c["duplicates"] + sum(c[name] for name in LOST)
 
 
 def test_every_sample_is_accounted_for() -> None:
     rng = np.random.default_rng(0)
     buffer = ReplayBuffer(per_prompt=5, capacity=20)
+    for now in range(100):
+        reference = max(0, now // 20 - int(rng.integers(2)))  # resets, and groups that come late
+        buffer.add(random_groups(rng, 2, reference=reference), now)
+        assert buffer.counts["added"] == (now + 1) * 12
+        assert is_conserved(buffer)
+        held = [len(g.trajectories) for g in buffer.groups()]
+        assert sum(held) == len(buffer) <= 20
+        assert len(held) == buffer.prompts
+        assert max(held) <= 5
+    assert all(buffer.counts[name] for name in LOST[:3])
+
+
+def test_content_is_that_of_a_plain_model() -> None:
+    """Against dicts, with many evictions, moves between segments, and rows used again."""
+    rng = np.random.default_rng(1)
+    buffer = ReplayBuffer(per_prompt=40, capacity=1000)
+    model: dict[tuple[str, bytes], tuple[Trajectory, int]] = {}
     for now in range(60):
-        buffer.add(random_groups(rng, 2), now)
-        c = buffer.counts
-        assert c["added"] == (now + 1) * 12
-        assert (
-            c["added"]
-            == len(buffer) + c["duplicates"] + c["evicted_per_prompt"] + c["evicted_capacity"]
-        )
-        assert len(buffer) <= 20
-        assert all(len(s.stored) <= 5 for s in buffer.shelves)
-        assert len(buffer) == sum(len(s.stored) for s in buffer.shelves)
+        for _ in range(20):
+            name = f"p{rng.integers(40)}"
+            tokens = [rng.integers(9, size=rng.integers(1, 500)) for _ in range(6)]
+            tokens += [rng.integers(4, size=1) for _ in range(2)]  # these come again
+            some = [trajectory(*t.tolist(), version=now) for t in tokens]
+            buffer.add([group(name, *some)], now)
+            for key, count in Counter(t.tokens.tobytes() for t in some).items():
+                last = next(t for t in reversed(some) if t.tokens.tobytes() == key)
+                _, before = model.pop((name, key), (None, 0))
+                model[name, key] = (last, before + count)
+            own = [key for key in model if key[0] == name]
+            for key in own[: max(0, len(own) - 40)]:
+                del model[key]
+            for key in list(model)[: max(0, len(model) - 1000)]:
+                del model[key]
+    expected: dict[str, list[tuple[bytes, int, int]]] = {}
+    for (name, tokens), (newest, count) in model.items():
+        expected.setdefault(name, []).append((tokens, newest.version, count))
+    columns = buffer.columns()
+    held = {}
+    for prompt, g in zip(columns.prompts, buffer.groups(), strict=True):
+        counts = columns.count[columns.rows(prompt)].tolist()
+        some = [(t.tokens.tobytes(), t.version) for t in g.trajectories]
+        held[g.prompt.id] = [(*t, count) for t, count in zip(some, counts, strict=True)]
+    assert held == expected
+    arrivals = [columns.latest[prompt] for prompt in columns.prompts]
+    assert arrivals == sorted(arrivals)
 
 
 def test_the_newest_copy_wins() -> None:
     buffer = ReplayBuffer()
     buffer.add([group("a", trajectory(1, 2, reward=0.0, version=1), trajectory(3))], now=0)
     buffer.add([group("a", trajectory(1, 2, reward=1.0, version=5))], now=4)
-    (shelf,) = buffer.shelves
-    held = {s.trajectory.tokens.tobytes(): s for s in shelf.stored.values()}
-    assert len(held) == 2
-    newest = held[np.array([1, 2], np.int32).tobytes()]
-    assert (newest.trajectory.version, newest.trajectory.reward, newest.arrived) == (5, 1.0, 4)
+    (held,) = buffer.groups()
+    assert [t.tokens.tolist() for t in held.trajectories] == [[3], [1, 2]]
+    newest = held.trajectories[-1]
+    columns = buffer.columns()
+    (row,) = columns.latest_rows(columns.prompts[0])
+    assert (newest.version, newest.reward, columns.arrived[row]) == (5, 1.0, 4)
+
+
+def test_samples_of_a_response_that_arrives_again_add_up() -> None:
+    """Uniform replay draws from all samples; a recent draw from those of the latest arrival."""
+    buffer = ReplayBuffer()
+    buffer.add([group("a", *[trajectory(1)] * 9, trajectory(2))], now=0)
+    buffer.add([group("a", trajectory(1), *[trajectory(2)] * 3)], now=1)
+    rng = np.random.default_rng(0)
+    (uniform,) = buffer.sample(1, 14, Uniform(), 1, rng)
+    assert Counter(first_tokens(uniform)) == {1: 10, 2: 4}
+    (recent,) = buffer.sample(1, 4, Recent(), 1, rng)
+    assert Counter(first_tokens(recent)) == {1: 1, 2: 3}
+    assert buffer.counts["short_groups"] == 0
 
 
 def test_the_oldest_goes_first() -> None:
     buffer = ReplayBuffer(per_prompt=2, capacity=3)
     for now, (name, token) in enumerate([("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1)]):
         buffer.add([group(name, trajectory(token))], now)
-    held = {
-        (s.prompt.id, int(t.trajectory.tokens[0]))
-        for s in buffer.shelves
-        for t in s.stored.values()
-    }
+    held = {(g.prompt.id, token) for g in buffer.groups() for token in first_tokens(g)}
     assert held == {("b", 1), ("a", 3), ("c", 1)}
     assert (buffer.counts["evicted_per_prompt"], buffer.counts["evicted_capacity"]) == (1, 1)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_never_gets_in(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["reward", "behavior_logp", "ref_logp", "value"])
+def test_what_is_not_finite_never_gets_in(name: str, bad: float) -> None:
+    numbers = {n: np.zeros(2, np.float32) for n in ("behavior_logp", "ref_logp", "value")}
+    numbers |= {name: bad if name == "reward" else np.array([0, bad], np.float32)}
+    tokens = np.array([1, 2], np.int32)
+    broken = Trajectory(tokens, version=0, finished=True, **({"reward": 0.0} | numbers))
     buffer = ReplayBuffer()
-    buffer.add([group("a", trajectory(1, reward=bad), trajectory(2))], now=0)
-    assert (len(buffer), buffer.counts["not_finite"], buffer.counts["added"]) == (1, 1, 1)
+    buffer.add([group("a", broken, trajectory(2)), group("b", broken)], now=0)
+    assert (len(buffer), buffer.prompts) == (1, 1)
+    assert (buffer.counts["not_finite"], buffer.counts["added"]) == (2, 1)
+
+
+def test_a_prompt_never_mixes_references() -> None:
+    """A newer reference replaces what was stored; a group with an older one comes too late."""
+    buffer = ReplayBuffer()
+    old = group("a", *map(trajectory, range(4)), reference=3)
+    buffer.add([old, group("b", trajectory(1), reference=3)], now=0)
+    buffer.add([group("a", trajectory(2), trajectory(9), reference=5)], now=1)
+    assert buffer.counts["evicted_reference"] == 4
+    buffer.add([old], now=2)
+    assert buffer.counts["evicted_reference"] == 8
+    assert {g.prompt.id: (g.reference, first_tokens(g)) for g in buffer.groups()} == {
+        "b": (3, [1]),
+        "a": (5, [2, 9]),
+    }
+    drawn = buffer.sample(2, 2, Uniform(), 2, np.random.default_rng(0))
+    assert {g.prompt.id: g.reference for g in drawn} == {"a": 5, "b": 3}
+    columns = buffer.columns()
+    assert columns.count[columns.rows(columns.prompts[-1])].tolist() == [1, 1]
+    assert is_conserved(buffer)
 
 
 def test_recent_is_on_policy_when_a_batch_arrives_each_step() -> None:
@@ -93,33 +174,40 @@ def test_recent_is_on_policy_when_a_batch_arrives_each_step() -> None:
     rng = np.random.default_rng(1)
     buffer = ReplayBuffer()
     for now in range(5):
-        arrived = [
-            group(
-                f"p{now}-{i}", *(trajectory(int(t), version=now) for t in rng.integers(4, size=6))
-            )
-            for i in range(3)
-        ]
+        arrived = []
+        for name in ("a", "b", f"c{now}"):
+            some = [trajectory(int(t), version=now) for t in rng.integers(4, size=6)]
+            arrived.append(group(name, *some))
         buffer.add(arrived, now)
         drawn = buffer.sample(3, 6, Recent(window=1), now, rng)
-        expected = {g.prompt.id: Counter(int(t.tokens[0]) for t in g.trajectories) for g in arrived}
-        assert {
-            g.prompt.id: Counter(int(t.tokens[0]) for t in g.trajectories) for g in drawn
-        } == expected
+        expected = {g.prompt.id: Counter(first_tokens(g)) for g in arrived}
+        assert {g.prompt.id: Counter(first_tokens(g)) for g in drawn} == expected
+
+
+def test_recent_draws_all_prompts_of_its_window() -> None:
+    """Also those further back than the number of groups; or the newest, if those are too few."""
+    buffer = ReplayBuffer()
+    for now in range(30):
+        buffer.add([group(f"p{now}-{i}", trajectory(1)) for i in range(3)], now)
+    rng = np.random.default_rng(0)
+    for window, groups, steps in ((5, 4, 5), (1, 4, 2), (99, 4, 30)):
+        seen = Counter()
+        for _ in range(400):
+            drawn = buffer.sample(groups, 1, Recent(window), 29, rng)
+            seen.update(g.prompt.id for g in drawn)
+        newest = [f"p{now}-{i}" for now in range(30 - steps, 30) for i in range(3)]
+        assert set(seen) == set(newest[-max(3 * window, groups) :])
 
 
 def test_uniform_draws_follow_the_sampled_distribution() -> None:
-    """A response that was three quarters of the samples is three quarters of the draws, although it is stored once."""
+    """A response that was three quarters of the samples is three quarters of the draws."""
     buffer = ReplayBuffer()
-    buffer.add(
-        [group("a", *(trajectory(1) for _ in range(9)), *(trajectory(2) for _ in range(3)))], now=0
-    )
+    buffer.add([group("a", *[trajectory(1)] * 9, *[trajectory(2)] * 3)], now=0)
     assert len(buffer) == 2
     rng = np.random.default_rng(0)
-    draws = [
-        int(t.tokens[0])
-        for _ in range(400)
-        for t in buffer.sample(1, 4, Uniform(), 0, rng)[0].trajectories
-    ]
+    draws = []
+    for _ in range(400):
+        draws += first_tokens(buffer.sample(1, 4, Uniform(), 0, rng)[0])
     assert abs(draws.count(1) / len(draws) - 0.75) < 0.03
 
 
@@ -128,20 +216,55 @@ def test_reward_draws_follow_the_softmax() -> None:
     buffer = ReplayBuffer()
     buffer.add([group("a", *(trajectory(i, reward=r) for i, r in enumerate(rewards)))], now=0)
     rng = np.random.default_rng(0)
-    first = [
-        int(buffer.sample(1, 2, Reward(temperature=0.5), 0, rng)[0].trajectories[0].tokens[0])
-        for _ in range(3000)
-    ]
+    first = []
+    for _ in range(3000):
+        first.append(first_tokens(buffer.sample(1, 2, Reward(temperature=0.5), 0, rng)[0])[0])
     odds = np.exp(rewards / 0.5)
     np.testing.assert_allclose(np.bincount(first, minlength=3) / 3000, odds / odds.sum(), atol=0.03)
 
 
 def test_reward_draws_survive_underflow() -> None:
-    """softmax would leave one non-zero weight where three are asked for."""
+    """A softmax would leave one non-zero weight where three are needed."""
     buffer = ReplayBuffer()
     buffer.add([group("a", *(trajectory(i, reward=1e4 * i) for i in range(5)))], now=0)
     drawn = buffer.sample(1, 3, Reward(temperature=0.01), 0, np.random.default_rng(0))[0]
-    assert [int(t.tokens[0]) for t in drawn.trajectories] == [4, 3, 2]
+    assert first_tokens(drawn) == [4, 3, 2]
+
+
+@pytest.mark.parametrize("others", [0, LARGE])
+def test_draws_by_weight_are_successive_among_few_and_many(others: int) -> None:
+    """The chances of ordered pairs, w_i / W * w_j / (W - w_i), where others have weight 0."""
+    weights = np.array([1.0, 2.0, 5.0])
+    log_weight = np.concatenate([np.full(others, -1e9), np.log(weights)])
+    drawn = by_weight(log_weight, 4000, 2, np.random.default_rng(0)) - others
+    for i, j in np.ndindex(3, 3):
+        chance = weights[i] / 8 * weights[j] / (8 - weights[i]) if i != j else 0
+        frequency = (drawn == (i, j)).all(1).mean()
+        assert abs(frequency - chance) < 4 * np.sqrt(chance * (1 - chance) / 4000) + 1e-9
+
+
+@pytest.mark.parametrize("others", [0, LARGE])
+def test_draws_by_count_are_without_replacement_among_few_and_many(others: int) -> None:
+    count = np.concatenate([[2, 3], np.ones(others, np.int64)])
+    drawn = by_count(count, 300, 5, np.random.default_rng(0))
+    assert (drawn >= 0).all()
+    assert (drawn == 0).sum(1).max() <= 2
+    assert (drawn == 1).sum(1).max() <= 3
+    if not others:
+        assert (np.sort(drawn, 1) == [0, 0, 1, 1, 1]).all()
+        short = by_count(count, 1, 7, np.random.default_rng(0))
+        assert (short[:, 5:] == -1).all()
+
+
+def test_a_large_prompt_is_drawn_by_reward() -> None:
+    """Distinct responses, the better half more often by e^(1 / T)."""
+    buffer = ReplayBuffer(per_prompt=2 * LARGE, capacity=2 * LARGE)
+    some = [trajectory(i, reward=float(i % 2)) for i in range(2 * LARGE)]
+    buffer.add([group("a", *some)], now=0)
+    drawn = buffer.sample(64, 16, Reward(temperature=0.5), 0, np.random.default_rng(0))
+    rewards = [t.reward for g in drawn for t in g.trajectories]
+    assert all(len(set(first_tokens(g))) == 16 for g in drawn)
+    assert abs(np.mean(rewards) - np.exp(2) / (1 + np.exp(2))) < 0.05
 
 
 def test_mixture_uses_each_arm_in_its_share() -> None:
@@ -149,9 +272,9 @@ def test_mixture_uses_each_arm_in_its_share() -> None:
     for now in range(40):
         buffer.add([group(f"p{now}", trajectory(1, version=now), trajectory(2, version=now))], now)
     rng = np.random.default_rng(0)
-    drawn = [
-        g for _ in range(300) for g in buffer.sample(5, 2, Mixture(recent=0.6, window=1), 39, rng)
-    ]
+    drawn = []
+    for _ in range(300):
+        drawn += buffer.sample(5, 2, Mixture(recent=0.6, window=1), 39, rng)
     from_newest = np.mean([g.prompt.id in {f"p{n}" for n in range(35, 40)} for g in drawn])
     assert abs(from_newest - (0.6 + 0.4 * 5 / 40)) < 0.08
 
@@ -161,70 +284,67 @@ def test_short_groups_repeat_and_are_counted() -> None:
     buffer.add([group("a", trajectory(1), trajectory(2), trajectory(3))], now=0)
     drawn = buffer.sample(2, 8, Uniform(), 0, np.random.default_rng(0))
     assert [len(g.trajectories) for g in drawn] == [8, 8]
-    assert all(
-        set(Counter(int(t.tokens[0]) for t in g.trajectories).values()) <= {2, 3} for g in drawn
-    )
+    assert all(set(Counter(first_tokens(g)).values()) <= {2, 3} for g in drawn)
+    assert all(len(set(map(id, g.trajectories))) == 3 for g in drawn)
     assert buffer.counts["short_groups"] == 2
 
 
-def test_a_strategy_that_draws_something_else_is_refused() -> None:
-    class Few:
-        def draw(
-            self,
-            shelves: Sequence[Shelf],
-            groups: int,
-            size: int,
-            now: int,
-            rng: np.random.Generator,
-        ) -> list[Group]:
-            return [shelves[0].group([s.trajectory for s in shelves[0].stored.values()])]
+@pytest.mark.parametrize(("strategy", "short"), [(Uniform(), 0), (Recent(), 1), (Reward(), 1)])
+def test_short_groups_are_short_of_what_they_were_drawn_from(
+    strategy: Strategy, short: int
+) -> None:
+    """All 8 samples are enough for K = 4; the 2 that just arrived are not, nor 3 distinct ones."""
+    buffer = ReplayBuffer()
+    buffer.add([group("a", *[trajectory(1)] * 6)], now=0)
+    buffer.add([group("a", trajectory(2), trajectory(3))], now=1)
+    buffer.sample(1, 4, strategy, 1, np.random.default_rng(0))
+    assert buffer.counts["short_groups"] == short
 
-    buffer = ReplayBuffer(per_prompt=4, capacity=100)
-    buffer.add(random_groups(np.random.default_rng(0), 5), now=0)
-    with pytest.raises(
-        ValueError, match=r"strategy Few drew groups of .* trajectories; it must draw 2 groups of 3"
-    ):
-        buffer.sample(2, 3, Few(), 0, np.random.default_rng(0))
+
+class Fixed:
+    """Draws what a test wants."""
+
+    def __init__(self, drawn: np.ndarray) -> None:
+        self.drawn = drawn
+
+    def draw(
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        return self.drawn
+
+
+@pytest.mark.parametrize(
+    ("drawn", "message"),
+    [
+        ([[0, 1]], r"drew int64 \(1, 2\); it must draw a numpy array of integers \(2, 2\)"),
+        ([[0.0, 1.0], [0.0, 1.0]], "drew float64"),
+        ([[0, 1], [2, 1]], "a group from several prompts"),
+        ([[0, 1], [3, 2]], "several prompts"),
+        ([[0, 1], [-1, -1]], "a group without a response"),
+        ([[0, 1], [2, 4]], "rows that are empty"),
+        ([[0, 1], [2, 1_000_000]], "rows that are empty"),
+    ],
+)
+def test_a_strategy_that_breaks_the_contract_is_refused(drawn: list, message: str) -> None:
+    buffer = ReplayBuffer()
+    buffer.add([group("a", trajectory(1), trajectory(2)), group("b", trajectory(1))], now=0)
+    buffer.add([group("c", trajectory(5))], now=0)
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match=f"strategy Fixed .*{message}"):
+        buffer.sample(2, 2, Fixed(np.array(drawn)), 0, rng)
+    drawn_well = buffer.sample(2, 2, Fixed(np.array([[1, 0], [2, -1]])), 0, rng)
+    assert [first_tokens(g) for g in drawn_well] == [[2, 1], [1, 1]]
+
+
+def test_strategies_cannot_write_to_the_columns() -> None:
+    buffer = ReplayBuffer()
+    buffer.add([group("a", trajectory(1))], now=0)
+    columns = buffer.columns()
+    for array in (columns.reward, columns.prompts, columns.rows(columns.prompts[0])):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
 
 
 def test_an_empty_buffer_says_so() -> None:
     with pytest.raises(ValueError, match="empty"):
         ReplayBuffer().sample(1, 2, Uniform(), 0, np.random.default_rng(0))
-
-
-def test_loads_what_it_saved(tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    buffer = ReplayBuffer(per_prompt=4, capacity=15)
-    for now in range(9):
-        buffer.add(random_groups(rng, 2), now)
-    buffer.save(tmp_path)
-    loaded = ReplayBuffer(per_prompt=4, capacity=15)
-    loaded.load(tmp_path)
-    assert loaded.counts == buffer.counts
-    for one in (buffer, loaded):
-        one.add(random_groups(np.random.default_rng(3), 3), 9)  # eviction goes on in the same order
-    draws = [b.sample(4, 3, Mixture(), 9, np.random.default_rng(4)) for b in (buffer, loaded)]
-    for a, b in zip(*draws, strict=True):
-        assert a.prompt == b.prompt
-        for x, y in zip(a.trajectories, b.trajectories, strict=True):
-            assert x.tokens.tobytes() == y.tokens.tobytes()
-            assert (x.reward, x.version, x.finished) == (y.reward, y.version, y.finished)
-
-
-def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path: Path) -> None:
-    """Of a prompt, as soon as it comes again."""
-    buffer = ReplayBuffer(per_prompt=10, capacity=100)
-    buffer.add([group("a", *map(trajectory, range(1, 6)))], now=0)
-    buffer.save(tmp_path)
-    fewer = ReplayBuffer(per_prompt=3, capacity=100)
-    fewer.load(tmp_path)
-    fewer.add([group("a", trajectory(6))], now=1)
-    assert [int(s.trajectory.tokens[0]) for s in fewer.shelves[0].stored.values()] == [4, 5, 6]
-    assert fewer.counts["evicted_per_prompt"] == 3
-
-
-def test_an_empty_buffer_can_be_saved(tmp_path: Path) -> None:
-    ReplayBuffer().save(tmp_path)
-    loaded = ReplayBuffer()
-    loaded.load(tmp_path)
-    assert len(loaded) == 0

@@ -1,4 +1,4 @@
-"""The report of a run: one page that needs nothing else, whatever state the run is in."""
+"""The report of runs: one page without links, for a run in any state."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a finished run; one under way without evaluations; one whose task has no pass@1; one resumed beside its last session's summary."""
+    """A finished run, one without evaluations, one without pass@1, and one that was resumed."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         write(folder / "steady"),
@@ -140,7 +140,7 @@ def fact(html: str, label: str) -> list[str]:
     return re.findall(r"<td>(.*?)</td>", row[1].replace("\N{NO-BREAK SPACE}", " "))
 
 
-def test_the_page_asks_for_nothing_outside_itself(page, comparison):
+def test_the_page_loads_nothing(page, comparison):
     for html in (page, comparison):
         assert not re.search(r"https?://|<script|<link|@import", html)
         assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", html)) == {
@@ -209,7 +209,7 @@ def test_runs_are_compared_by_reward_where_one_has_no_pass_rate(comparison):
     assert "Held-out pass@1" not in comparison
 
 
-def test_an_unfinished_run_is_told_from_its_steps_whatever_its_last_session_left(comparison):
+def test_the_facts_of_an_unfinished_run_are_those_of_its_steps(comparison):
     assert fact(comparison, "Steps") == [
         "12 of 12 (finished)",
         "4 of 12 (unfinished)",
@@ -221,7 +221,7 @@ def test_an_unfinished_run_is_told_from_its_steps_whatever_its_last_session_left
     assert fact(comparison, "Samples generated") == ["512", "160", "512", "280"]
 
 
-def test_what_is_no_run_is_refused_with_what_to_type(tmp_path):
+def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
     with pytest.raises(ValueError, match=r"not a run folder.*type `tba report RUN"):
         report([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="name at least one run: tba report RUN"):

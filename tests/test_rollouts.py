@@ -15,7 +15,8 @@ from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import ValueRollouts
-from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
+from tba.replay.buffer import ReplayBuffer
+from tba.replay.files import load_groups, save_groups
 from tba.runs.parts import check
 from tba.search.result import SearchResult
 from tba.search.rewards import Guard, Rejected
@@ -261,9 +262,9 @@ def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Pa
     save_groups(some, tmp_path / "held.safetensors")
     buffer, loaded = ReplayBuffer(), ReplayBuffer()
     buffer.add(some, now=0)
-    buffer.save(tmp_path)
+    buffer.save(tmp_path)()
     loaded.load(tmp_path)
-    kept = [s.trajectory for shelf in loaded.shelves for s in shelf.stored.values()]
+    kept = [t for g in loaded.groups() for t in g.trajectories]
     for found in (
         [t for g in load_groups(tmp_path / "held.safetensors") for t in g.trajectories],
         kept,

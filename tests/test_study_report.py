@@ -1,4 +1,4 @@
-"""The report of a study: what is averaged, what makes lines and panels, and a page that needs nothing else."""
+"""The report of a study: averages, lines and panels, best settings, and a page without links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ name = "rates"
 [[grid]]
 name = "faulty"
 "run.seed" = [0, 1]
-variants = [{ "sampling.samples" = 8, label = "few & $mall" }, { "objective.use" = "rloo", label = "plain" }]
+variants = [
+    { "sampling.samples" = 8, label = "few & $mall" },
+    { "objective.use" = "rloo", label = "plain" },
+]
 """
 STEPS = 40
 
@@ -94,7 +97,7 @@ def write_run(path: Path, trial: Trial, failed: bool) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of rloo's three runs at lag 4 diverged and a second one is still to come; all of faulty's plain variant failed."""
+    """Of rloo at lag 4, one run diverged and one is to come; all runs of `plain` failed."""
     here = tmp_path_factory.mktemp("study")
     (here / "s.toml").write_text(f'[study]\nfolder = "{here}"\n{GRIDS}')
     study, runs = read_study(here / "s.toml"), []
@@ -136,16 +139,16 @@ def layouts(folder: Path) -> dict[str, Layout]:
 
 
 def cells(page: str, *begin: str) -> list[str]:
-    """The row of a table that begins so."""
+    """The cells after `begin` of the row that begins with them."""
     rows = [
         re.findall(r"<td[^>]*>(.*?)</td>", row)
         for row in re.findall(r"<tr>(.*?)</tr>", page.replace("\N{NO-BREAK SPACE}", " "))
     ]
-    (found,) = [row for row in rows if tuple(row[: len(begin)]) == begin]
-    return found[len(begin) :]
+    (row,) = [row for row in rows if tuple(row[: len(begin)]) == begin]
+    return row[len(begin) :]
 
 
-def test_the_page_asks_for_nothing_outside_itself(folder, page):
+def test_the_page_loads_nothing(folder, page):
     assert not re.search(r"https?://|<script|<link|@import", page)
     assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {
         "data:image/png;base64"
@@ -159,10 +162,11 @@ def test_the_page_asks_for_nothing_outside_itself(folder, page):
     assert page.count("<img") == len(names)
 
 
-def test_a_grid_of_which_no_run_has_finished_has_a_table_and_no_curves(tmp_path):
+def test_a_grid_without_finished_runs_has_a_table_and_no_curves(tmp_path):
     """One diverged, one goes on, and both have been evaluated."""
     (tmp_path / "s.toml").write_text(
-        f'[study]\nfolder = "{tmp_path}"\n[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n'
+        f'[study]\nfolder = "{tmp_path}"\n'
+        '[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n'
     )
     study = read_study(tmp_path / "s.toml")
     going, diverged = study.trials()
@@ -175,27 +179,26 @@ def test_a_grid_of_which_no_run_has_finished_has_a_table_and_no_curves(tmp_path)
     ).write(tmp_path)
     page = report([tmp_path]).read_text()
     assert page.count("<img") == 0
-    assert cells(page, "0.0001")[0] == "1, 1 to come" and cells(page, "0.001")[0] == "1, 1 failed"
+    assert cells(page, "0.0001")[0] == "1 to come" and cells(page, "0.001")[0] == "1 failed"
 
 
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
     # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl 0.77 + seed; seconds 20, 21, 22
     assert cells(page, "1", "tb") == [
-        "3",
-        "91.0% ± 0.6%",
+        "3 finished",
+        "91.0% ± 0.6% ★",
         "91.0% ± 0.6%",
         "0.0% ± 0.0%",
         "1.770 ± 0.577",
         "2.0 ± 0.0",
         "21 ± 1",
     ]
-    assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6%", "81.0% ± 0.6%", "10.0% ± 0.0%"]
-    assert re.search(r'<td class="best">91.0%', page.replace("\N{NO-BREAK SPACE}", " "))
+    assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6% ★", "81.0% ± 0.6%", "10.0% ± 0.0%"]
 
 
-def test_failed_runs_and_those_to_come_are_counted_and_not_averaged(page):
-    assert cells(page, "4", "rloo")[:2] == ["3, 1 failed, 1 to come", "52.0%"]
-    assert cells(page, "plain")[:2] == ["2, 2 failed", "–"]
+def test_unfinished_runs_are_counted_and_not_averaged(page):
+    assert cells(page, "4", "rloo")[:2] == ["1 finished, 1 failed, 1 to come", "52.0%"]
+    assert cells(page, "plain")[:2] == ["2 failed", "–"]
     assert "<dd>28 finished, 5 failed, 1 to come</dd>" in page
     assert "<code>lags/use=rloo,publish_every=4,seed=0</code>: NotFinite: step 21: loss nan" in page
 
@@ -207,30 +210,26 @@ def test_names_are_text(page):
 def best_of(page: str, grid: str) -> list[list[str]]:
     """The table of best settings of a grid: name, settings, score and advice."""
     section = page[page.index(f"<h2>{grid}</h2>") :].partition("</section>")[0]
-    table = section[section.index("<h3>Best settings</h3>") :].partition("<tbody>")[2]
-    rows = re.findall(
-        r"<tr><th[^>]*>(.*?)</th><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td><td>(.*?)</td></tr>",
-        table.replace("\N{NO-BREAK SPACE}", " "),
-        re.DOTALL,
-    )
-    return [[unescape(cell) for cell in row] for row in rows]
+    table = section[section.index("<h3>Best settings</h3>") :].partition("</table>")[0]
+    rows = re.findall(r"<tr><td>(.*)</td></tr>", table.replace("\N{NO-BREAK SPACE}", " "))
+    return [unescape(row).split("</td><td>") for row in rows]
 
 
-def test_the_best_settings_are_told_as_toml_and_warned_of_at_the_edge_of_a_grid(page):
-    """The best of each text axis over all number axes; a setting of which runs failed comes last."""
+def test_best_settings_are_given_as_toml_with_a_warning_at_the_edge_of_a_grid(page):
+    """The best of each text axis over all number axes; settings with failed runs come last."""
     extend = "best at the edge of the grid ({}): extend it"
     scores = {"tb": "91.0% ± 0.6%", "grpo": "81.0% ± 0.6%", "rloo": "71.0% ± 0.6%"}
     advice = extend.format("runtime.publish_every")
     assert best_of(page, "lags") == [
-        [name, f'"objective.use" = "{name}"\n"runtime.publish_every" = 1', score, advice]
+        [name, f'"objective.use" = "{name}", "runtime.publish_every" = 1', score, advice]
         for name, score in scores.items()
     ]
-    rate = '"trainer.learning_rate" = 0.001\n"objective.beta" = 0.1'
+    rate = '"trainer.learning_rate" = 0.001, "objective.beta" = 0.1'
     assert best_of(page, "rates") == [["", rate, "92.5% ± 0.5%", extend.format("objective.beta")]]
     assert [row[3] for row in best_of(page, "faulty")] == [""]
 
 
-def test_lines_are_what_most_strings_tell_apart(layouts):
+def test_lines_are_the_text_axis_with_the_most_values(layouts):
     assert (layouts["lags"].keys, layouts["lags"].lines, layouts["lags"].number) == (
         ["runtime.publish_every", "objective.use"], "objective.use", "runtime.publish_every",
     )  # fmt: skip
@@ -242,13 +241,16 @@ def test_lines_are_what_most_strings_tell_apart(layouts):
     }
 
 
-def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
+def test_keys_that_vary_together_are_one_axis(tmp_path):
     (tmp_path / "s.toml").write_text(
         """
         [[grid]]
         name = "sizes"
         "run.seed" = [0, 1]
-        variants = [{ "trainer.group_size" = 2, "sampling.samples" = 4 }, { "trainer.group_size" = 4, "sampling.samples" = 8 }]
+        variants = [
+            { "trainer.group_size" = 2, "sampling.samples" = 4 },
+            { "trainer.group_size" = 4, "sampling.samples" = 8 },
+        ]
         """
     )
     runs = read_study(tmp_path / "s.toml").trials()
@@ -257,7 +259,7 @@ def test_keys_that_go_hand_in_hand_are_one_axis(tmp_path):
     assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.axes) == 2
 
 
-def test_a_curve_is_averaged_where_all_finished_runs_have_been(layouts):
+def test_a_curve_is_averaged_where_all_finished_runs_were_evaluated(layouts):
     lags = layouts["lags"]
     half = lags.axes.index({"objective.use": "rloo", "runtime.publish_every": 4})
     curve = lags.curves.loc[half]  # one run finished
@@ -279,7 +281,7 @@ def test_a_dozen_lines_look_different():
     )
 
 
-def test_a_resumed_run_that_told_an_evaluation_twice_has_it_once():
+def test_the_last_one_counts_if_a_resumed_run_repeated_an_evaluation():
     steps = [{"step": s, "samples_trained": s, "samples_generated": s} for s in (1, 2)]
     evaluations = [
         {"step": 0, "time": 0.0, "eval/x": 0.1},
@@ -290,10 +292,10 @@ def test_a_resumed_run_that_told_an_evaluation_twice_has_it_once():
     assert curve(metrics, "x")["score"].to_dict() == {0: 0.1, 2: 0.6}
 
 
-def test_what_cannot_be_drawn_is_refused_with_what_to_type(folder, tmp_path):
+def test_a_report_without_data_is_refused_with_what_to_type(folder, tmp_path):
     with pytest.raises(
         ValueError,
-        match=f"is a study, which has a page of its own: type `tba report {re.escape(str(folder))}`",
+        match=f"which has a page of its own: type `tba report {re.escape(str(folder))}`",
     ):
         report([tmp_path, folder])
     empty = tmp_path / "empty"

@@ -20,8 +20,9 @@ from tba.config.schema import Config
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text
+from tba.strategies import Columns
 from tba.strategies._draw import by_count
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Shelf, Trajectory, collate
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
 
 MAX_TOKENS = 2
 BETA = 0.5
@@ -63,16 +64,20 @@ class Ones:
 
 @dataclass(frozen=True)
 class Delayed:
-    """Groups that arrived at least `age` steps ago, the newest of them; before there are any, the oldest."""
+    """The newest of the prompts that arrived at least `age` steps ago; until then, the oldest."""
 
     age: int = 8
 
     def draw(
-        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
-    ) -> list[Group]:
-        old = [s for s in shelves if s.arrived <= now - self.age][-groups:]
-        chosen = old if len(old) == groups else shelves[:groups]
-        return [s.group(by_count(s.latest(), size, rng)) for s in chosen]
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        prompts = columns.prompts
+        old = prompts[columns.latest[prompts] <= now - self.age][-groups:]
+        drawn = []
+        for prompt in old if len(old) == groups else prompts[:groups]:
+            rows = columns.latest_rows(prompt)
+            drawn.append(rows[by_count(columns.arrived_count[rows], 1, size, rng)[0]])
+        return np.array(drawn)
 
 
 def toy_config(model: Path, folder: Path, *settings: str) -> Config:

@@ -1,35 +1,33 @@
-# examples/mylab/shortest_first.py
 """Replay that prefers short responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tba.types import Group, Shelf
+from tba.strategies import Columns
 
 
 @dataclass(frozen=True)
 class ShortestFirst:
-    """A prompt at random, then K distinct responses of any age with odds exp(-length / temperature), in tokens.
+    """Draws a prompt at random, then K distinct responses with odds exp(-length / temperature).
 
-    Every response keeps a chance: TB needs full support. If a prompt has fewer than K, they are repeated in turn.
+    Lengths are in tokens. Every response keeps a chance, because TB needs full support.
     """
 
     temperature: float = 8.0
 
     def draw(
-        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
-    ) -> list[Group]:
-        chosen = rng.choice(len(shelves), groups, replace=len(shelves) < groups)
-        return [self._group(shelves[i], size, rng) for i in chosen]
-
-    def _group(self, shelf: Shelf, size: int, rng: np.random.Generator) -> Group:
-        held = [s.trajectory for s in shelf.stored.values()]
-        log_odds = -np.array([len(t.tokens) for t in held]) / self.temperature
-        best = np.argsort(-(log_odds + rng.gumbel(size=len(held))))[
-            :size
-        ]  # a draw without replacement that cannot underflow
-        return shelf.group([held[i] for i in np.resize(best, size)])
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        prompts = columns.prompts
+        chosen = rng.choice(prompts, groups, replace=len(prompts) < groups)
+        drawn = np.full((groups, size), -1)  # -1: no response left to draw
+        for group, prompt in zip(drawn, chosen, strict=True):
+            rows = columns.rows(prompt)
+            log_odds = -columns.length[rows] / self.temperature
+            # The largest of log-odds + Gumbel noise are a draw that cannot underflow.
+            best = np.argsort(-(log_odds + rng.gumbel(size=len(rows))))[:size]
+            group[: len(best)] = rows[best]
+        return drawn

@@ -1,12 +1,13 @@
-"""How noisy is the gradient, against the group size K and against the length of responses?
-
-The bundled model answers sums, on policy and before any training. Each batch has 64 responses: 64 / K prompts of K. Over many
-batches, noise = trace of the gradient's covariance, signal = squared norm of its mean (less what noise adds to it). Printed and drawn
-is noise / signal: how many batches must be averaged until the noise is as small as the signal.
-
-For a response of n tokens the model is cut off after n, and right is what agrees with the right answer so far.
+"""Noise of the gradient against the group size K and the length of responses.
 
     python studies/off_policy/gradient_variance.py [OUT] [BATCHES]
+
+The bundled model answers sums, on policy and before any training. Each batch has 64 responses:
+64 / K prompts of K. Over many batches, noise is the trace of the gradient's covariance, and signal
+the squared norm of its mean, less what noise adds to it. Noise / signal is the number of batches
+to average until the noise is as small as the signal.
+
+For the length n, answers are cut off after n tokens, and a beginning of the right answer is right.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 
+import pandas as pd
 import torch
 
 from tba.config.loading import load
@@ -28,6 +30,8 @@ from tba.objectives import Objective
 from tba.runs.parts import Parts, check
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Answer, Batch, Prompt, collate
+
+Row = dict[str, float | str]
 
 RESPONSES, FOLDS = 64, 10
 KS, LENGTHS = (2, 4, 8, 16, 32), (1, 2, 3, 4, 5)
@@ -44,7 +48,7 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class RightSoFar(Arithmetic):
-    """Reward 1 for the right answer or a beginning of it."""
+    """Sums with reward 1 for the right answer or a beginning of it."""
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         right = str(prompt.columns["answer"])
@@ -52,25 +56,19 @@ class RightSoFar(Arithmetic):
 
 
 def parts_for(objective: str, k: int, max_tokens: int) -> Parts:
+    settings = [
+        f"objective={objective}",
+        "runtime.use=local",
+        "task=gradient_variance.RightSoFar",
+        f"sampling.samples={k}",
+        f"trainer.group_size={k}",
+        f"trainer.batch_size={RESPONSES}",
+        f"sampling.max_tokens={max_tokens}",
+    ]
+    if OBJECTIVES[objective]:
+        settings.append(f"objective{OBJECTIVES[objective]}")
     with TemporaryDirectory() as folder:
-        settings = [
-            f"run.folder={folder}/run",
-            f"objective={objective}",
-            "runtime.use=local",
-            "task=gradient_variance.RightSoFar",
-        ]
-        settings += [
-            f"sampling.samples={k}",
-            f"trainer.group_size={k}",
-            f"trainer.batch_size={RESPONSES}",
-            f"sampling.max_tokens={max_tokens}",
-        ]
-        return check(
-            load(
-                None,
-                settings + ([f"objective{OBJECTIVES[objective]}"] if OBJECTIVES[objective] else []),
-            )
-        )
+        return check(load(None, [*settings, f"run.folder={folder}/run"]))
 
 
 def batches(parts: Parts, count: int) -> Iterator[Batch]:
@@ -81,21 +79,23 @@ def batches(parts: Parts, count: int) -> Iterator[Batch]:
 
 
 def noise_and_signal(
-    policy: Policy, objective: Objective, found: Sequence[Batch]
+    policy: Policy, objective: Objective, batches: Sequence[Batch]
 ) -> tuple[float, float, float]:
-    """Trace of the covariance of the gradient of one batch, the squared norm of its mean, both unbiased, and the standard error of their ratio.
+    """Return unbiased estimates of noise and signal, and the standard error of their ratio.
 
-    The signal is the mean product of the mean gradients of two folds of the batches; the error is a jackknife over the folds.
+    The signal is the mean product of the mean gradients of two folds of the batches. The error is a
+    jackknife over the folds.
     """
     parameters = list(policy.model.parameters())
     totals = [[torch.zeros_like(p) for p in parameters] for _ in range(FOLDS)]
     squares = [0.0] * FOLDS
-    for i, batch in enumerate(found):
+    weight = FOLDS / len(batches)
+    for i, batch in enumerate(batches):
         loss, _ = objective(policy.logp(batch), batch)
         grads = torch.autograd.grad(loss.mean(), parameters)
-        squares[i % FOLDS] += sum(float(g.square().sum()) for g in grads) * FOLDS / len(found)
-        for t, g in zip(totals[i % FOLDS], grads, strict=True):
-            t += g * FOLDS / len(found)
+        squares[i % FOLDS] += sum(float(g.square().sum()) for g in grads) * weight
+        for total, grad in zip(totals[i % FOLDS], grads, strict=True):
+            total += grad * weight
     products = {
         (a, b): sum(float((x * y).sum()) for x, y in zip(totals[a], totals[b], strict=True))
         for a, b in combinations(range(FOLDS), 2)
@@ -105,66 +105,44 @@ def noise_and_signal(
         signal = fmean(products[pair] for pair in combinations(folds, 2))
         return fmean(squares[f] for f in folds) - signal, signal
 
-    noise, signal = estimate(range(FOLDS))
-    ratios = [
-        noise / signal
-        for noise, signal in (
-            estimate([f for f in range(FOLDS) if f != left_out]) for left_out in range(FOLDS)
-        )
-    ]
-    return noise, signal, pstdev(ratios) * (FOLDS - 1) ** 0.5
+    ratios = []
+    for left_out in range(FOLDS):
+        noise, signal = estimate([f for f in range(FOLDS) if f != left_out])
+        ratios.append(noise / signal)
+    return *estimate(range(FOLDS)), pstdev(ratios) * (FOLDS - 1) ** 0.5
 
 
-def measure(count: int) -> list[dict[str, float | str]]:
-    rows: list[dict[str, float | str]] = []
+def measure(count: int) -> list[Row]:
+    rows: list[Row] = []
     cases = [("K", k, 6) for k in KS] + [("length", 8, n) for n in LENGTHS]
     for axis, k, length in cases:
         parts = parts_for("tb", k, length)
-        found = list(batches(parts, count))
+        sampled = list(batches(parts, count))
         policy = parts.trainer("cpu").policy
         for name in OBJECTIVES:
-            noise, signal, error = noise_and_signal(
-                policy, parts_for(name, k, length).objective.at(0), found
-            )
-            spread = {"ratio": noise / signal, "ratio_stderr": error}
-            rows.append(
-                {
-                    "axis": axis,
-                    "objective": name,
-                    "k": k,
-                    "length": length,
-                    "noise": noise,
-                    "signal": signal,
-                    **spread,
-                }
-            )
-            told = f"noise {noise:9.3g}  signal {signal:9.3g}  noise / signal {noise / signal:6.2f} ± {error:.2f}"
-            print(f"{axis:<7} K {k:<3} length {length}  {name:<11} {told}", flush=True)
+            objective = parts_for(name, k, length).objective.at(0)
+            noise, signal, error = noise_and_signal(policy, objective, sampled)
+            row: Row = {"axis": axis, "objective": name, "k": k, "length": length}
+            row |= {"noise": noise, "signal": signal}
+            row |= {"ratio": noise / signal, "ratio_stderr": error}
+            rows.append(row)
+            print(f"{axis:<7} K {k:<3} length {length}  {name:<11}", end="  ")
+            print(f"noise {noise:9.3g}  signal {signal:9.3g}", end="  ")
+            print(f"noise / signal {noise / signal:6.2f} ± {error:.2f}", flush=True)
     return rows
 
 
-def draw(rows: Sequence[dict[str, float | str]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
+    table = pd.DataFrame(rows)
     figure = Figure(figsize=(11, 4), layout="constrained")
-    for axes, (axis, key, label) in zip(
-        figure.subplots(1, 2),
-        (
-            ("K", "k", "K, responses of a group (64 in all)"),
-            ("length", "length", "tokens of a response, at most"),
-        ),
-        strict=True,
-    ):
-        for name in OBJECTIVES:
-            own = [r for r in rows if r["axis"] == axis and r["objective"] == name]
-            axes.errorbar(
-                [r[key] for r in own],
-                [r["ratio"] for r in own],
-                [r["ratio_stderr"] for r in own],
-                marker="o",
-                capsize=3,
-                label=name,
-            )
+    labels = {"K": "K, responses of a group (64 in all)", "length": "maximal tokens of a response"}
+    for axes, (axis, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        of_axis = table[table["axis"] == axis]
+        for name, own in of_axis.groupby("objective", sort=False):
+            x = own[axis.lower()]
+            axes.errorbar(x, own["ratio"], own["ratio_stderr"], marker="o", capsize=3, label=name)
         axes.set_ylim(bottom=0)
         axes.set_xlabel(label)
         axes.set_ylabel("noise / signal of the gradient")

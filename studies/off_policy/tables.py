@@ -2,9 +2,9 @@
 
     python studies/off_policy/tables.py [RATES RUNS]
 
-copies the results from the folders of both studies (default: runs/off_policy_rates and
-runs/off_policy) and writes the tables again. A table stands in the page between `<!-- name -->` and `<!-- end -->`.
-Each number is a mean over seeds, ± its standard error.
+copies the results from the folders of both studies, by default runs/off_policy_rates and
+runs/off_policy, and writes the tables again. A table stands in the page between `<!-- name -->`
+and `<!-- end -->`. Each number is a mean over seeds, ± its standard error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What an objective is, and what it may ask for: parameters of its own from the trainer, rollouts from the searchers.
+"""The contract of objectives: losses of log-probabilities, each in a file of this folder.
 
-An objective is a plug-in: a frozen dataclass that is called with log-probabilities and a batch. It gives one loss for each
-group and looks at that group only, so that micro-batches cannot change the result.
+An objective is a frozen dataclass that is called with log-probabilities and a batch. It returns
+one loss per group and looks at that group only, so that micro-batches cannot change the result.
+It may ask the trainer for parameters of its own (`Head`), and search for value estimates
+(`ValueRollouts`).
 """
 
 from __future__ import annotations
@@ -15,27 +17,30 @@ from torch import Tensor
 from tba.types import Batch
 
 Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
-"""What an objective returns: one loss for each group, and metrics by name, one number for each group."""
+"""One loss per group, and metrics by name with one number per group."""
 
 
 @runtime_checkable
 class Objective(Protocol):
     """A loss of log-probabilities."""
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss: ...
+    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+        """Return the loss of each group; `logp` are the live policy's log-probs of its tokens."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Parameters that an objective owns: a linear map from the policy's last hidden states (over sqrt(D)) to one number, 0 at first.
+    """Parameters that an objective owns: a linear map from last hidden states to one number.
 
-    `response`: of the state before each response token, [B K T], and the policy learns from it too (a value head).
-    `prompt`: of the mean state of the prompt, [B], which the policy does not learn from (log Z).
+    The input is divided by sqrt(D), and the weights start at 0.
     """
 
     on: Literal["prompt", "response"]
+    """`response`: one number per response token [B K T], from the state before it; its gradient
+    reaches the policy (a value head). `prompt`: one number per prompt [B], from its mean state;
+    its gradient stops there (log Z)."""
     learning_rate: float
-    """Of AdamW; it follows the schedule of the policy's."""
+    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
 
 @runtime_checkable
@@ -50,7 +55,10 @@ class HasHead(Protocol):
 
 @dataclass(frozen=True)
 class ValueRollouts:
-    """Monte-Carlo values that searchers find: `rollouts` new endings from the state before every `step_tokens`-th token."""
+    """Monte-Carlo value estimates that an objective asks search for.
+
+    Search samples `rollouts` continuations from the state before every `step_tokens`-th token.
+    """
 
     rollouts: int
     step_tokens: int

@@ -1,4 +1,4 @@
-"""GRPO done right: without its two normalisers."""
+"""GRPO without its two normalisations."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class DrGrpo:
-    """GRPO without its two normalisers.
+    """Dr. GRPO: GRPO without its two normalisations.
 
-    loss = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t], A_j = r_j - mean r.
+        loss[b] = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t]
+        A_j     = r_j - mean r
 
-    As `grpo`, but neither divided by the response's length, which favours long wrong answers, nor by the rewards' spread,
-    which favours prompts that are nearly always or nearly never answered.
+    Terms as in `grpo`. There is no division by the length of the response, which favours long
+    wrong answers, nor by the standard deviation of the rewards, which favours prompts that are
+    nearly always or nearly never answered.
+
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
     """
 
     beta: float = 0.0
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, 0.2)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        summed, outside = penalised(
-            logp, batch, centred(batch.reward)[..., None], self.beta, self.clip, self.clip
-        )
+        advantage = centred(batch.reward)[..., None]
+        summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip)
         return -summed.mean(1), {"clip_ratio": outside}

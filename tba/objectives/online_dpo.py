@@ -1,4 +1,4 @@
-"""Direct preference optimisation on what the policy itself finds."""
+"""Direct preference optimisation (DPO) on responses of the policy itself."""
 
 from __future__ import annotations
 
@@ -16,30 +16,35 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class OnlineDpo:
-    """Prefers the better of two of the policy's own responses to the worse.
+    """Online DPO: prefers the better of two responses of the policy to the worse.
 
-    loss = -log sigmoid(beta (d_w - d_l)), d = log pi - log ref, w the better and l the worse of two responses of the group.
+        loss[b] = -log sigmoid(beta (d_w - d_l)),  d = log pi - log ref
 
-    `best_worst` takes the group's best and worst, `first_two` its first two, whatever their rewards: the pair of a group of two.
-    Responses of equal reward prefer nothing: such a group has loss 0.
-    Direct Language Model Alignment from Online AI Feedback (arXiv 2402.04792); best against worst: arXiv 2410.18252.
+    w is the better and l the worse of two responses of the group: with `pair = "best_worst"` its
+    best and its worst, with `"first_two"` its first two, whatever their rewards. A pair of equal
+    reward has loss 0.
+
+    Direct Language Model Alignment from Online AI Feedback (arXiv 2402.04792); best against worst:
+    arXiv 2410.18252.
     """
 
     beta: float = 0.1
+    """Inverse temperature of the preference; larger values stay closer to the reference."""
     pair: Literal["best_worst", "first_two"] = "best_worst"
+    """The two responses to compare."""
     length_normalised: bool = False
-    """d as a mean over tokens, so that a longer response has no larger say."""
+    """Use the mean over tokens for d, so that longer responses do not weigh more."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.1)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         considered = batch.reward if self.pair == "best_worst" else batch.reward[:, :2]
-        better, worse = considered.argmax(1, keepdim=True), considered.argmin(1, keepdim=True)
+        better = considered.argmax(1, keepdim=True)
+        worse = considered.argmin(1, keepdim=True)
         difference = of_response(logp - batch.ref_logp, batch, self.length_normalised)
         margin = self.beta * (difference.gather(1, better) - difference.gather(1, worse)).squeeze(1)
-        preferred = (
-            (batch.reward.gather(1, better) > batch.reward.gather(1, worse)).squeeze(1).float()
-        )
+        differs = batch.reward.gather(1, better) > batch.reward.gather(1, worse)
+        preferred = differs.squeeze(1).float()
         loss = -torch.nn.functional.logsigmoid(margin) * preferred
         return loss, {"rewards/margins": margin.detach(), "dpo/pairs": preferred}

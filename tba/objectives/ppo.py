@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a value head."""
+"""Proximal policy optimisation (PPO) with a value head."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Ppo:
-    """Clipped policy gradient whose advantages come from a value head.
+    """PPO: clipped policy gradient with advantages from a value head.
 
-    loss = -mean_j sum_t min(rho_t A_t, clip(rho_t) A_t) + value_coefficient / 2 mean_j sum_t (V_t - (A_t + V_t without gradient))^2.
+        loss[b] = mean_j sum_t [-min(rho_t A_t, clip(rho_t) A_t) + c / 2 (V_t - target_t)^2]
+        target  = A_t + V_t, without gradient
 
-    A token is an action and its reward is -beta (log mu - log ref), plus r at the last one. A_t is the generalised advantage
-    estimate (arXiv 1506.02438) with the live value head, which stands on the policy's own hidden states. Where
-    pi = mu rho is 1, and this is a plain policy gradient.
-    Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9, 11; for language models arXiv 2203.02155.
+    c is `value_coefficient`. The reward of a token is -beta (log mu - log ref), plus r at the last
+    one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head,
+    which reads the hidden states of the policy. Where pi = mu, this is a plain policy gradient.
+
+    Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9 and 11; for language models
+    arXiv 2203.02155.
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
     discount: float = 1.0
+    """Discount per token."""
     gae_lambda: float = 0.95
+    """Lambda of the generalised advantage estimate."""
     value_coefficient: float = 0.1
+    """Weight of the value loss."""
     head_learning_rate: float = 0.01
-    """Of AdamW for the head; it follows the schedule of the policy's rate."""
+    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
     def __post_init__(self) -> None:
-        for name, value, instead in (
-            ("clip", self.clip, 0.2),
-            ("head_learning_rate", self.head_learning_rate, 0.01),
-        ):
-            positive(name, value, instead)
+        positive("clip", self.clip, 0.2)
+        positive("head_learning_rate", self.head_learning_rate, 0.01)
         for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             if not 0 <= value <= 1:
-                raise ValueError(f"objective.{name} = {value} must be from 0 to 1")
+                raise ValueError(f"objective.{name} = {value} must be from 0 to 1; try 0.95")
 
     @property
     def head(self) -> Head:
@@ -52,30 +57,34 @@ class Ppo:
     ) -> Loss:
         advantage = self.advantages(head.detach(), batch)
         rho = ratio(log_ratio(logp, batch))
+        surrogate = clipped(rho, advantage, self.clip, self.clip)
         error = (head - (advantage + head.detach())) * batch.mask
-        loss = total(
-            -clipped(rho, advantage, self.clip, self.clip)
-            + self.value_coefficient / 2 * error.square(),
-            batch,
-        ).mean(1)
-        value_error = (total(error.detach().square(), batch) / batch.mask.sum(-1)).mean(1)
+        loss = total(-surrogate + self.value_coefficient / 2 * error.square(), batch).mean(1)
+        value_error = total(error.detach().square(), batch) / batch.mask.sum(-1)
         return loss, {
             "clip_ratio": outside(rho, self.clip, self.clip, batch),
-            "ppo/value_error": value_error,
+            "ppo/value_error": value_error.mean(1),
         }
 
     def advantages(self, value: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
-        """Generalised advantage estimates from V of the state before each token; the state after the last is worth 0."""
+        """Return generalised advantage estimates (arXiv 1506.02438).
+
+        `value` is V of the state before each token; V of the state after the last token is 0.
+        """
         mask = batch.mask.float()
-        last = mask - torch.nn.functional.pad(mask[..., 1:], (0, 1))
-        reward = (
-            -self.beta * (batch.behavior_logp - batch.ref_logp) + last * batch.reward[..., None]
-        ) * mask
+        last = mask - _next(mask)
+        kl = batch.behavior_logp - batch.ref_logp
+        reward = (-self.beta * kl + last * batch.reward[..., None]) * mask
         value = value * mask
-        delta = reward + self.discount * torch.nn.functional.pad(value[..., 1:], (0, 1)) - value
-        found = torch.zeros_like(delta)
+        delta = reward + self.discount * _next(value) - value
+        advantage = torch.zeros_like(delta)
         after = torch.zeros_like(batch.reward)
         for t in reversed(range(delta.shape[-1])):
             after = delta[..., t] + self.discount * self.gae_lambda * after
-            found[..., t] = after
-        return found * mask
+            advantage[..., t] = after
+        return advantage * mask
+
+
+def _next(values: Float[Tensor, "B K T"]) -> Float[Tensor, "B K T"]:
+    """Return the value of the next token, 0 after the last."""
+    return torch.nn.functional.pad(values[..., 1:], (0, 1))

@@ -1,4 +1,4 @@
-"""RLOO with PPO's clipping."""
+"""RLOO with the clipping of PPO."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class ProximalRloo:
-    """RLOO that gains nothing by leaving the policy which sampled, whole responses at a time.
+    """Proximal RLOO: RLOO with PPO's clipping, at the level of whole responses.
 
-    loss = -mean_j min(rho_j A_j, clip(rho_j, 1 +- clip) A_j), rho_j = pi(y_j) / mu(y_j) of the whole response, A_j as in `rloo`.
+        loss[b] = -mean_j min(rho_j A_j, clip(rho_j, 1 - clip, 1 + clip) A_j)
+
+    rho_j = pi(y_j) / mu(y_j) of the whole response, with mu the policy that sampled it; A_j as in
+    `rloo`.
 
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, 0.2)
@@ -31,7 +36,5 @@ class ProximalRloo:
         advantage = leave_one_out(regularised(batch, self.beta))
         rho = ratio(log_ratio(logp, batch).sum(-1))
         outside = ((rho - 1).abs() > self.clip).float().mean(1)
-        return -clipped(rho, advantage, self.clip, self.clip).mean(1), {
-            "rloo/advantage_std": advantage.std(1),
-            "clip_ratio": outside,
-        }
+        loss = -clipped(rho, advantage, self.clip, self.clip).mean(1)
+        return loss, {"rloo/advantage_std": advantage.std(1), "clip_ratio": outside}

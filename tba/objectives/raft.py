@@ -1,4 +1,4 @@
-"""Learning from the good responses alone."""
+"""Imitation of the good responses (RAFT)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Raft:
-    """Imitates the good responses, and learns nothing from the others.
+    """RAFT: maximises the likelihood of the good responses, and ignores the others.
 
-    loss = -mean_j [r_j is good] log pi(y_j): likelihood of the responses whose reward is at least `threshold`.
+        loss[b] = -mean_j [r_j >= threshold] log pi(y_j)
 
-    On rewards of 0 and 1 that is REINFORCE without a baseline. With `best` the group's best is good (all of the best,
-    where several are; none, where all are equal).
-    RAFT (arXiv 2304.06767), algorithm 1; with a threshold: A Minimalist Approach to LLM Reasoning (arXiv 2504.11343).
+    With rewards of 0 and 1 this is REINFORCE without a baseline. With `threshold = "best"`, the
+    responses with the highest reward of the group are the good ones; none if all are equal.
+
+    RAFT (arXiv 2304.06767), algorithm 1; with a threshold: A Minimalist Approach to LLM Reasoning
+    (arXiv 2504.11343).
     """
 
     threshold: float | Literal["best"] = 0.5
+    """Lowest reward of a good response, or `best`."""
     length_normalised: bool = False
-    """log pi(y_j) as a mean over tokens."""
+    """Use the mean over tokens for log pi(y_j)."""
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         if isinstance(self.threshold, str):
@@ -34,6 +37,6 @@ class Raft:
             good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))
         else:
             good = batch.reward >= self.threshold
-        return -(good.float() * of_response(logp, batch, self.length_normalised)).mean(1), {
-            "raft/accepted": good.float().mean(1)
-        }
+        accepted = good.float()
+        loss = -(accepted * of_response(logp, batch, self.length_normalised)).mean(1)
+        return loss, {"raft/accepted": accepted.mean(1)}

@@ -1,4 +1,4 @@
-"""REINFORCE with a leave-one-out baseline, KL in the reward."""
+"""REINFORCE with a leave-one-out baseline (RLOO)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Rloo:
-    """A policy gradient whose baseline is the mean of the other responses, with the KL in the reward.
+    """RLOO: policy gradient with a leave-one-out baseline, and the KL in the reward.
 
-    loss = -mean_j A_j log pi(y_j), A_j = R_j - mean of the others' R, R = r - beta (log mu - log ref).
+        loss[b] = -mean_j A_j log pi(y_j)
+        A_j     = R_j - mean of the others' R,  R = r - beta (log mu - log ref)
 
-    mu is the policy that sampled y_j: the reward of a response is settled when it is sampled. Unbiased for that reward on policy
-    only, unless `importance` weighs the tokens, or whole responses, by min(pi / mu, `importance_cap`).
-    Back to Basics (arXiv 2402.14740), equation 7. A_j is K / (K - 1) times the mean-baseline advantage, so that on
-    policy its gradient is K / (K - 1) times that of trajectory balance.
+    mu is the policy that sampled y_j, so R does not change after sampling. The gradient is
+    unbiased on-policy only, unless `importance` weights tokens, or whole responses, by
+    min(pi / mu, `importance_cap`). On-policy it is K / (K - 1) times that of `tb`.
+
+    Back to Basics (arXiv 2402.14740), equation 7.
     """
 
     beta: float = 0.05
+    """Coefficient of the KL to the reference."""
     importance: Importance = "none"
+    """Importance weights per token, per response, or none."""
     importance_cap: float = 2.0
+    """Upper bound of the importance weights."""
     length_normalised: bool = False
-    """log pi(y_j) as a mean over tokens."""
+    """Use the mean over tokens for log pi(y_j)."""
 
     def __post_init__(self) -> None:
         positive("importance_cap", self.importance_cap, 2.0)
@@ -43,6 +48,6 @@ class Rloo:
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))
         weight = importance(self.importance, logp, batch, self.importance_cap)
-        return -(advantage * of_response(weight * logp, batch, self.length_normalised)).mean(1), {
-            "rloo/advantage_std": advantage.std(1)
-        }
+        likelihood = of_response(weight * logp, batch, self.length_normalised)
+        loss = -(advantage * likelihood).mean(1)
+        return loss, {"rloo/advantage_std": advantage.std(1)}

@@ -14,19 +14,21 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class TrajectoryBalanceLearnedZ:
-    """Trajectory balance in its original GFlowNet form.
+    """Trajectory balance in its original form, with a learned log Z.
 
-    log Z(x) is a linear head on the prompt's mean hidden state, and learns from the same loss.
+        loss[b] = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2
 
-    loss = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2. Where log Z(x) is what the group itself would say,
-    its gradient is that of `tb`.
+    log Z(x) is a linear head on the mean hidden state of the prompt, which learns from the same
+    loss. Where it equals the group's own estimate, the gradient is that of `tb`.
+
     Trajectory balance (arXiv 2201.13259), equation 14. For language models: arXiv 2405.18540;
     arXiv 2310.04363 learns one scalar log Z instead of a head.
     """
 
     beta: float = 0.05
+    """Temperature of the target: smaller values weigh the reward more."""
     head_learning_rate: float = 0.05
-    """Of AdamW for the head; it follows the schedule of the policy's rate."""
+    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.05)
@@ -39,5 +41,7 @@ class TrajectoryBalanceLearnedZ:
     def __call__(
         self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, " B"]
     ) -> Loss:
-        residual = self.beta * (total(logp - batch.ref_logp, batch) + head[:, None]) - batch.reward
-        return residual.square().mean(1) / (2 * self.beta), {"tb/log_z": head.detach()}
+        kl = total(logp - batch.ref_logp, batch)
+        residual = self.beta * (kl + head[:, None]) - batch.reward
+        loss = residual.square().mean(1) / (2 * self.beta)
+        return loss, {"tb/log_z": head.detach()}

@@ -1,4 +1,4 @@
-"""TBA': trajectory balance as a policy gradient, for large models."""
+"""TBA': trajectory balance as a policy gradient."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class TBAPrime:
-    """Trajectory balance as a policy gradient with a centred KL in the advantage, per token.
+    """TBA': trajectory balance as a policy gradient, with a centred KL in the advantage.
 
-    loss = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group), A_j = (r_j - mean r) - beta (KL_j - mean KL), both without gradient.
+        loss[b] = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group)
+        A_j     = (r_j - mean r) - beta (KL_j - mean KL), without gradient
 
-    KL_j sums the live policy's log-ratios to the reference, each cut at +-`log_ratio_clamp`; w = min(pi / mu, `importance_cap`)
-    of each token. Without clamp and weights this is the gradient of `tb` divided by the group's mean length; as beta goes to 0,
-    and on policy, that of `dr_grpo` divided by the same. The paper resets the reference to the policy every 50 steps
-    (`policy.reset_reference_every`), keeps the lag constant (`runtime.lag`) and replays nothing.
-    Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in its section on MATH.
+    KL_j is the sum of the live policy's log-ratios to the reference, each clamped to
+    +-`log_ratio_clamp`; w_jt = min(pi / mu, `importance_cap`) of a token. Without clamp and
+    weights, this is the gradient of `tb` divided by the mean length of the group; as beta goes to
+    0, and on-policy, that of `dr_grpo` divided by the same. The paper resets the reference every
+    50 steps (`policy.reset_reference_every`), keeps the lag constant (`runtime.lag`), and replays
+    nothing.
+
+    Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in the section on MATH.
     """
 
     beta: float = 0.005
+    """Coefficient of the KL to the reference."""
     log_ratio_clamp: float = 10.0
+    """Clamp each token's log-ratio to the reference to +- this value."""
     importance: Importance = "token"
+    """Importance weights per token, per response, or none."""
     importance_cap: float = 8.0
+    """Upper bound of the importance weights."""
 
     def __post_init__(self) -> None:
         positive("beta", self.beta, 0.005)
@@ -36,14 +44,10 @@ class TBAPrime:
         positive("importance_cap", self.importance_cap, 8.0)
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
-        kl = total(
-            (logp.detach() - batch.ref_logp).clamp(-self.log_ratio_clamp, self.log_ratio_clamp),
-            batch,
-        )
+        bound = self.log_ratio_clamp
+        kl = total((logp.detach() - batch.ref_logp).clamp(-bound, bound), batch)
         advantage = centred(batch.reward - self.beta * kl)
         weight = importance(self.importance, logp, batch, self.importance_cap)
         loss = -(advantage * total(weight * logp, batch)).sum(1) / batch.mask.sum((1, 2))
-        return loss, {
-            "tb/advantage_std": advantage.std(1),
-            "tb/log_z": (batch.reward / self.beta - kl).mean(1),
-        }
+        log_z = (batch.reward / self.beta - kl).mean(1)
+        return loss, {"tb/advantage_std": advantage.std(1), "tb/log_z": log_z}

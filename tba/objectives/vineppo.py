@@ -1,4 +1,4 @@
-"""PPO with values by rollouts instead of a value head."""
+"""PPO with values from rollouts instead of a value head (VinePPO)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,32 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class VinePpo:
-    """Clipped policy gradient whose advantages come from rollouts in search.
+    """VinePPO: clipped policy gradient with advantages from rollouts in search.
 
-    loss = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t], A_t = V(state after t's step) - V(state before it).
+        loss[b] = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t]
+        A_t     = V(state after t's step) - V(state before it)
 
-    A step is `step_tokens` tokens. V of the first state is the mean reward of the prompt's other responses, V of the last is r, and V
-    between them the mean reward of `rollouts` new endings, which the searcher samples with the weights that made the response.
-    VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state has rollouts of its own.
+    A step is `step_tokens` tokens. V of the first state is the mean reward of the prompt's other
+    responses, V of the last is r, and V between them is the mean reward of `rollouts`
+    continuations, sampled with the weights that made the response.
+
+    VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state has
+    rollouts of its own.
     """
 
     beta: float = 1e-4
+    """Coefficient of the KL to the reference."""
     clip: float = 0.2
+    """Clip ratios to [1 - clip, 1 + clip]."""
     rollouts: int = 4
+    """Continuations to sample from each state."""
     step_tokens: int = 16
+    """Tokens per step."""
 
     def __post_init__(self) -> None:
         for name, value in (("rollouts", self.rollouts), ("step_tokens", self.step_tokens)):
             if value < 1:
-                raise ValueError(f"objective.{name} = {value}: at least 1")
+                raise ValueError(f"objective.{name} = {value} must be 1 or more; try 4")
         positive("clip", self.clip, 0.2)
 
     @property
@@ -42,22 +50,23 @@ class VinePpo:
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         if batch.value[batch.mask].isnan().any():
             raise ValueError(
-                "these responses were found without rollouts, for another objective; begin a new run for vineppo"
+                "these responses were sampled for another objective, without rollouts;"
+                " start a new run for vineppo"
             )
-        summed, outside = penalised(
-            logp, batch, self.advantages(batch), self.beta, self.clip, self.clip
-        )
+        advantage = self.advantages(batch)
+        summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip)
         return -summed.mean(1), {"clip_ratio": outside}
 
     def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
-        """Of the step that each token belongs to; `batch.value` has, at each token, V of the state before its step."""
+        """Return the advantage of the step that each token belongs to.
+
+        `batch.value` has, at each token, V of the state before its step.
+        """
         length = batch.mask.sum(-1, keepdim=True)
         t = torch.arange(batch.mask.shape[-1], device=length.device)
-        after = ((t // self.step_tokens + 1) * self.step_tokens).expand_as(
-            batch.mask
-        )  # where the next step begins
+        next_step = (t // self.step_tokens + 1) * self.step_tokens
+        after = next_step.expand_as(batch.mask)
         value = batch.value.masked_fill(~batch.mask, 0.0)
-        next_value = torch.where(
-            after < length, value.gather(-1, after.clamp(max=len(t) - 1)), batch.reward[..., None]
-        )
+        later = value.gather(-1, after.clamp(max=len(t) - 1))
+        next_value = torch.where(after < length, later, batch.reward[..., None])
         return (next_value - value) * batch.mask

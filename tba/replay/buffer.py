@@ -2,208 +2,223 @@
 
 from __future__ import annotations
 
-import json
-import math
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
-from tba.strategies import Strategy
-from tba.types import Group, Prompt, Shelf, Stored, Trajectory
+from tba.replay.files import SEGMENTS, State, snapshot
+from tba.replay.segments import Segment
+from tba.replay.store import Store, key_of, salt_of
+from tba.replay.table import EMPTY, Rows
+from tba.strategies import Columns, Strategy
+from tba.types import Group, Trajectory
 
-STATE, ARRAYS = "replay.json", "replay.safetensors"
+REWRITE_EVERY = 10
+"""Saves from one that rewrites all segments to the next. Others link the segments they can."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class ReplayBuffer:
-    """At most `per_prompt` distinct responses of each prompt and `capacity` in all. Every sample is accounted for:
+    """At most `per_prompt` distinct responses of each prompt, and `capacity` in all.
 
-    added == len(buffer) + duplicates + evicted_per_prompt + evicted_capacity, and what is not finite never gets in.
+    A response that arrives again replaces its earlier copy, and their samples add up. All of a
+    prompt's reference log-probs are of one reference, the newest. Every sample is accounted for:
+    added == len(buffer) + duplicates + evicted_per_prompt + evicted_capacity + evicted_reference
+    + dropped_damaged. A trajectory with a number that is not finite is not added, and counted in
+    not_finite.
     """
 
     per_prompt: int = 100
     capacity: int = 100_000
     counts: Counter[str] = field(default_factory=Counter)
-    _shelves: dict[str, Shelf] = field(default_factory=dict)  # by latest arrival, the stalest first
-    _order: dict[tuple[str, bytes], None] = field(
-        default_factory=dict
-    )  # every response by arrival, oldest first
+    _store: Store = field(default_factory=Store, init=False, repr=False)
+    _saves: int = field(default=0, init=False, repr=False)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._store)
 
     @property
     def prompts(self) -> int:
-        return len(self._shelves)
+        return len(self._store.prompts)
 
     @property
-    def shelves(self) -> list[Shelf]:
-        return list(self._shelves.values())
+    def nbytes(self) -> int:
+        """Bytes in arrays. The index of responses takes about 140 bytes for each on top."""
+        return self._store.nbytes
 
     def add(self, groups: Iterable[Group], now: int) -> None:
-        """Stores what arrived at step `now`; a response already held is replaced by its newest copy."""
+        """Store what arrived at step `now`, and drop the oldest responses beyond the limits."""
         for group in groups:
-            for response in _distinct(group.trajectories):
-                if (
-                    not math.isfinite(response.trajectory.reward)
-                    or not np.isfinite(response.trajectory.ref_logp).all()
-                ):
-                    self.counts["not_finite"] += response.count
-                    continue
-                self.counts["added"] += response.count
-                self.counts["duplicates"] += response.count - 1
-                self._store(group, Stored(response.trajectory, response.count, now))
-        while len(self) > self.capacity:
-            self._drop(*next(iter(self._order)), "evicted_capacity")
+            self._add(group, now)
+        excess = len(self) - self.capacity
+        if excess > 0:
+            self._drop(self._store.oldest(excess), "evicted_capacity")
+        self._store.segments.compact(self._store.rows)
 
     def sample(
         self, groups: int, size: int, strategy: Strategy, now: int, rng: np.random.Generator
     ) -> list[Group]:
-        """`groups` groups of `size` trajectories each. A prompt with fewer samples repeats some, and is counted in `short_groups`."""
-        if not self._shelves:
-            raise ValueError("the replay buffer is empty: nothing has been found yet")
-        drawn = strategy.draw(self.shelves, groups, size, now, rng)
-        sizes = [len(g.trajectories) for g in drawn]
-        if sizes != [size] * groups:
+        """Return `groups` groups of `size` trajectories each.
+
+        If the set that a strategy draws a group from has fewer than `size` samples, some are
+        repeated and the group is counted in `short_groups`.
+        """
+        if not len(self):
             raise ValueError(
-                f"strategy {type(strategy).__name__} drew groups of {sizes} trajectories; it must draw {groups} groups of {size}"
+                "the replay buffer is empty: wait for the first groups before drawing from it"
             )
-        held = (sum(s.count for s in self._shelves[g.prompt.id].stored.values()) for g in drawn)
-        self.counts["short_groups"] += sum(samples < size for samples in held)
-        return drawn
+        drawn = strategy.draw(self.columns(), groups, size, now, rng)
+        _check(drawn, (groups, size), self._store.rows, type(strategy).__name__)
+        self.counts["short_groups"] += int((drawn < 0).any(axis=1).sum())
+        return [self._store.group(np.resize(rows[rows >= 0], size)) for rows in drawn]
 
-    def save(self, folder: Path) -> None:
-        """Writes `replay.json` and `replay.safetensors` (arrays of all responses end to end)."""
-        held = [(p, self._shelves[p].stored[key]) for p, key in self._order]
-        number = {p: i for i, p in enumerate(self._shelves)}
-        own = {
-            "prompt_tokens": _joined([s.prompt_tokens for s in self.shelves], np.int32),
-            "prompt_lengths": np.array([len(s.prompt_tokens) for s in self.shelves], np.int64),
-            "prompt": np.array([number[p] for p, _ in held], np.int64),
-            "count": np.array([s.count for _, s in held], np.int64),
-            "arrived": np.array([s.arrived for _, s in held], np.int64),
-        }
-        save_file(own | _arrays([s.trajectory for _, s in held]), folder / ARRAYS)
-        state = {"counts": dict(self.counts), "prompts": [asdict(s.prompt) for s in self.shelves]}
-        (folder / STATE).write_text(json.dumps(state))
+    def columns(self) -> Columns:
+        """Return the view of the buffer that strategies draw from; adding invalidates it."""
+        return self._store.columns()
 
-    def load(self, folder: Path) -> None:
-        """Replaces the content by what `save` wrote; the order of arrival is the same."""
-        state, a = json.loads((folder / STATE).read_text()), load_file(folder / ARRAYS)
-        prompt_tokens = _parted(a["prompt_tokens"], a["prompt_lengths"])
-        prompts = [Prompt(**p) for p in state["prompts"]]
-        self.counts = Counter(state["counts"])
-        self._order = {}
-        self._shelves = {p.id: Shelf(p, t, {}) for p, t in zip(prompts, prompt_tokens, strict=True)}
-        for i, (prompt, trajectory) in enumerate(zip(a["prompt"], _trajectories(a), strict=True)):
-            key = trajectory.tokens.tobytes()
-            self._shelves[prompts[prompt].id].stored[key] = Stored(
-                trajectory, int(a["count"][i]), int(a["arrived"][i])
+    def groups(self) -> list[Group]:
+        """Return everything that the buffer holds: a group for each prompt, by latest arrival."""
+        prompts = self._store.prompts.by_arrival().tolist()
+        return [self._store.group(self._store.rows_of(prompt)) for prompt in prompts]
+
+    def save(self, folder: Path, older: Path | None = None) -> Callable[[], dict[str, str]]:
+        """Prepare to write the buffer into a checkpoint's folder, and return what writes it.
+
+        That function may run in another thread while the buffer is in use, one save at a time. It
+        returns the sha256 of each segment by its name in the folder. A manifest must take them
+        from there: reading a linked file again would list a damaged one as sound. Segments that
+        are in the checkpoint `older` are linked from there, except in every tenth save.
+        """
+        if self._saves % REWRITE_EVERY == 0:
+            older = None
+            self._store.segments.merge(self._store.rows)
+        self._saves += 1
+        return snapshot(self._store, self.counts, self._saves, folder, older)
+
+    def load(self, folder: Path, drop_damaged: bool = False) -> None:
+        """Replace the content by a saved one; it goes on as the saved buffer would have.
+
+        ValueError if a segment is damaged. With `drop_damaged`, the trajectories of damaged
+        segments are dropped instead, and counted in `dropped_damaged`.
+        """
+        state = State.read(folder)
+        segments = [Segment.read(folder / SEGMENTS, file) for file in state.segments]
+        damaged = np.array([segment is None for segment in segments], bool)
+        if damaged.any() and not drop_damaged:
+            raise ValueError(
+                f"{damaged.sum()} of {len(damaged)} segments of the replay buffer in {folder}"
+                " are damaged; to go on without their trajectories, type"
+                " `tba train --resume RUN --drop-damaged-replay`"
             )
-            self._order[prompts[prompt].id, key] = None
+        sound = ~damaged[state.columns["segment"]]
+        columns = {name: column[sound] for name, column in state.columns.items()}
+        columns["stamp"] = np.arange(sound.sum(), dtype=np.int64)
+        self._store = Store(Rows(**columns))
+        self._store.restore(state.prompts, segments)
+        self._saves = state.saves
+        self.counts = Counter(state.counts)
+        if damaged.any():
+            lost = len(sound) - len(self)
+            self.counts["dropped_damaged"] += lost
+            log.warning(
+                "%d of %d segments of the replay buffer are damaged: dropped %d of its %d"
+                " trajectories", damaged.sum(), len(damaged), lost, len(sound),
+            )  # fmt: skip
 
-    def _store(self, group: Group, new: Stored) -> None:
-        shelf = self._shelves.pop(group.prompt.id, None) or Shelf(
-            group.prompt, group.prompt_tokens, {}
+    def _add(self, group: Group, now: int) -> None:
+        finite = _finite(group.trajectories)
+        self.counts["not_finite"] += len(group.trajectories) - len(finite)
+        if not finite:
+            return
+        self.counts["added"] += len(finite)
+        prompt = self._store.prompts.number(group)
+        if not self._has_newest_reference(prompt, group.reference):
+            self.counts["evicted_reference"] += len(finite)
+            return
+        new: dict[bytes, Trajectory] = {}
+        samples: Counter[bytes] = Counter()
+        salt = salt_of(prompt)
+        for trajectory in finite:
+            key = key_of(trajectory.tokens, salt)
+            new[key] = trajectory
+            samples[key] += 1
+        self.counts["duplicates"] += len(finite) - len(new)
+        arrived = list(samples.values())
+        earlier = self._replace(list(new))
+        rows = self._store.put(prompt, new, now)
+        self._store.rows.arrived_count[rows] = arrived
+        self._store.rows.count[rows] = np.add(arrived, earlier)
+        excess = int(self._store.prompts.held[prompt]) - self.per_prompt
+        if excess > 0:
+            self._drop(self._store.oldest(excess, prompt), "evicted_per_prompt")
+
+    def _has_newest_reference(self, prompt: int, reference: int) -> bool:
+        """Return whether a group has the prompt's newest reference; drop what has an older one."""
+        known = self._store.prompts.reference
+        if reference > known[prompt]:
+            known[prompt] = reference
+            self.counts["evicted_reference"] += self._store.remove(self._store.rows_of(prompt))
+        return reference == known[prompt]
+
+    def _replace(self, keys: Sequence[bytes]) -> list[int]:
+        """Remove the responses with these keys; return how many samples each stood for."""
+        held = self._store.find(keys)
+        if not held:
+            return [0] * len(keys)
+        count = self._store.rows.count
+        earlier = [count.item(held[key]) if key in held else 0 for key in keys]
+        self.counts["duplicates"] += self._store.remove(np.array(list(held.values())))
+        return earlier
+
+    def _drop(self, rows: np.ndarray, reason: str) -> None:
+        prompts = self._store.rows.prompt[rows]
+        self.counts[reason] += self._store.remove(rows)
+        self._store.prompts.release(prompts)
+
+
+def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Rows, name: str) -> None:
+    """Raise ValueError unless the draw of the strategy `name` keeps the contract."""
+    if not isinstance(drawn, np.ndarray) or drawn.dtype.kind != "i" or drawn.shape != shape:
+        form = f"{drawn.dtype} {drawn.shape}" if isinstance(drawn, np.ndarray) else type(drawn)
+        raise ValueError(
+            f"strategy {name} drew {form}; it must draw a numpy array of integers {shape},"
+            " which are rows of the buffer"
         )
-        self._shelves[group.prompt.id] = shelf  # to the end: the newest arrival
-        key = new.trajectory.tokens.tobytes()
-        if shelf.stored.pop(key, None):
-            self.counts["duplicates"] += 1
-            del self._order[group.prompt.id, key]
-        shelf.stored[key] = new
-        self._order[group.prompt.id, key] = None
-        while (
-            len(shelf.stored) > self.per_prompt
-        ):  # by more than one if a resumed run is to keep fewer
-            self._drop(group.prompt.id, next(iter(shelf.stored)), "evicted_per_prompt")
-
-    def _drop(self, prompt: str, key: bytes, reason: str) -> None:
-        del self._order[prompt, key]
-        del self._shelves[prompt].stored[key]
-        if not self._shelves[prompt].stored:
-            del self._shelves[prompt]
-        self.counts[reason] += 1
+    chosen = drawn >= 0
+    used = drawn[chosen]
+    if used.max(initial=EMPTY) >= len(rows) or (rows.stamp[used] == EMPTY).any():
+        raise ValueError(
+            f"strategy {name} drew rows that are empty; take them from columns.rows(prompt)"
+        )
+    if not chosen.any(axis=1).all():
+        raise ValueError(
+            f"strategy {name} drew a group without a response; draw at least one for each group"
+        )
+    prompts = np.where(chosen, rows.prompt[drawn], EMPTY)
+    if (chosen & (prompts != prompts.max(axis=1, keepdims=True))).any():
+        raise ValueError(
+            f"strategy {name} drew a group from several prompts; take the rows of a group"
+            " from columns.rows(prompt) of one prompt"
+        )
 
 
-def _distinct(trajectories: Iterable[Trajectory]) -> list[Stored]:
-    """Equal responses of one arrival as one, with their count; `arrived` is not known yet."""
-    found: dict[bytes, list[Trajectory]] = {}
+def _finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories all of whose numbers are finite."""
+    if _are_finite(trajectories):
+        return list(trajectories)
+    return [t for t in trajectories if _are_finite([t])]
+
+
+def _are_finite(trajectories: Sequence[Trajectory]) -> bool:
+    numbers = [np.array([t.reward for t in trajectories])]
     for t in trajectories:
-        found.setdefault(t.tokens.tobytes(), []).append(t)
-    return [Stored(same[-1], len(same), -1) for same in found.values()]
-
-
-def save_groups(groups: Sequence[Group], file: Path) -> None:
-    """Groups that are on their way, in their order."""
-    own = {
-        "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
-        "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
-        "sizes": np.array([len(g.trajectories) for g in groups], np.int64),
-    }
-    save_file(
-        own | _arrays([t for g in groups for t in g.trajectories]),
-        file,
-        {"prompts": json.dumps([asdict(g.prompt) for g in groups])},
-    )
-
-
-def load_groups(file: Path) -> tuple[Group, ...]:
-    with safe_open(file, "numpy") as opened:
-        prompts = [Prompt(**p) for p in json.loads(opened.metadata()["prompts"])]
-    a = load_file(file)
-    remaining = iter(_trajectories(a))
-    parts = zip(prompts, _parted(a["prompt_tokens"], a["prompt_lengths"]), a["sizes"], strict=True)
-    return tuple(
-        Group(prompt, tokens, tuple(islice(remaining, int(size)))) for prompt, tokens, size in parts
-    )
-
-
-def _arrays(ts: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """Trajectories end to end."""
-    return {
-        "lengths": np.array([len(t.tokens) for t in ts], np.int64),
-        "tokens": _joined([t.tokens for t in ts], np.int32),
-        "behavior_logp": _joined([t.behavior_logp for t in ts], np.float32),
-        "ref_logp": _joined([t.ref_logp for t in ts], np.float32),
-        "value": _joined(
-            [np.zeros(0, np.float32) if t.value is None else t.value for t in ts], np.float32
-        ),
-        "valued": np.array([t.value is not None for t in ts], np.bool_),
-        "reward": np.array([t.reward for t in ts], np.float64),
-        "version": np.array([t.version for t in ts], np.int64),
-        "finished": np.array([t.finished for t in ts], np.bool_),
-    }
-
-
-def _trajectories(a: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    tokens, behavior, ref = (
-        _parted(a[n], a["lengths"]) for n in ("tokens", "behavior_logp", "ref_logp")
-    )
-    values = _parted(a["value"], a["lengths"] * a["valued"])
-    return [
-        Trajectory(
-            tokens[i],
-            behavior[i],
-            ref[i],
-            float(a["reward"][i]),
-            int(a["version"][i]),
-            bool(a["finished"][i]),
-            values[i] if a["valued"][i] else None,
-        )
-        for i in range(len(tokens))
-    ]
-
-
-def _joined(rows: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(r.astype(dtype) for r in rows)])
-
-
-def _parted(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+        numbers += [t.behavior_logp, t.ref_logp]
+        if t.value is not None:
+            numbers.append(t.value)
+    return bool(np.isfinite(np.concatenate(numbers)).all())

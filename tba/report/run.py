@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from tba.report.draw import COLOURS, number, png, write_page
 from tba.report.panels import AXES, FIGURES, Form, Panel, draw_panels
@@ -64,13 +65,8 @@ def _rewards(measure: Measure) -> list[Panel]:
     return training + held_out
 
 
-def _differences(records: Sequence[Record]) -> Mapping[str, list[str]]:
-    """Return the config keys in which the runs differ, with the value of each run."""
-    configs = [flat(r.config) for r in records]
-    keys = dict.fromkeys(key for config in configs for key in config if key != "run.folder")
-    differences = {}
-    for key in keys:
-        values = [json.dumps(config[key]) if key in config else "–" for config in configs]
-        if len(set(values)) > 1:
-            differences[key] = values
-    return differences
+def _differences(records: Sequence[Record]) -> pd.DataFrame:
+    """Return the config keys in which the runs differ, with a column for each run."""
+    configs = [{key: json.dumps(v) for key, v in flat(r.config).items()} for r in records]
+    table = pd.DataFrame(configs).drop(columns="run.folder").fillna("–").T
+    return table[table.nunique(axis=1) > 1]

@@ -15,6 +15,7 @@ from tba.report.figures import draw, styles_for
 from tba.report.layout import Layout, lay_out, numbers
 from tba.studies.results import SEED, read_ledger, write_results
 
+BEST = " ★"
 COLUMNS = {
     "last": ("end", ""),
     "peak": ("peak", ""),
@@ -28,33 +29,14 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Cell:
-    text: str
-    best: bool = False
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best of the settings that agree in all text axes."""
-
-    name: str
-    settings: Sequence[str]
-    """Lines of TOML, for the next study."""
-    score: str
-    edges: Sequence[str]
-    """Number axes of the grid that end at the best value."""
-
-
-@dataclass(frozen=True)
 class Section:
     """A grid on the page."""
 
     name: str
     counts: str
     pictures: Mapping[str, str]
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    best: Sequence[Best]
+    table: pd.DataFrame
+    best: pd.DataFrame
     failures: Mapping[str, str]
 
 
@@ -77,15 +59,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     layouts = [lay_out(folder, name, ledger.runs, rows, metric) for name in names]
     texts = [v for g in layouts if not numbers(g.line_values()) for v in g.line_values()]
     shared = styles_for(list(dict.fromkeys(texts)))  # an objective looks the same in all grids
-    sections = []
-    for layout in layouts:
-        lines = layout.line_values()
-        figures = draw(layout, styles_for(lines) if numbers(lines) else shared, metric)
-        pictures = {
-            name: png(figure, target / f"{layout.name}_{name}.png")
-            for name, figure in figures.items()
-        }
-        sections.append(_section(layout, pictures, metric))
+    sections = [_section(layout, shared, target, metric) for layout in layouts]
     facts = {
         "Runs": str(len(rows)),
         "Status": _counts(rows["status"]),
@@ -93,62 +67,57 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
     }
     values = {"name": ledger.name, "facts": facts, "sections": sections}
-    return write_page(target, "study.html", {**values, "metric": metric.replace("_", " ")})
+    return write_page(target, "study.html", {**values, "metric": facts["Compared by"]})
 
 
-def _section(layout: Layout, pictures: Mapping[str, str], metric: str) -> Section:
+def _section(layout: Layout, shared: Mapping[Any, Any], target: Path, metric: str) -> Section:
     form = "{:.1%}" if "pass@" in metric else "{:.3f}"
-    rows = layout.rows
-    failed = rows[rows["status"] == "failed"]
-    return Section(
-        layout.name,
-        _counts(rows["status"]),
-        pictures,
-        *_table(layout, form),
-        _best(layout, form),
-        dict(zip(failed["folder"], failed["error"], strict=True)),
-    )
+    lines = layout.line_values()
+    figures = draw(layout, styles_for(lines) if numbers(lines) else shared, metric)
+    pictures = {}
+    for name, figure in figures.items():
+        pictures[name] = png(figure, target / f"{layout.name}_{name}.png")
+    failed = layout.rows[layout.rows["status"] == "failed"].set_index("folder")["error"]
+    counts = _counts(layout.rows["status"])
+    table, best = _table(layout, form), _best(layout, form)
+    return Section(layout.name, counts, pictures, table, best, failed.to_dict())
 
 
-def _table(layout: Layout, form: str) -> tuple[list[str], list[list[Cell]]]:
-    """Return heads, and a row for each setting. The best of each panel is marked."""
-    columns = {
-        name: (head, own or form)
-        for name, (head, own) in COLUMNS.items()
-        if name in layout.ends and layout.ends[name, "mean"].notna().any()
-    }
-    heads = [key.removesuffix(".use") for key in layout.keys] + ["runs"]
-    heads += [head for head, _ in columns.values()]
-    rows: list[list[Cell]] = []
+def _table(layout: Layout, form: str) -> pd.DataFrame:
+    """Return a row for each setting. The best of each panel is marked."""
+    rows = []
+    status = layout.rows.groupby("setting")["status"]
     for settings in layout.panels(layout.lines).values():
         best = layout.best(settings) if len(settings) > 1 else None
         for setting in settings:
-            axes = [layout.axes[setting][key] for key in layout.keys]
-            row = [Cell(f"{v:g}" if isinstance(v, float) else str(v)) for v in axes]
-            row.append(Cell(_runs(layout.rows.query("setting == @setting")["status"])))
-            for name, (_, own) in columns.items():
-                text = _mean(layout, setting, name, own)
-                row.append(Cell(text, name == "last" and setting == best))
+            row = {}
+            for key in layout.keys:
+                value = layout.axes[setting][key]
+                row[key.removesuffix(".use")] = f"{value:g}" if numbers([value]) else str(value)
+            row["runs"] = _counts(status.get_group(setting))
+            for name, (head, own) in COLUMNS.items():
+                row[head] = _mean(layout, setting, name, own or form)
+            row["end"] += BEST * (setting == best)
             rows.append(row)
-    return heads, rows
+    table = pd.DataFrame(rows)
+    return table.loc[:, (table != "–").any()]
 
 
-def _best(layout: Layout, form: str) -> list[Best]:
-    """Return the best setting for each combination of the text axes."""
-    if not layout.values:
-        return []
+def _best(layout: Layout, form: str) -> pd.DataFrame:
+    """Return the best setting for each combination of the text axes, as TOML for the next study."""
     numeric = [key for key in layout.values if numbers(layout.values[key])]
     settings = layout.rows.groupby("setting")["settings"].first()
     varied = _varied(list(settings))
-    best = []
+    rows = []
     for name, group in layout.panels(*(numeric or layout.values)).items():
         setting = layout.best(group)
-        if setting is not None:
+        if setting is not None and layout.values:
             own = settings[setting]
-            lines = [f'"{key}" = {_toml(own[key])}' for key in varied if key in own]
-            score = _mean(layout, setting, "last", form)
-            best.append(Best(name, lines, score, layout.edges(setting)))
-    return best
+            toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
+            edges = ", ".join(layout.edges(setting))
+            advice = edges and f"best at the edge of the grid ({edges}): extend it"
+            rows.append([name, toml, _mean(layout, setting, "last", form), advice])
+    return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
 
 
 def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -166,21 +135,14 @@ def _toml(value: Any) -> str:
 
 
 def _mean(layout: Layout, setting: int, name: str, form: str) -> str:
+    if name not in layout.ends:
+        return "–"
     ends = layout.ends[name].loc[setting]
     return with_stderr(ends["mean"], ends["sem"], form)
 
 
-def _runs(status: pd.Series) -> str:
-    count = status.value_counts()
-    text = str(len(status))
-    for key, name in (("failed", "failed"), ("pending", "to come")):
-        if key in count:
-            text += f", {count[key]} {name}"
-    return text
-
-
 def _counts(status: pd.Series) -> str:
     """Return a text such as `30 finished, 2 failed`."""
-    names = {"finished": "finished", "failed": "failed", "pending": "to come"}
-    count = status.value_counts()
-    return ", ".join(f"{count[key]} {name}" for key, name in names.items() if key in count)
+    count = status.replace("pending", "to come").value_counts()
+    names = [name for name in ("finished", "failed", "to come") if name in count]
+    return ", ".join(f"{count[name]} {name}" for name in names)

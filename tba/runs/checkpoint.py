@@ -23,7 +23,8 @@ import safetensors.numpy
 
 from tba.learn import Trainer
 from tba.models.pretrained import Text
-from tba.replay.buffer import ReplayBuffer, load_groups, save_groups
+from tba.replay.buffer import ReplayBuffer
+from tba.replay.files import is_segment, load_groups, save_groups
 from tba.runs.manifest import Damaged, commit, verify
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """Position of a run, and what it needs to continue from there."""
 
     step: int
     missing: int
@@ -112,13 +113,15 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write_trainer = trainer.save(aside)
-        buffer.save(aside)
+        older = [g for g in generations(self.folder) if g.name < target.name]
+        write_buffer = buffer.save(aside, older[-1] if older else None)
 
         def write() -> None:
             write_trainer()
+            segments = write_buffer()
             text.tokenizer.save_pretrained(aside / "model")
             _write_search(aside, search, progress)
-            commit(aside, target, known={})
+            commit(aside, target, known=segments)
             _prune(self.folder, target, self._keep)
 
         self._current = _Save(progress.step, time.perf_counter() - started, write)
@@ -203,11 +206,13 @@ def generations(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def newest(folder: Path) -> Path:
+def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
     """Return the newest undamaged generation. Damaged ones are logged as errors.
 
-    ValueError if there is none.
+    ValueError if there is none. With `drop_damaged_replay`, return the newest one in which
+    nothing but segments of the replay buffer is damaged instead.
     """
+    without_segments = []
     complete = generations(folder)
     if not complete:
         raise ValueError(
@@ -218,9 +223,19 @@ def newest(folder: Path) -> Path:
         try:
             verify(generation)
         except Damaged as error:
+            if all(is_segment(name) for name in error.files):
+                without_segments.append(generation)
             log.error("DAMAGED CHECKPOINT %s: %s; trying the one before", generation.name, error)
         else:
             return generation
+    if without_segments and drop_damaged_replay:
+        return without_segments[0]
+    if without_segments:
+        raise ValueError(
+            f"the replay buffer is damaged in every checkpoint in {folder}; restore one from a"
+            " backup, or go on without the damaged trajectories:"
+            f" `tba train --resume {folder.parent} --drop-damaged-replay`"
+        )
     raise ValueError(
         f"all {len(complete)} checkpoints in {folder} are damaged; restore one from a backup, or"
         " start a new run: a run never restarts at step 0 by itself"
@@ -241,7 +256,7 @@ def restore(
             " `tba export` still writes its model"
         )
     trainer.load(generation)
-    buffer.load(generation)
+    buffer.load(generation, drop_damaged=True)  # `newest` refuses damage unless asked
     search = SearchState(
         cursor=state["cursor"],
         tasks=state["tasks"],

@@ -6,14 +6,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 
 
 class Damaged(ValueError):
-    """A file is missing or differs from what was written."""
+    """Files are missing or differ from what was written."""
+
+    def __init__(self, problem: str, files: Sequence[str]):
+        super().__init__(problem)
+        self.files = files
+        """Names of all damaged files."""
 
 
 def commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
@@ -42,14 +47,18 @@ def verify(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_text())
         listed = {str(name): str(digest) for name, digest in manifest.items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error})") from error
+        raise Damaged(f"{MANIFEST} cannot be read ({error})", [MANIFEST]) from error
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     present = files - {MANIFEST}
-    if differing := sorted(present ^ listed.keys()):
-        raise Damaged(f"{differing[0]} is {'not listed' if differing[0] in present else 'missing'}")
+    problems = {name: "is not listed" for name in present - listed.keys()}
     for name, digest in listed.items():
-        if _sha256(folder / name) != digest:
-            raise Damaged(f"{name} differs from what was written")
+        if name not in present:
+            problems[name] = "is missing"
+        elif _sha256(folder / name) != digest:
+            problems[name] = "differs from what was written"
+    if problems:
+        names = sorted(problems)
+        raise Damaged(f"{names[0]} {problems[names[0]]}", names)
 
 
 def _sha256(path: Path) -> str:

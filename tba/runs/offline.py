@@ -29,7 +29,9 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     tables = folder.config()
     refuse(parse(tables).task, str(run))
     override_all(tables, settings)
-    generation = None if reference else checkpoint.newest(folder.checkpoints)
+    generation = None
+    if not reference:
+        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay=True)
     parts = check(parse(tables))
     if not parts.held_out:
         raise ValueError(
@@ -50,7 +52,8 @@ def export_run(run: Path, out: Path) -> Path:
     """Copy model and tokenizer of the newest undamaged checkpoint to the folder `out`."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    generation = checkpoint.newest(RunFolder.reopen(run).checkpoints)
+    folder = RunFolder.reopen(run)
+    generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay=True)
     shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
 

@@ -76,7 +76,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Example:
-    """A held-out prompt with one sampled answer, for a person to read."""
+    """A held-out prompt with its greedy answer, for a person to read."""
 
     prompt: str
     completion: str

@@ -1,4 +1,4 @@
-"""Selections choose the next prompts. This module is their contract; each other file is one selection."""
+"""The contract of selections, which choose the next prompts. Each other file is one selection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tba.types import Group, Prompt
 
 @runtime_checkable
 class Selection(Protocol):
-    """Chooses prompts without end.
+    """An endless choice of prompts.
 
     The same seed, choices and groups lead to the same choices, also after `restore`.
     """
@@ -21,7 +21,7 @@ class Selection(Protocol):
         """Record how a prompt was answered."""
 
     def state(self) -> dict[str, Any]:
-        """Return everything that later choices depend on, as JSON that shares nothing with this object."""
+        """Return all that later choices depend on, as JSON that shares nothing with this object."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""

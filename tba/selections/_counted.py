@@ -1,4 +1,4 @@
-"""What selections share."""
+"""The base of selections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba.types import Group, Prompt
 
 @dataclass
 class Counted:
-    """A selection whose every choice follows from the seed and from how many it has made before; it learns nothing."""
+    """A selection that depends on the seed and the number of earlier choices only."""
 
     prompts: Sequence[Prompt] = field(metadata=GIVEN)
     seed: int = field(metadata=GIVEN)

@@ -1,4 +1,4 @@
-"""Every prompt in its turn."""
+"""All prompts in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba.types import Prompt
 
 @dataclass
 class Cyclic(Counted):
-    """All prompts in an order shuffled anew each epoch: none comes again before all others have come."""
+    """All prompts in turn, in an order that is shuffled anew in each epoch."""
 
     _order: np.ndarray = field(init=False)
     _order_of: int = field(default=-1, init=False)
@@ -23,9 +23,7 @@ class Cyclic(Counted):
     def _next(self) -> Prompt:
         epoch, position = divmod(self._chosen, len(self.prompts))
         if epoch != self._order_of:
-            self._order, self._order_of = (
-                np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts)),
-                epoch,
-            )
+            rng = np.random.default_rng([self.seed, epoch])
+            self._order, self._order_of = rng.permutation(len(self.prompts)), epoch
         self._chosen += 1
         return self.prompts[self._order[position]]

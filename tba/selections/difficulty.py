@@ -1,4 +1,4 @@
-"""Prompts that are neither too easy nor too hard, as far as can be told without trying them."""
+"""Prompts that are neither too easy nor too hard."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from tba.types import Group, Prompt
 
 @dataclass
 class Difficulty(Counted):
-    """Of a random pool of `candidates` times as many prompts as wanted, those whose predicted success rate is nearest to `target`.
+    """Prompts with a predicted success rate near `target`, from a random pool.
 
-    MoPPS (arXiv 2507.04632): each prompt's success rate has a Beta posterior, from which it is drawn anew at each choice (Thompson
-    sampling). A received group with s right and f wrong answers moves it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s,
-    and beta' likewise with f, for the policy that is asked changes: a forgetting factor of 1 keeps all, 0 only the last group.
-    `prior` is [alpha_0, beta_0], a right answer has at least the task's `pass_reward`.
+    MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is
+    drawn anew at each choice (Thompson sampling). A group with s right and f wrong answers updates
+    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f,
+    because the policy changes. An answer is right if its reward is at least the task's
+    `pass_reward`.
     """
 
     target: float = 0.5
+    """Success rate to look for."""
     forgetting: float = 0.5
+    """Share of the earlier evidence to keep at each update: 1 keeps all, 0 only the last group."""
     candidates: int = 8
+    """Size of the pool, as a multiple of the number of prompts to choose."""
     prior: tuple[float, float] = (1.0, 1.0)
+    """alpha_0 and beta_0 of the Beta prior."""
     _posterior: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
-    """(alpha, beta) by prompt id; prompts of which nothing is known have the prior."""
+    """(alpha, beta) by prompt id; other prompts have the prior."""
 
     def __post_init__(self) -> None:
         if self.pass_reward is None:
             raise ValueError(
-                "selection.use = 'difficulty' must know which answers are right, and the task has no pass_reward;"
-                " set task.pass_reward where the task has that option, or use selection=cyclic"
+                "selection.use = 'difficulty' needs to know which answers are right, but the task"
+                " has no pass_reward; set task.pass_reward if the task has that option, or use"
+                " selection=cyclic"
             )
         for name, share in (("target", self.target), ("forgetting", self.forgetting)):
             if not 0 <= share <= 1:
@@ -41,47 +47,43 @@ class Difficulty(Counted):
                 )
         if self.candidates < 1:
             raise ValueError(
-                f"selection.candidates = {self.candidates}: give 1 (no choice) or more, for example 8"
+                f"selection.candidates = {self.candidates}: give 1 (no choice) or more,"
+                " for example 8"
             )
         if not min(self.prior) > 0:
             raise ValueError(
-                f"selection.prior = {list(self.prior)}: give two numbers above 0, for example [1.0, 1.0]"
+                f"selection.prior = {list(self.prior)}: give two numbers above 0,"
+                " for example [1.0, 1.0]"
             )
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen, 2])
         self._chosen += count
-        pool = rng.choice(
-            len(self.prompts), min(len(self.prompts), count * self.candidates), replace=False
-        )
-        alpha, beta = (
-            np.array([self._posterior.get(self.prompts[i].id, self.prior) for i in pool])
-            .reshape(-1, 2)
-            .T
-        )
-        nearest = pool[np.argsort(np.abs(rng.beta(alpha, beta) - self.target))]
-        return [
-            self.prompts[i] for i in np.resize(nearest[:count], count).tolist()
-        ]  # again from the nearest, where there are too few
+        size = min(len(self.prompts), count * self.candidates)
+        pool = rng.choice(len(self.prompts), size, replace=False)
+        posteriors = [self._posterior.get(self.prompts[i].id, self.prior) for i in pool]
+        alpha, beta = np.array(posteriors).reshape(-1, 2).T
+        distance = np.abs(rng.beta(alpha, beta) - self.target)
+        nearest = pool[np.argsort(distance)][:count]
+        # if there are too few, start again from the nearest
+        return [self.prompts[i] for i in np.resize(nearest, count).tolist()]
 
     def learn(self, group: Group) -> None:
         assert self.pass_reward is not None
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
-        counts = (right, len(group.trajectories) - right)
-        before = self._posterior.get(group.prompt.id, self.prior)
-        alpha, beta = (
-            self.forgetting * old + (1 - self.forgetting) * prior + n
-            for old, prior, n in zip(before, self.prior, counts, strict=True)
-        )
+        wrong = len(group.trajectories) - right
+        old_alpha, old_beta = self._posterior.get(group.prompt.id, self.prior)
+        prior_alpha, prior_beta = self.prior
+        alpha = self.forgetting * old_alpha + (1 - self.forgetting) * prior_alpha + right
+        beta = self.forgetting * old_beta + (1 - self.forgetting) * prior_beta + wrong
         self._posterior[group.prompt.id] = (alpha, beta)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {
-            "posterior": {prompt: list(counts) for prompt, counts in self._posterior.items()}
-        }
+        posterior = {prompt: list(counts) for prompt, counts in self._posterior.items()}
+        return super().state() | {"posterior": posterior}
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._posterior = {
-            prompt: (alpha, beta) for prompt, (alpha, beta) in state["posterior"].items()
-        }
+        self._posterior = {}
+        for prompt, (alpha, beta) in state["posterior"].items():
+            self._posterior[prompt] = (alpha, beta)

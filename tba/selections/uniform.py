@@ -1,4 +1,4 @@
-"""Any prompt at any time."""
+"""Prompts at random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tba.types import Prompt
 
 @dataclass
 class Uniform(Counted):
-    """Each prompt at random among all, whatever came before it: with replacement."""
+    """Prompts drawn uniformly, with replacement."""
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen, 1])

@@ -1,12 +1,48 @@
-"""Strategies choose what to replay. This module is their contract; each other file is one strategy."""
+"""Strategies choose what to replay. This module is their contract; each other file is one."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float64, Int, Int32
 
-from tba.types import Group, Shelf
+
+@dataclass(frozen=True)
+class Columns:
+    """Read-only view of the replay buffer: one row for each distinct response.
+
+    Take prompts from `prompts` and their rows from `rows`; a row that neither leads to is empty.
+    """
+
+    prompts: Int32[np.ndarray, " P"]
+    """Numbers of the prompts, ordered by latest arrival, the stalest first."""
+    rows: Callable[[SupportsIndex], Int32[np.ndarray, " N"]]
+    """Return the rows of a prompt, the oldest arrival first."""
+    latest: Int32[np.ndarray, " _"]
+    """By prompt number: the trainer's step at the prompt's latest arrival."""
+    prompt: Int32[np.ndarray, " R"]
+    """By row, like all that follows: the prompt's number."""
+    reward: Float64[np.ndarray, " R"]
+    version: Int32[np.ndarray, " R"]
+    """Version of the weights that began the response."""
+    arrived: Int32[np.ndarray, " R"]
+    """The trainer's step when the response last arrived."""
+    count: Int32[np.ndarray, " R"]
+    """Samples that were this response, over all its arrivals."""
+    arrived_count: Int32[np.ndarray, " R"]
+    """Samples of its last arrival that were this response."""
+    length: Int32[np.ndarray, " R"]
+    """Tokens of the response."""
+
+    def latest_rows(self, prompt: SupportsIndex) -> Int32[np.ndarray, " M"]:
+        """Return the rows that came with the prompt's latest arrival."""
+        rows = self.rows(prompt)
+        start = bisect_left(rows, self.latest[prompt], key=self.arrived.__getitem__)
+        return rows[start:]
 
 
 @runtime_checkable
@@ -14,9 +50,11 @@ class Strategy(Protocol):
     """Chooses the groups of a batch from the replay buffer."""
 
     def draw(
-        self, shelves: list[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
-    ) -> list[Group]:
-        """Return `groups` groups of exactly `size` trajectories.
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> Int[np.ndarray, "{groups} {size}"]:
+        """Return the rows of `groups` groups of `size` responses, each group from one prompt.
 
-        `shelves` is not empty and ordered by latest arrival, the stalest first.
+        A group for which there are fewer than `size` responses ends with -1. The buffer repeats
+        the others in turn instead, and counts the group in `short_groups`. There is at least
+        one prompt. `now` is the trainer's step: `now - columns.arrived` is 0 for what just arrived.
         """

@@ -1,42 +1,92 @@
-"""The draws that strategies share."""
+"""The draws that strategies share. All are exact, also where prompts have 100,000 responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from tba.types import Shelf, Stored, Trajectory
+from tba.strategies import Columns
 
-
-def newest(shelves: Sequence[Shelf], groups: int, window: int, now: int) -> Sequence[Shelf]:
-    """The shelves with arrivals in the last `window` steps; at least the newest `groups` (shelves come oldest first)."""
-    fresh = sum(now - s.arrived < window for s in reversed(shelves))
-    return shelves[-max(fresh, groups) :]
+LARGE = 10_000
+"""Beyond so many choices, a draw does not look at each of them."""
 
 
-def pick(shelves: Sequence[Shelf], groups: int, rng: np.random.Generator) -> list[Shelf]:
-    """Prompts without replacement; where there are too few (one-prompt tasks), every prompt as evenly as possible."""
-    rounds, rest = divmod(groups, len(shelves))
-    order = list(range(len(shelves))) * rounds + rng.permutation(len(shelves))[:rest].tolist()
-    return [shelves[i] for i in order]
+def newest(columns: Columns, groups: int, window: int, now: int) -> Int[np.ndarray, " N"]:
+    """Return the prompts that arrived in the last `window` steps; at least the newest `groups`."""
+    tail = columns.prompts[-groups:]
+    while len(tail) < len(columns.prompts) and now - columns.latest[tail[0]] < window:
+        tail = columns.prompts[-2 * len(tail) :]
+    fresh = np.count_nonzero(now - columns.latest[tail] < window)
+    return tail[-max(int(fresh), groups) :]
 
 
-def by_count(stored: Sequence[Stored], size: int, rng: np.random.Generator) -> list[Trajectory]:
-    """`size` of the samples without replacement, a response counting as often as it was sampled; repeats if short."""
-    samples = np.repeat(np.arange(len(stored)), [s.count for s in stored])
-    rounds, rest = divmod(size, len(samples))
-    order = np.concatenate([*[samples] * rounds, rng.permutation(samples)[:rest]])
-    return [stored[i].trajectory for i in order]
+def pick(prompts: Int[np.ndarray, " P"], groups: int, rng: np.random.Generator) -> Counter[int]:
+    """Return prompts at random and the groups to draw from each.
+
+    Every prompt is taken as often as the others. If that leaves a rest, it goes to some of them.
+    """
+    rounds, rest = divmod(groups, len(prompts))
+    drawn = prompts[distinct(len(prompts), rest, rng)]
+    return Counter(np.concatenate([*[prompts] * rounds, drawn]).tolist())
+
+
+def by_count(
+    count: Int[np.ndarray, " N"], groups: int, size: int, rng: np.random.Generator
+) -> Int[np.ndarray, "{groups} {size}"]:
+    """Return `size` of the samples for each group, without replacement; -1 where there are fewer.
+
+    Response i is `count[i]` of the samples.
+    """
+    ends = np.cumsum(count)
+    drawn = np.full((groups, size), -1)
+    for group in drawn:
+        samples = distinct(int(ends[-1]), size, rng)
+        group[: len(samples)] = np.searchsorted(ends, samples, side="right")
+    return drawn
 
 
 def by_weight(
-    stored: Sequence[Stored], log_weight: np.ndarray, size: int, rng: np.random.Generator
-) -> list[Trajectory]:
-    """`size` distinct ones with odds exp(log_weight), without replacement; if there are too few, all, and the rest by the same odds.
+    log_weight: Float[np.ndarray, " N"], groups: int, size: int, rng: np.random.Generator
+) -> Int[np.ndarray, "{groups} {size}"]:
+    """Return `size` distinct responses for each group, with odds exp(log_weight); -1 if fewer.
 
-    The largest of log_weight + Gumbel noise: such weights cannot underflow, as softmax followed by a draw does.
+    The draw is successive and without replacement. The largest of log_weight + Gumbel noise are
+    such a draw, and cannot underflow as softmax does. If there are many responses, draws with
+    replacement come first. Without their repeats they are the same draw at a lower cost.
     """
-    first = np.argsort(-(log_weight + rng.gumbel(size=len(stored))))[:size]
-    rest = (log_weight + rng.gumbel(size=(size - len(first), len(stored)))).argmax(1)
-    return [stored[i].trajectory for i in [*first, *rest]]
+    drawn = np.full((groups, size), -1)
+    guesses = np.zeros((groups, 0), int)
+    if len(log_weight) > LARGE:
+        guesses = _with_replacement(log_weight, (groups, 2 * size), rng)
+    for group, guess in zip(drawn, guesses, strict=True):
+        first = list(dict.fromkeys(guess.tolist()))[:size]
+        group[: len(first)] = first
+        missing = min(size, len(log_weight)) - len(first)
+        if missing > 0:
+            noisy = log_weight + rng.gumbel(size=len(log_weight))
+            noisy[first] = -np.inf
+            group[len(first) : len(first) + missing] = _largest(noisy, missing)
+    return drawn
+
+
+def distinct(choices: int, size: int, rng: np.random.Generator) -> Int[np.ndarray, " n"]:
+    """Return `size` of the numbers below `choices` in random order; all if there are fewer."""
+    if choices <= LARGE:
+        return rng.permutation(choices)[:size]
+    return rng.choice(choices, min(size, choices), replace=False)
+
+
+def _with_replacement(
+    log_weight: np.ndarray, shape: tuple[int, int], rng: np.random.Generator
+) -> np.ndarray:
+    ends = np.cumsum(np.exp(log_weight - log_weight.max()))
+    drawn = np.searchsorted(ends, rng.random(shape) * ends[-1], side="right")
+    return np.minimum(drawn, len(ends) - 1)  # a product can be rounded up to the last end
+
+
+def _largest(values: np.ndarray, size: int) -> np.ndarray:
+    """Return where the `size` largest are, in descending order."""
+    largest = np.argpartition(-values, size - 1)[:size]
+    return largest[np.argsort(-values[largest])]

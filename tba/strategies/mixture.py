@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int
 
+from tba.strategies import Columns, Strategy
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
-from tba.types import Group, Shelf
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """For each group: with probability `recent`, the newest data; else data of any age, by reward or uniformly.
+    """Draws each group from the newest data or from data of any age, by reward or uniformly.
 
-    `recent` is the paper's most-on-policy probability m; `reward` is the share of the replay arm that draws by
-    softmax(reward / temperature), the rest draws uniformly. Trajectory Balance with Asynchrony (arXiv 2503.18929), section 3.
+    `recent` is the paper's most-on-policy probability m. `reward` is the share of the replayed
+    groups that are drawn by softmax(reward / temperature); the others are drawn uniformly.
+    Trajectory Balance with Asynchrony (arXiv 2503.18929), section 3.
     """
 
     recent: float = 0.5
     reward: float = 0.5
     temperature: float = 1.0
-    """Of `reward`."""
+    """Temperature of the draw by reward."""
     window: int = 1
-    """Of `recent`, in steps."""
+    """Steps that count as recent."""
 
     def __post_init__(self) -> None:
         for name, share in (("recent", self.recent), ("reward", self.reward)):
@@ -36,22 +37,13 @@ class Mixture:
                 )
 
     def draw(
-        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
-    ) -> list[Group]:
-        shares = (
-            self.recent,
-            (1 - self.recent) * self.reward,
-            (1 - self.recent) * (1 - self.reward),
-        )
-        arms: tuple[Recent | Reward | Uniform, ...] = (
-            Recent(self.window),
-            Reward(self.temperature),
-            Uniform(),
-        )
-        counts = rng.multinomial(groups, shares)
-        return [
-            g
-            for arm, n in zip(arms, counts, strict=True)
-            if n
-            for g in arm.draw(shelves, int(n), size, now, rng)
-        ]
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> Int[np.ndarray, "{groups} {size}"]:
+        replayed = 1 - self.recent
+        shares = (self.recent, replayed * self.reward, replayed * (1 - self.reward))
+        arms: tuple[Strategy, ...] = (Recent(self.window), Reward(self.temperature), Uniform())
+        drawn = []
+        for arm, share in zip(arms, rng.multinomial(groups, shares).tolist(), strict=True):
+            if share:
+                drawn.append(arm.draw(columns, share, size, now, rng))
+        return np.concatenate(drawn)

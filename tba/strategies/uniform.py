@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int
 
+from tba.strategies import Columns
 from tba.strategies._draw import by_count, pick
-from tba.types import Group, Shelf
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """A prompt at random, then K of all its samples at random."""
+    """Draws a prompt at random, then K of all its samples without replacement.
+
+    A response that arrived several times counts as often as it was sampled.
+    """
 
     def draw(
-        self, shelves: Sequence[Shelf], groups: int, size: int, now: int, rng: np.random.Generator
-    ) -> list[Group]:
-        return [
-            s.group(by_count(list(s.stored.values()), size, rng))
-            for s in pick(shelves, groups, rng)
-        ]
+        self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
+    ) -> Int[np.ndarray, "{groups} {size}"]:
+        drawn = []
+        for prompt, times in pick(columns.prompts, groups, rng).items():
+            rows = columns.rows(prompt)
+            chosen = by_count(columns.count[rows], times, size, rng)
+            drawn.append(np.where(chosen < 0, -1, rows[chosen]))
+        return np.concatenate(drawn)
