@@ -169,10 +169,7 @@ class RuntimeTable(Table):
         " search and training in lockstep; 0: on-policy; default: no lockstep",
     )
     prompts_per_task: Positive = Field(8, description="prompts per search task")
-    concurrent_searches: Positive = Field(
-        2,
-        description="search tasks that each searcher runs at once, to overlap their rewards (ray)",
-    )
+    concurrent_searches: Positive = Field(2, description="tasks a searcher runs at once (ray)")
     address: str | None = Field(
         None,
         description="address of a Ray cluster to join; default: start a private one on loopback",

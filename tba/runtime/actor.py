@@ -20,7 +20,7 @@ from tba.weights import Sent, SharedLock, Transport
 
 
 class SearcherActor:
-    """Searcher that runs several searches at once, each in a thread of the group `search`.
+    """Searcher that runs several searches at once, each in a thread of its own.
 
     Searches share a lock and newer weights may arrive under them. An evaluation holds it alone,
     because it needs the same weights to its end, and so does a change of the reference, which
@@ -46,19 +46,16 @@ class SearcherActor:
         self._usage = Usage()
         self._load_newer(newest)
 
-    @ray.method(concurrency_group="control")
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
         return os.getpid()
 
-    @ray.method(concurrency_group="control")
     def publish(self, weights: Sent) -> None:
         """Load newer weights beside the searches that run."""
         self._enter()
         with self._searches.shared():
             self._load_newer(weights)
 
-    @ray.method(concurrency_group="search")
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
@@ -72,7 +69,6 @@ class SearcherActor:
         self._usage.report(result.stats)
         return result
 
-    @ray.method(concurrency_group="search")
     def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         self._enter()
@@ -88,8 +84,10 @@ class SearcherActor:
         torch.set_grad_enabled(False)
 
     def _load_newer(self, weights: Sent | None) -> None:
+        if weights is None:
+            return
         with self._loading:
-            if weights is None or weights.version <= self._searcher.engine.version:
+            if weights.version <= self._searcher.engine.version:
                 return
             started = time.perf_counter()
             gap = self._searcher.engine.load_weights(self._transport.receive(weights))

@@ -17,6 +17,9 @@ from tba.runtime.tasks import Handle, Kind, Task
 from tba.types import Prompt
 from tba.weights import Sent, Transport, Weights
 
+SEARCH, CONTROL = "search", "control"
+"""Threads of a searcher: those for searches and evaluations, and those for everything else."""
+
 
 class Pool:
     """Searcher processes, the newest weights, and the reference. One thread at a time uses it."""
@@ -46,13 +49,15 @@ class Pool:
         In lockstep it has the weights of its turn, and nothing is published beside it.
         """
         weights = None if self._settings.lag is None else self.newest
-        ref = handle.actor.search.remote(prompts, seed, weights, self._reference)
+        search = handle.actor.search.options(concurrency_group=SEARCH)
+        ref = search.remote(prompts, seed, weights, self._reference)
         version = 0 if self._reference is None else self._reference.version
         handle.tasks.append(Task("search", ref, tuple(prompts), reference=version))
 
     def evaluate(self, handle: Handle, weights: Sent | None) -> None:
         """Ask for an evaluation of these weights."""
-        ref = handle.actor.evaluate.remote(weights, self._reference)
+        evaluate = handle.actor.evaluate.options(concurrency_group=SEARCH)
+        ref = evaluate.remote(weights, self._reference)
         handle.tasks.append(Task("evaluate", ref, weights=weights))
 
     def publish(self, weights: Weights) -> None:
@@ -67,7 +72,8 @@ class Pool:
         for handle in self.handles:
             if handle.version < self.newest.version and handle.accepts_weights():
                 handle.version = self.newest.version
-                handle.publication = Task("publish", handle.actor.publish.remote(self.newest))
+                publish = handle.actor.publish.options(concurrency_group=CONTROL)
+                handle.publication = Task("publish", publish.remote(self.newest))
 
     def reset_reference(self, weights: Weights) -> None:
         """Make these weights the reference of every search and evaluation from now on."""
@@ -103,19 +109,24 @@ class Pool:
         for handle in self.handles:
             ray.kill(handle.actor)
 
+    @staticmethod
+    def pid(actor: Any) -> Any:
+        """Return Ray's reference to the id of a searcher's process."""
+        return actor.pid.options(concurrency_group=CONTROL).remote()
+
     def _start(self, place: Place) -> Handle:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": self._cluster.searcher_gpus,
             "max_restarts": 0,
-            "concurrency_groups": {"control": 2, "search": self._settings.concurrent_searches},
+            "concurrency_groups": {CONTROL: 2, SEARCH: self._settings.concurrent_searches},
         }
         remote: Any = ray.remote(**options)(SearcherActor)
         actor = remote.remote(
             self._setup, place, self._bf16, sys.path, self._transport, self.newest
         )
         version = 0 if self.newest is None else self.newest.version
-        return Handle(place, actor, version, [Task("start", actor.pid.remote())])
+        return Handle(place, actor, version, [Task("start", self.pid(actor))])
 
     def _deadline(self, kind: Kind) -> float:
         task, evaluation = self._settings.task_deadline, self._setup.evaluation.deadline

@@ -138,7 +138,7 @@ class RaySearchers:
     def pids(self) -> list[int]:
         """Return the process ids of the searchers, each on its own machine."""
         with self._changed:
-            answers = [handle.actor.pid.remote() for handle in self._pool.handles]
+            answers = [self._pool.pid(handle.actor) for handle in self._pool.handles]
         return list(ray.get(answers, timeout=self._settings.start_deadline))
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
