@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
 from tba.runtime.placement import places_for
+from tba.search.result import Example
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
@@ -54,6 +55,8 @@ class Run:
     evaluating: int
     """Evaluations that were requested and have not been logged."""
     _saved: int | None = field(default=None, init=False)
+    _shown: str | None = field(default=None, init=False)
+    """Held-out prompt whose answer the console shows at each evaluation."""
 
     def sample(self) -> list[Group]:
         """Draw the groups of the next batch from the buffer."""
@@ -71,7 +74,9 @@ class Run:
     def publish(self) -> None:
         """Send the newest weights to the searchers."""
         with self.tracker.syncing():
-            self.searchers.publish(self.trainer.weights(version=self.step))
+            weights = self.trainer.weights(version=self.step)
+            self.searchers.publish(weights)
+        self.tracker.published(weights.nbytes)
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""
@@ -105,6 +110,7 @@ class Run:
             self.console.evaluation(e.version, scores)
             for x in e.examples:
                 self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
+            self._show_example(e.examples)
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
@@ -147,7 +153,17 @@ class Run:
         t, text = group.trajectories[0], self.parts.text
         prompt, completion = text.decode(group.prompt_tokens), text.decode(t.tokens)
         self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-        self.console.sample(prompt, completion, t.reward)
+        if not self.parts.held_out:  # else the console follows a held-out prompt
+            self.console.sample(prompt, completion, t.reward)
+
+    def _show_example(self, examples: Sequence[Example]) -> None:
+        """Show the answer to the prompt that had the lowest reward at the first evaluation."""
+        scored = [x for x in examples if x.reward is not None]
+        if self._shown is None and scored:
+            self._shown = min(scored, key=lambda x: x.reward or 0.0).prompt
+        for x in scored:
+            if x.prompt == self._shown:
+                self.console.sample(x.prompt, x.completion, x.reward or 0.0)
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:

@@ -1,4 +1,4 @@
-"""Whole runs with each objective: resuming is exact, with its head and all that a constant lag holds back; and the lag is constant."""
+"""Whole runs with each objective: resuming is exact, and a constant lag is constant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"vineppo": ("objective.step_tokens=2", "objective.rollouts=2")}
 
 
 def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[str, bytes]:
-    """The files that the uninterrupted run ended with; those of the resumed one are the same, bit for bit, but for its clock and its config."""
+    """Return the files of the uninterrupted run; those of the resumed one must be the same."""
     resumes_exactly(model, folder, f"objective={objective}", *OPTIONS.get(objective, ()), *settings)
     whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
     others = ("state.json", "manifest.json", "replay/")  # `resumes_exactly` compares their content
@@ -34,7 +34,7 @@ def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[s
 def test_a_run_that_holds_groups_back_resumes_exactly(
     objective: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Killed after step 5 of 8, with two batches on their way and a reference that was reset at step 4."""
+    """Killed after step 5 of 8, with two batches held back and a reference reset at step 4."""
     files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
     assert {
         "held.safetensors",
@@ -58,7 +58,7 @@ def test_heads_and_values_resume_exactly_without_a_lag(
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
-    """Nor one with a head a checkpoint without, or with another kind of head; one without the other's can."""
+    """The head must be of the same kind, or absent in both."""
     for objective in ("tb", "ppo"):
         run(
             config(
@@ -87,7 +87,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_lag_is_constant(lag: int, tiny_model: Path, tmp_path: Path) -> None:
-    """Step v learns from what version v - lag found, all of it; and on policy every importance weight is 1."""
+    """Step v learns from all groups of version v - lag; on policy, every ratio pi / mu is 1."""
     run(
         config(
             tiny_model,

@@ -1,9 +1,11 @@
-"""Twelve steps of every objective, number for number as they were when they were last looked at.
+"""Curves of twelve steps of every objective, compared with recorded numbers.
 
-Searching is scripted, so that the same responses come whatever the machine. What is left to differ, from one CPU or release of torch to another,
-is the rounding of float32 products: about 1e-7 each. A change of every weight by 1e-6 of itself moves each number by less than a quarter
-of what is allowed here, 1e-3 of itself or 1e-4 of its curve's largest; a changed constant, mask or mean moves the first step by 1e-2 or more.
-After a change that is meant, `TBA_GOLDEN=write pytest tests/test_golden.py` writes them anew: read the diff.
+Search is scripted, so that responses are the same on every machine. What can differ between CPUs
+or releases of PyTorch is the rounding of float32 products, about 1e-7 each. The test allows 1e-3 of
+each number or 1e-4 of its curve's largest. Changing every weight by 1e-6 of itself changes a number
+by less than a quarter of that; a changed constant, mask or mean changes the first step by 1e-2 or
+more. After an intended change, `TBA_GOLDEN=write pytest tests/test_golden.py` writes new files:
+read their diff.
 """
 
 from __future__ import annotations
@@ -23,10 +25,18 @@ GOLDEN = Path(__file__).parent / "golden"
 STEPS = 12
 CURVES = ("loss", "grad_norm", "reward", "kl")
 SETTINGS = (
-    "engine=scripted", "engine.answers=['1', '1', '', '27', '1+1', '371']", "sampling.max_tokens=4", "sampling.samples=8", "trainer.batch_size=18",
-    "trainer.group_size=6", f"run.steps={STEPS}", "strategy=uniform", "trainer.learning_rate=1e-3", "log.sample_every=0",
-)  # fmt: skip
-"""Uniform search of six answers, one of which is there twice, and a buffer that keeps all: the ratios pi / mu are far from 1."""
+    "engine=scripted",
+    "engine.answers=['1', '1', '', '27', '1+1', '371']",
+    "sampling.max_tokens=4",
+    "sampling.samples=8",
+    "trainer.batch_size=18",
+    "trainer.group_size=6",
+    f"run.steps={STEPS}",
+    "strategy=uniform",
+    "trainer.learning_rate=1e-3",
+    "log.sample_every=0",
+)
+"""Six answers, one of them twice, and a buffer that keeps all: ratios pi / mu are far from 1."""
 OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coefficient=0.5",)}
 
 
@@ -50,7 +60,8 @@ def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path
         file.write_text(json.dumps(found, indent=1) + "\n")
     if not file.is_file():
         pytest.fail(
-            f"no {file}: a new objective's curves are written by TBA_GOLDEN=write pytest tests/test_golden.py"
+            f"{file} does not exist; write the curves of a new objective by"
+            " TBA_GOLDEN=write pytest tests/test_golden.py"
         )
     golden = json.loads(file.read_text())
     assert found.keys() == golden.keys()

@@ -1,4 +1,4 @@
-"""Parameters that an objective owns: what a head reads, whom its gradient reaches, and that micro-batches do not change it."""
+"""Heads of objectives: their input, their gradients, and independence of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESPONSE, PROMPT = Head("response", 0.01), Head("prompt", 0.01)
 
 
 def with_head(model: Any, head: Head | None, share_prompt: bool = True) -> Policy:
-    """With a head that has already learned something, the same each time."""
+    """Return a policy with a head that has already learned something, the same each time."""
     policy = Policy(model, 0.7, share_prompt=share_prompt, head=head)
     if policy.readout is not None:
         generator = torch.Generator().manual_seed(3)
@@ -31,7 +31,7 @@ def with_head(model: Any, head: Head | None, share_prompt: bool = True) -> Polic
 
 
 def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
-    """Of a sum in which every number of the head has a weight of its own; only of parameters that it reaches."""
+    """Return gradients of a weighted sum of the head's output, for parameters that it reaches."""
     policy.model.zero_grad()
     assert policy.readout is not None
     policy.readout.zero_grad()
@@ -55,7 +55,10 @@ def test_a_head_says_nothing_at_first(batch: Batch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_reads_the_states_it_should(family: str, batch: Batch) -> None:
-    """One response at a time, no padding, straight from the model: the state before each token, and the prompt's mean state; over the root of its width."""
+    """The state before each token, or the prompt's mean state, over the root of its width.
+
+    Compared with the model itself on one response at a time, without padding.
+    """
     model, root = make(family), 32**0.5
     on_response, on_prompt = with_head(model, RESPONSE), with_head(model, PROMPT)
     of_response, of_prompt = on_response(batch).head, on_prompt(batch).head
@@ -137,7 +140,7 @@ def test_plain_prompts_and_gradient_checkpointing_change_nothing(
 def trainer(
     objective: str, options: dict[str, Any] | None = None, **settings: Any
 ) -> SingleTrainer:
-    """Of a small model that is the same each time; gradients are not clipped."""
+    """Return a trainer of a small model, the same each time; gradients are not clipped."""
     plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
     first = plugin.at(0)
     policy = with_head(make("llama"), first.head if isinstance(first, HasHead) else None)
@@ -158,7 +161,7 @@ def owned(t: SingleTrainer) -> dict[str, torch.nn.Parameter]:
 
 @pytest.fixture(scope="module")
 def in_one_pass() -> dict[str, tuple[SingleTrainer, dict[str, float]]]:
-    """For each objective a trainer after one step on the whole batch at once, and what it said."""
+    """For each objective a trainer after one step on the whole batch, and its metrics."""
     return {}
 
 
@@ -170,7 +173,7 @@ def test_any_micro_batching_gives_the_same_gradients(
     batch: Batch,
     in_one_pass: dict[str, tuple[SingleTrainer, dict[str, float]]],
 ) -> None:
-    """Of the policy and of the head, from one pass down to single trajectories, with groups cut in pieces (two passes)."""
+    """Policy and head; from one pass down to single trajectories, with groups cut in pieces."""
     if objective not in in_one_pass:
         whole = trainer(objective)
         in_one_pass[objective] = whole, whole.step(batch, 0)
@@ -188,7 +191,7 @@ def test_any_micro_batching_gives_the_same_gradients(
 
 
 def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> None:
-    """AdamW moves a parameter by the learning rate at first: .03 for the head, .001 for the policy; then linearly less."""
+    """AdamW first moves a parameter by its learning rate: .03 for the head, .001 for the policy."""
     t = trainer("tb_learned_z", {"head_learning_rate": 0.03}, schedule="linear")
     for step in range(3):
         before = {n: p.detach().clone() for n, p in owned(t).items()}
@@ -204,7 +207,7 @@ def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> 
 
 
 def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
-    """With a policy that stands still, the head of `tb_learned_z` ends at what VarGrad says of each prompt."""
+    """With a fixed policy, the head of `tb_learned_z` ends at VarGrad's log Z of each prompt."""
     plugin = resolve("objectives", "objective", "tb_learned_z", {})
     policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
     t = SingleTrainer(
@@ -222,7 +225,7 @@ def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
 
 
 def by_vargrad(batch: Batch, policy: Policy) -> torch.Tensor:
-    """log Z of each group by its own mean."""
+    """Return log Z of each group by its own mean."""
     log_z: torch.Tensor = TrajectoryBalance()(policy.logp(batch).detach(), batch)[1]["tb/log_z"]
     return log_z
 

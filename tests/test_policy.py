@@ -1,4 +1,4 @@
-"""Log-probabilities: shared prompts equal the plain pass, chunks equal the whole, padding is nothing, temperature is honoured."""
+"""Log-probabilities of a policy, however they are computed, and its one forward."""
 
 from __future__ import annotations
 

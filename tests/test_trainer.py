@@ -1,4 +1,4 @@
-"""One optimizer step: the same whatever the micro-batches; nothing moves on a loss that is not finite."""
+"""Optimizer steps, the weights that go to searchers, and the state that is saved."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
-    """After a publication the engine finds the trainer's log-probs of the probe; before, it does not."""
+    """An engine has the trainer's log-probs of the probe after it has loaded the weights."""
     t = trainer(tiny_model)
     parts = check(
         load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"])
@@ -246,7 +246,7 @@ def test_weights_are_copied_once_on_each_side(tiny_model: Path, bf16: bool) -> N
 def test_a_save_holds_the_state_at_its_beginning(
     tiny_model: Path, batch: Batch, tmp_path: Path
 ) -> None:
-    """Files are written after three more steps; the loaded trainer makes them again, bit for bit."""
+    """Files are written after three more steps; the loaded trainer repeats these exactly."""
     settings = ("objective=tb_learned_z", "trainer.schedule=linear")
     t = trainer(tiny_model, *settings)
     t.step(batch, 0)

@@ -20,7 +20,7 @@ The limit is low on a CPU, where allocating and clearing more memory takes as lo
 
 
 class Output(NamedTuple):
-    """What a policy computes for a batch.
+    """Results of a policy on a batch.
 
     It is a tuple because hooks on modules, such as those of `fully_shard`, look for tensors in
     tuples but not in other classes.

@@ -54,30 +54,26 @@ class Record:
     totals: Row
 
     def facts(self, measure: Measure) -> Mapping[str, str]:
-        totals, rejected = self.totals, self.steps["searchers/rejected"].iloc[-1]
-        step, planned = self.steps["step"].iloc[-1], self.config["run"]["steps"]
-        tenth = ceil(len(self.steps) / 10)
+        totals, newest = self.totals, self.steps.iloc[-1]
+        planned, tenth = self.config["run"]["steps"], ceil(len(self.steps) / 10)
         reward, (lag_mean, lag_max) = self.steps["reward"], (self.steps[name] for name in LAG)
         first, last = reward.head(tenth).mean(), reward.tail(tenth).mean()
         evaluations = self.evaluation_rows()
         ends = evaluations[:1] + evaluations[1:][-1:]
-        held_out = {}
+        facts = {"Objective": self.config["objective"]["use"]}
+        facts["Steps"] = f"{newest['step']:,.0f} of {planned:,} ({totals['status']})"
+        facts["Time"] = f"{totals['seconds']:,.1f} s"
         for mode in MODES:
             texts = [measure.text(e, mode) for e in ends]
-            held_out[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
-        return {
-            "Objective": self.config["objective"]["use"],
-            "Steps": f"{step:,.0f} of {planned:,} ({totals['status']})",
-            "Time": f"{totals['seconds']:,.1f} s",
-            **held_out,
-            "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
-            "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
-            "Trainer waited": f"{totals['trainer_wait_fraction']:.2%}",
-            "Searchers waited": f"{totals['searcher_wait_fraction']:.2%}",
-            "Samples generated": f"{totals['samples_generated']:,.0f}",
-            "Samples trained on": f"{totals['samples_trained']:,.0f}",
-            "Samples rejected": f"{rejected:,.0f}",
-        }
+            facts[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
+        facts["Training reward, first → last tenth"] = f"{first:.3f} → {last:.3f}"
+        facts["Lag"] = f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}"
+        facts["Trainer waited"] = f"{totals['trainer_wait_fraction']:.2%}"
+        facts["Searchers waited"] = f"{totals['searcher_wait_fraction']:.2%}"
+        facts["Samples generated"] = f"{totals['samples_generated']:,.0f}"
+        facts["Samples trained on"] = f"{totals['samples_trained']:,.0f}"
+        facts["Samples rejected"] = f"{newest['searchers/rejected']:,.0f}"
+        return facts
 
     def evaluation_rows(self) -> list[Row]:
         rows: list[Row] = self.evaluations.to_dict("records")

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands."""
+    """Position of a run, and what it needs to continue from there."""
 
     step: int
     missing: int
@@ -118,9 +118,10 @@ class Checkpoints:
 
         def write() -> None:
             write_trainer()
+            segments = write_buffer()
             text.tokenizer.save_pretrained(aside / "model")
             _write_search(aside, search, progress)
-            commit(aside, target, known=write_buffer())
+            commit(aside, target, known=segments)
             _prune(self.folder, target, self._keep)
 
         self._current = _Save(progress.step, time.perf_counter() - started, write)

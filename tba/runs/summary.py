@@ -56,6 +56,7 @@ class Tracker:
         self._before: Mapping[str, float] = {}
         self._last = time.perf_counter()
         self._waited = self._synced = self._idle = 0.0
+        self._published = 0
 
     @property
     def seconds(self) -> float:
@@ -96,6 +97,10 @@ class Tracker:
             yield
         self._synced = seconds()
 
+    def published(self, size: int) -> None:
+        """Count the bytes of a publication."""
+        self._published = size
+
     def step(
         self, step: int, groups: Sequence[Group], buffer: ReplayBuffer, stats: SearchStats
     ) -> dict[str, float]:
@@ -122,6 +127,7 @@ class Tracker:
             "wait/trainer": self._waited / max(1e-9, now - self._last),
             "wait/searchers": self._idle,
             "sync/seconds": self._synced,
+            "sync/bytes": self._published,
             "sync/logp_gap": stats.logp_gap,
             "searchers/restarts": stats.restarts,
             "searchers/rejected": stats.rejected.total(),
@@ -130,7 +136,7 @@ class Tracker:
             metrics["reward/faulty"] = stats.faulty
         if stats.rollouts:
             metrics["rollouts_generated"] = stats.rollouts
-        self._last, self._synced = now, 0.0
+        self._last, self._synced, self._published = now, 0.0, 0
         return metrics
 
     def _add_searching(self, seconds: Mapping[str, float]) -> None:

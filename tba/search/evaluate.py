@@ -64,7 +64,7 @@ def evaluate(
         scores["sampled_kl"] = _kl(tokens, sampled.completions, reference)
     if pass_reward is not None:
         scores |= _pass_at_each_k(sampled.verdicts, pass_reward, settings)
-    examples = _examples(prompts, sampled, text)
+    examples = _examples(prompts, greedy, text)
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(engine.version, scores, examples)
 
@@ -123,12 +123,12 @@ def _kl(
     return fmean(ratios)
 
 
-def _examples(prompts: Sequence[Prompt], sampled: Answered, text: Text) -> list[Example]:
+def _examples(prompts: Sequence[Prompt], greedy: Answered, text: Text) -> list[Example]:
     examples = []
     for i, prompt in enumerate(prompts[:EXAMPLES]):
-        verdict = sampled.verdicts[i][0]
+        verdict = greedy.verdicts[i][0]
         reward = None if isinstance(verdict, Rejected) else verdict
-        completion = text.decode(sampled.completions[i][0].tokens)
+        completion = text.decode(greedy.completions[i][0].tokens)
         examples.append(Example(_shown(prompt), completion, reward))
     return examples
 

@@ -24,6 +24,7 @@ def main() -> None:
     threading.Thread(target=_stop_with_sweep, args=(sweep,), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())  # the processes of the run read nothing here
+    sys.path[:] = job["paths"]  # the plug-ins of the study are found where the sweep found them
     resume = None if job["resume"] is None else Path(job["resume"])
     _carry_out(parse(job["config"]), resume, tuple(job["cores"]))
 

@@ -24,14 +24,12 @@ def start(config: Config, resume: Path | None, cores: Sequence[int], log: Path) 
     no runs behind.
     """
     threads = str(len(cores))
-    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    environment = {
-        **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads
-    }  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     job = {
         "config": config.nested(),
         "resume": None if resume is None else str(resume),
         "cores": list(cores),
+        "paths": sys.path,
     }
     with log.open("a") as file:
         process = subprocess.Popen(

@@ -1,0 +1,73 @@
+"""Resetting the reference while the replay buffer still holds groups of the reference before."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_loop import config
+from toy import log_probs
+
+from tba.run import open_run
+from tba.types import Group, collate
+
+SETTINGS = (
+    "task.size=6",
+    "strategy=uniform",
+    "policy.reset_reference_every=3",
+    "run.steps=9",
+    "eval.prompts=0",
+    "log.sample_every=0",
+)
+"""Each step searches half of the prompts, so that every prompt is searched with each reference."""
+
+
+def equal_rewards(groups: list[Group]) -> list[Group]:
+    equal = []
+    for group in groups:
+        trajectories = tuple(replace(t, reward=1.0) for t in group.trajectories)
+        equal.append(replace(group, trajectories=trajectories))
+    return equal
+
+
+def test_no_group_mixes_references(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference log-probs of a sampled group are of the weights that the group names.
+
+    With equal rewards, a policy that equals the reference has nothing to learn.
+    """
+    with open_run(config(tiny_model, tmp_path / "run", *SETTINGS)) as run:
+        references = {0: deepcopy(run.trainer.policy)}
+        sampled: list[Group] = []
+        sample, reset = run.sample, run.reset_reference
+
+        def kept_sample() -> list[Group]:
+            groups = sample()
+            sampled.extend(groups)
+            return groups
+
+        def kept_reset() -> None:
+            reset()
+            references[run.step] = deepcopy(run.trainer.policy)
+
+        monkeypatch.setattr(run, "sample", kept_sample)
+        monkeypatch.setattr(run, "reset_reference", kept_reset)
+        assert run.train().finished
+        assert {group.reference for group in sampled} == {0, 3, 6}
+        for group in sampled:
+            expected = log_probs(references[group.reference], group)
+            torch.testing.assert_close(collate([group]).ref_logp[0], expected, atol=1e-5, rtol=0)
+        assert run.buffer.counts["evicted_reference"] > 0
+        groups = equal_rewards(run.buffer.groups())
+        norms = {}
+        for reference in (9, 6):
+            same = [g for g in groups if g.reference == reference]
+            smallest = min(len(g.trajectories) for g in same)
+            batch = collate([replace(g, trajectories=g.trajectories[:smallest]) for g in same])
+            norms[reference] = run.trainer.step(batch, 9)["grad_norm"]
+        assert norms[9] < 1e-5
+        assert norms[6] > 1e-3
