@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md: every key of the config, and every option of the plug-ins that ship.
+"""Write the tables of docs/configuration.md: the keys of the config and the options of plug-ins.
 
 Everything above the line `<!-- generated -->` is written by hand and stays.
 

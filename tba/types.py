@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question to the policy: plain text, or chat messages that the tokenizer's chat template will render.
+    """A question to the policy: plain text, or chat messages for the tokenizer's chat template.
 
     `columns` are the other columns of the data set's row; reward functions receive them by name.
     """
@@ -30,7 +30,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as text, the way a task sees it. `finished` is False where the token limit cut it off."""
+    """A completion as text. `finished` is False if it was cut off at the token limit."""
 
     text: str
     finished: bool
@@ -38,9 +38,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn: so many for each prompt, at a temperature (0 is greedy), of at most so many tokens."""
+    """Sampling parameters of a generation. Temperature 0 is greedy."""
 
     samples: int
+    """Responses per prompt."""
     temperature: float
     max_tokens: int
     top_p: float = 1.0
@@ -48,9 +49,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens that an engine sampled (EOS included when `finished`), and the T-scaled log-prob of each.
+    """Tokens that an engine sampled, and their log-probs at the sampling temperature.
 
-    `version` is that of the weights that began it; version v means "after v optimizer steps".
+    The tokens include EOS if `finished`. `version` is that of the weights that sampled the first
+    token; version v means "after v optimizer steps".
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -61,10 +63,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A completion that can be learned from: scored, with its log-probs under the policy that made it and the reference.
+    """A completion with its reward, and its log-probs under the sampling policy and the reference.
 
-    `version` is that of the weights that began the completion; version v means "after v optimizer steps".
-    `value`, where the objective asks for rollouts: at each token, V of the state before its step (see `objective.ValueRollouts`).
+    `version` is that of the completion. `value` is there for objectives that ask for rollouts: at
+    each token, V of the state before its step (see `objectives.ValueRollouts`).
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -78,7 +80,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one prompt. A draw, a batch and a loss never divide a group.
+    """Trajectories of one prompt. Draws, batches and losses never split a group.
 
     `reference` is the version of the weights that the reference log-probs belong to; 0 is the
     initial model.
@@ -95,7 +97,7 @@ AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """B groups of K responses as token tensors: everything that a policy needs to compute log-probs.
+    """B groups of K responses as token tensors: the input of a policy.
 
     Prompts are padded on the left to P, responses on the right to T. Masks come from lengths, never
     from token values, because the pad token may be the EOS token.
@@ -115,7 +117,10 @@ class TokenBatch:
         return self.tokens.shape[1]
 
     def chunks(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-        """Yield whole groups, as many at a time as pad to at most `token_budget` tokens (at least one)."""
+        """Yield batches of whole groups, each of at most `token_budget` tokens with padding.
+
+        A batch has at least one group.
+        """
         # groups of similar length together: less padding
         order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()
         part: list[int] = []
@@ -127,7 +132,7 @@ class TokenBatch:
         yield self.groups(part)
 
     def pieces(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-        """Yield this batch cut along K, so that each piece pads to at most `token_budget` tokens if it can."""
+        """Yield pieces of this batch along K, each of at most `token_budget` tokens if possible."""
         cost = max(1, self.cost(range(len(self))))
         size = max(1, self.samples * token_budget // cost)
         for start in range(0, self.samples, size):
@@ -140,9 +145,10 @@ class TokenBatch:
         return len(lengths) * self.samples * (prompt + int(lengths.max()))
 
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
-        """Return these groups alone, with padding trimmed to what they need."""
+        """Return these groups, with padding trimmed to their lengths."""
         i = torch.as_tensor(list(index))
-        p, t = int(self.prompt_mask[i].sum(-1).max()), int(self.mask[i].sum(-1).max())
+        p = int(self.prompt_mask[i].sum(-1).max())
+        t = int(self.mask[i].sum(-1).max())
         changed = {}
         for name, tensor in self.tensors().items():
             changed[name] = tensor[i]
@@ -154,14 +160,19 @@ class TokenBatch:
 
     def slice(self: AnyBatch, k: slice) -> AnyBatch:
         """Return the same groups with only the responses `k` of each."""
-        tensors = self.tensors().items()
-        return replace(self, **{n: x[:, k] for n, x in tensors if n not in PROMPT_FIELDS})
+        changed = {}
+        for name, tensor in self.tensors().items():
+            if name not in PROMPT_FIELDS:
+                changed[name] = tensor[:, k]
+        return replace(self, **changed)
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
+        """Return the batch on a device."""
         moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}
         return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -171,7 +182,7 @@ PROMPT_FIELDS = ("prompt_tokens", "prompt_mask")
 
 @dataclass(frozen=True)
 class Batch(TokenBatch):
-    """B groups of K trajectories as tensors: what an objective learns from."""
+    """B groups of K trajectories as tensors: the input of an objective."""
 
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
@@ -183,18 +194,17 @@ class Batch(TokenBatch):
 def collate_tokens(
     prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
 ) -> TokenBatch:
-    """Pad K responses to each of B prompts. Padding tokens are 0; masks say which tokens are real."""
+    """Pad B prompts and K responses to each. Padding tokens are 0; masks tell them apart."""
     sizes = {len(group) for group in responses}
     if len(sizes) != 1:
         raise ValueError(f"groups of unequal size {sorted(sizes)}: every group needs the same K")
     shape = (len(responses), sizes.pop())
     rows = [tokens for group in responses for tokens in group]
-    return TokenBatch(
-        prompt_tokens=_left([tokens.astype(np.int64) for tokens in prompts]),
-        prompt_mask=_left([np.ones(len(tokens), bool) for tokens in prompts]),
-        tokens=_right([tokens.astype(np.int64) for tokens in rows], shape),
-        mask=_right([np.ones(len(tokens), bool) for tokens in rows], shape),
-    )
+    prompt_tokens = _left([tokens.astype(np.int64) for tokens in prompts])
+    prompt_mask = _left([np.ones(len(tokens), bool) for tokens in prompts])
+    response_tokens = _right([tokens.astype(np.int64) for tokens in rows], shape)
+    mask = _right([np.ones(len(tokens), bool) for tokens in rows], shape)
+    return TokenBatch(prompt_tokens, prompt_mask, response_tokens, mask)
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -207,11 +217,14 @@ def collate(groups: Sequence[Group]) -> Batch:
         absent = np.full(len(t.tokens), np.nan, np.float32)
         values.append(absent if t.value is None else t.value)
     shape = (len(tokens), tokens.samples)
+    behavior_logp = _right([t.behavior_logp for t in rows], shape)
+    ref_logp = _right([t.ref_logp for t in rows], shape)
+    reward = torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape)
     return Batch(
         **tokens.tensors(),
-        behavior_logp=_right([t.behavior_logp for t in rows], shape),
-        ref_logp=_right([t.ref_logp for t in rows], shape),
-        reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape),
+        behavior_logp=behavior_logp,
+        ref_logp=ref_logp,
+        reward=reward,
         value=_right(values, shape),
     )
 

@@ -28,7 +28,9 @@ WRONG = {
     "run.steps=true": "run.steps = True: expected an integer, got a boolean",
     "runtime.lag=false": "runtime.lag = False: expected an integer, got a boolean",
     "trainer.weight_decay=true": "trainer.weight_decay = True: expected a number, got a boolean",
-    "trainer.weight_decay='0.1'": "trainer.weight_decay = '0.1': expected a number, got text: remove the quotes",
+    "trainer.weight_decay='0.1'": (
+        "trainer.weight_decay = '0.1': expected a number, got text: remove the quotes"
+    ),
     "trainer.betas=[0.9, true]": "trainer.betas.1 = True: expected a number, got a boolean",
     "eval.k=[1, true]": "eval.k.1 = True: expected an integer, got a boolean",
     "run.steps=2.5": "run.steps = 2.5: expected an integer, got a decimal number",
@@ -36,13 +38,27 @@ WRONG = {
     "sampling.temperature=0": "sampling.temperature = 0: Input should be greater than 0",
     "runtime.use=rya": "runtime.use = 'rya': expected 'local' or 'ray'",
     "runtime.cores=some": "runtime.cores = 'some': expected 'divide' or 'share'",
-    "runtime.publish_every=0": "runtime.publish_every = 0: Input should be greater than or equal to 1",
-    "trainer.group_size=1": "trainer.group_size = 1: the baseline of a group needs at least 2 trajectories; set trainer.group_size=2 or more",
-    "trainer.batch_size=170": "trainer.batch_size = 170 is not a multiple of trainer.group_size = 20; set trainer.batch_size=160",
+    "runtime.publish_every=0": (
+        "runtime.publish_every = 0: Input should be greater than or equal to 1"
+    ),
+    "trainer.group_size=1": (
+        "trainer.group_size = 1: the baseline of a group needs at least 2 trajectories;"
+        " set trainer.group_size=2 or more"
+    ),
+    "trainer.batch_size=170": (
+        "trainer.batch_size = 170 is not a multiple of trainer.group_size = 20; set"
+        " trainer.batch_size=160"
+    ),
     "trainer.batch_size=3": "set trainer.batch_size=20",
-    "sampling.samples=19": "sampling.samples = 19 is less than trainer.group_size = 20; set sampling.samples=20 or more",
+    "sampling.samples=19": (
+        "sampling.samples = 19 is less than trainer.group_size = 20; set"
+        " sampling.samples=20 or more"
+    ),
     "replay.capacity=19": "replay.capacity = 19 cannot hold one group",
-    "eval.k=[1, 5]": "eval.k = [1, 5] needs 5 answers per prompt, but eval.samples = 4; set eval.samples=5 or more",
+    "eval.k=[1, 5]": (
+        "eval.k = [1, 5] needs 5 answers per prompt, but eval.samples = 4; set"
+        " eval.samples=5 or more"
+    ),
     "objective=3": "objective.use = 3: expected text, got an integer",
     "steps=3": "'steps=3': write `table.key=value`",
     "run.steps": "'run.steps': write `table.key=value`",
@@ -99,7 +115,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("trainer = 3", "trainer = 3: write a table, [trainer], with its keys"),
         (
             "objective = 3",
-            "objective = 3: write the name of a plug-in, or a table, [objective], with `use` and options",
+            "objective = 3: write the name of a plug-in, or a table, [objective],"
+            " with `use` and options",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Imports point down only; what is heavy is imported by one file, and never by `import tba`."""
+"""The shape of the package: imports point down, heavy ones have one home, files are short."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of the modules that a file imports, wherever in it, but for type checkers."""
+    """Return the modules that a file imports, also in functions, but not for type checkers."""
     names: set[str] = set()
     todo: list[ast.AST] = list(ast.parse(path.read_text()).body)
     while todo:
@@ -55,7 +55,7 @@ def imported(path: Path) -> set[str]:
 
 
 def part(path: Path) -> str:
-    """`types` for tba/types.py, `tasks` for tba/tasks/gsm8k.py."""
+    """Return `types` for tba/types.py, `tasks` for tba/tasks/gsm8k.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -88,5 +88,12 @@ def test_import_tba_is_light() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 300
+def test_files_functions_and_lines_are_short(path: Path) -> None:
+    text = path.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 300
+    assert [n for n, line in enumerate(lines, 1) if len(line) > 100] == []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno + 1 <= 50, node.name

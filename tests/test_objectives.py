@@ -1,11 +1,13 @@
-"""Losses and gradients against numbers worked out by hand, from each paper's equation; identities between objectives; finite differences.
+"""Losses and gradients against numbers worked out by hand from the equation of each paper.
 
-The hand-made case has B = 2, K = 3 and ragged T <= 4. Every token of it has log pi = -1, and log pi - log ref is
+Also identities between objectives, and finite differences. The hand-made case has B = 2, K = 3 and
+ragged T <= 4. Every token has log pi = -1, and log pi - log ref is
 
-    (1/2, 1/2)  (0, 0, 0, 0)  (2)    |    (0, 0, 0)  (1)  (0, 0)      summed: (1, 0, 2) and (0, 1, 0)
+    (1/2, 1/2)  (0, 0, 0, 0)  (2)    |    (0, 0, 0)  (1)  (0, 0)
 
-with rewards (1, 0, 0) and (1/2, 1/2, 2). With beta = 1/2, r - beta KL is (1/2, 0, -1) and (1/2, 0, 2): their means are -1/6 and 5/6,
-and what is left of them (2/3, 1/6, -5/6) and (-1/3, -5/6, 7/6).
+with the sums (1, 0, 2) and (0, 1, 0), and rewards (1, 0, 0) and (1/2, 1/2, 2). With beta = 1/2,
+r - beta KL is (1/2, 0, -1) and (1/2, 0, 2). The means are -1/6 and 5/6, and the centred values
+(2/3, 1/6, -5/6) and (-1/3, -5/6, 7/6).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ RATIOS: tuple[Rows, Rows] = (
     [[2.0, 0.5], [1.1, 1.0, 1.0, 1.0], [0.25]],
     [[1.0, 1.0, 1.5], [3.0], [0.5, 0.7]],
 )
-"""pi / mu of each token, where a test is off policy. The responses': (1, 1.1, .25) and (1.5, 3, .35)."""
+"""pi / mu of each token in tests off policy; those of the responses are (1, 1.1, .25) and
+(1.5, 3, .35)."""
 
 
 def per_token(first: Rows, second: Rows, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -56,7 +59,7 @@ def per_response(values: Rows) -> Tensor:
 
 
 def ragged() -> tuple[Tensor, Batch]:
-    """The case of this file's docstring, found by its reference; `value` is there to be replaced."""
+    """Return the case of the docstring of this file; `value` is there to be replaced."""
     logp = -per_token([[1, 1], [1, 1, 1, 1], [1]], [[1, 1, 1], [1], [1, 1]])
     ref = logp - per_token([[0.5, 0.5], [0, 0, 0, 0], [2]], [[0, 0, 0], [1], [0, 0]])
     mask, ones = logp < 0, torch.ones(2, 1)
@@ -121,7 +124,9 @@ def metric(objective: Any, name: str, logp: Tensor, batch: Batch, *head: Tensor)
 
 
 def test_tb_by_hand() -> None:
-    """Residuals, KL / 2 - r less their mean, are -LEFT; loss = mean of their squares / (2 beta), d loss / d logp = residual / K."""
+    """Residuals, KL / 2 - r less their mean, are -LEFT; loss = mean of their squares / (2 beta), d
+    loss / d logp = residual / K.
+    """
     a = LEFT
     loss = [sum(x * x for x in row) / 3 for row in a]
     gradient = per_token(
@@ -136,7 +141,9 @@ def test_tb_by_hand() -> None:
 
 
 def test_tb_corrected_for_delay_by_hand() -> None:
-    """Weights (1, 1.1, .25), (1.5, 2 for 3, .35): residuals (-.5, 0, 1) have the weighted mean -.25 / 2.35, (-.5, 0, -2) -1.45 / 3.85."""
+    """Weights (1, 1.1, .25), (1.5, 2 for 3, .35): residuals (-.5, 0, 1) have the weighted mean -.25
+    / 2.35, (-.5, 0, -2) -1.45 / 3.85.
+    """
     p, q = 0.25 / 2.35, 1.45 / 3.85
     loss = [
         ((p - 0.5) ** 2 + 1.1 * p**2 + 0.25 * (1 + p) ** 2) / 3,
@@ -159,14 +166,18 @@ def test_tb_corrected_for_delay_is_tb_on_policy() -> None:
 
 
 def test_tb_clamps_each_token() -> None:
-    """Log-ratios cut at 1: KL (1, 0, 1), residuals less their mean (-.5, 0, .5), and the token that was cut learns nothing; the other group has none above."""
+    """Log-ratios cut at 1: KL (1, 0, 1), residuals less their mean (-.5, 0, .5), and the token that
+    was cut learns nothing; the other group has none above.
+    """
     loss = [(0.25 + 0.25) / 3, sum(a * a for a in LEFT[1]) / 3]
     gradient = per_token([[-1 / 6] * 2, [0] * 4, [0]], [[1 / 9] * 3, [5 / 18], [-7 / 18] * 2])
     check(solve(TrajectoryBalance(0.5, log_ratio_clamp=1.0), *ragged()), loss, gradient)
 
 
 def test_tb_learned_z_by_hand() -> None:
-    """log Z = (1, -1): residuals KL / 2 + log Z / 2 - r are (0, .5, 1.5) and (-1, -.5, -2.5); that of log Z is their mean, 2/3 and -4/3."""
+    """log Z = (1, -1): residuals KL / 2 + log Z / 2 - r are (0, .5, 1.5) and (-1, -.5, -2.5); that
+    of log Z is their mean, 2/3 and -4/3.
+    """
     objective, head = TrajectoryBalanceLearnedZ(0.5), torch.tensor([1.0, -1.0], dtype=torch.float64)
     gradient = per_token([[0, 0], [0.5 / 3] * 4, [0.5]], [[-1 / 3] * 3, [-0.5 / 3], [-2.5 / 3] * 2])
     check(solve(objective, *ragged(), head), [2.5 / 3, 7.5 / 3], gradient)
@@ -215,7 +226,9 @@ def test_tb_is_zero_at_the_tilted_reference() -> None:
 
 @pytest.mark.parametrize("importance", ["none", "token", "sequence"])
 def test_tba_prime_by_hand(importance: str) -> None:
-    """A = LEFT; 7 and 6 tokens. Weights, cut at 2: those of the tokens, or of their response at each."""
+    """A = LEFT; 7 and 6 tokens. Weights, cut at 2: those of the tokens, or of their response at
+    each.
+    """
     weights = {
         "none": per_token([[1, 1], [1] * 4, [1]], [[1] * 3, [1], [1] * 2]),
         "token": per_token([[2, 0.5], [1.1, 1, 1, 1], [0.25]], [[1, 1, 1.5], [2], [0.5, 0.7]]),
@@ -236,7 +249,9 @@ def test_tba_prime_by_hand(importance: str) -> None:
 
 
 def test_tba_prime_clamps_each_token() -> None:
-    """Log-ratios cut at 1: KL (1, 0, 1) instead of (1, 0, 2), so r - KL / 2 = (.5, 0, -.5); the other group has none above."""
+    """Log-ratios cut at 1: KL (1, 0, 1) instead of (1, 0, 2), so r - KL / 2 = (.5, 0, -.5); the
+    other group has none above.
+    """
     objective = TBAPrime(0.5, log_ratio_clamp=1.0, importance="none")
     gradient = per_token(
         [[-0.5 / 7] * 2, [0] * 4, [0.5 / 7]], [[1 / 18] * 3, [5 / 36], [-7 / 36] * 2]
@@ -273,7 +288,9 @@ def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> Non
 
 
 def test_rloo_by_hand() -> None:
-    """A = 3/2 LEFT = (1, .25, -1.25), (-.5, -1.25, 1.75), settled by mu; loss = -mean A log pi with today's log pi."""
+    """A = 3/2 LEFT = (1, .25, -1.25), (-.5, -1.25, 1.75), settled by mu; loss = -mean A log pi with
+    today's log pi.
+    """
     sums = [[-2, -4 + log(1.1), -1 + log(0.25)], [-3 + log(1.5), -1 + log(3), -2 + log(0.35)]]
     loss = [
         -(sums[0][0] + 0.25 * sums[0][1] - 1.25 * sums[0][2]) / 3,
@@ -306,7 +323,9 @@ def test_rloo_with_importance_weights_by_hand(importance: str) -> None:
 
 
 def test_length_normalised_rloo_by_hand() -> None:
-    """A = (1, .25, -1.25), (-.5, -1.25, 1.75) times the mean log-prob, -1; a token of T has 1 / T of its response's gradient."""
+    """A = (1, .25, -1.25), (-.5, -1.25, 1.75) times the mean log-prob, -1; a token of T has 1 / T
+    of its response's gradient.
+    """
     gradient = per_token(
         [[-1 / 6] * 2, [-0.0625 / 3] * 4, [1.25 / 3]], [[0.5 / 9] * 3, [1.25 / 3], [-0.875 / 3] * 2]
     )
@@ -314,7 +333,9 @@ def test_length_normalised_rloo_by_hand() -> None:
 
 
 def test_proximal_rloo_by_hand() -> None:
-    """A = (1, .25, -1.25), (-.5, -1.25, 1.75); ratios (1, 1.1, .25), (1.5, 3, .35): only .25 with A < 0 is clipped, to .8."""
+    """A = (1, .25, -1.25), (-.5, -1.25, 1.75); ratios (1, 1.1, .25), (1.5, 3, .35): only .25 with A
+    < 0 is clipped, to .8.
+    """
     loss = [-(1 + 0.25 * 1.1 - 1.25 * 0.8) / 3, -(-0.5 * 1.5 - 1.25 * 3 + 1.75 * 0.35) / 3]
     gradient = per_token(
         [[-1 / 3] * 2, [-0.275 / 3] * 4, [0]], [[0.25] * 3, [1.25], [-0.6125 / 3] * 2]
@@ -327,7 +348,9 @@ def test_proximal_rloo_by_hand() -> None:
 
 
 def test_dr_grpo_by_hand() -> None:
-    """A = (2/3, -1/3, -1/3), (-1/2, -1/2, 1). Of the ratios 2 (A > 0) and .25 (A < 0) are clipped, to 1.2 and .8; 1.5 and 3 (A < 0) are not."""
+    """A = (2/3, -1/3, -1/3), (-1/2, -1/2, 1). Of the ratios 2 (A > 0) and .25 (A < 0) are clipped,
+    to 1.2 and .8; 1.5 and 3 (A < 0) are not.
+    """
     loss = [
         -(2 / 3 * (1.2 + 0.5) - (1.1 + 3) / 3 - 0.8 / 3) / 3,
         -(-(2 + 1.5) / 2 - 3 / 2 + 0.5 + 0.7) / 3,
@@ -359,7 +382,9 @@ def test_dr_grpo_by_hand() -> None:
     ("clip_high", "bound", "slope"), [(None, 1.2, 0.0), (0.6, 1.6, 0.0), (1.5, 2.0, 2.0)]
 )
 def test_grpo_by_hand(clip_high: float | None, bound: float, slope: float) -> None:
-    """As Dr. GRPO, each response over its length, A over the spread sqrt(1/3), sqrt(3/4); `clip_high` lets 2 (A > 0) go further."""
+    """As Dr. GRPO, each response over its length, A over the spread sqrt(1/3), sqrt(3/4);
+    `clip_high` lets 2 (A > 0) go further.
+    """
     s, u = sqrt(1 / 3) + 1e-4, sqrt(3 / 4) + 1e-4
     loss = [
         -(2 / 3 * (bound + 0.5) / 2 - (1.1 + 3) / 3 / 4 - 0.8 / 3) / s / 3,
@@ -392,9 +417,11 @@ VALUES = per_token([[0.5, 1], [0, 1, 0, 2], [-1]], [[1, 2, -1], [0.5], [0, 4]])
 
 
 def test_ppo_by_hand() -> None:
-    """Rewards of the tokens, -KL / 2 and r at the end: (-.25, .75) (0, 0, 0, 0) (-1) and (0, 0, .5) (0) (0, 2).
+    """Rewards of the tokens, -KL / 2 and r at the end: (-.25, .75) (0, 0, 0, 0) (-1) and
+    (0, 0, .5) (0) (0, 2).
 
-    Differences r + V' - V: (.25, -.25) (1, -1, 2, -2) (0) and (1, -3, 1.5) (-.5) (4, -2). With lambda = 1/2, from the end, A:
+    Differences r + V' - V: (.25, -.25) (1, -1, 2, -2) (0) and (1, -3, 1.5) (-.5) (4, -2). With
+    lambda = 1/2, from the end, A:
     (.125, -.25) (.75, -.5, 1, -2) (0) and (-.125, -2.25, 1.5) (-.5) (3, -2).
     """
     first, second = (
@@ -444,7 +471,8 @@ def test_ppo_by_hand() -> None:
 
 
 def test_ppo_discounts_by_hand() -> None:
-    """discount = lambda = 1/2: differences r + V' / 2 - V are (-.25, -.25) (.5, -1, 1, -2) (0) and (0, -2.5, 1.5) (-.5) (2, -2).
+    """discount = lambda = 1/2: differences r + V' / 2 - V are (-.25, -.25) (.5, -1, 1, -2) (0) and
+    (0, -2.5, 1.5) (-.5) (2, -2).
 
     A adds a quarter of the next.
     """
@@ -459,7 +487,9 @@ def test_ppo_discounts_by_hand() -> None:
 
 
 def test_ppo_settles_the_kl_when_it_sampled() -> None:
-    """`drifted`, V = 0, lambda = 1: a token's A is the rewards to come, with log mu - log ref = log pi - log ref - log ratio."""
+    """`drifted`, V = 0, lambda = 1: a token's A is the rewards to come, with log mu - log ref = log
+    pi - log ref - log ratio.
+    """
     _, batch = drifted()
     last = [-(0.5 - log(0.5)) / 2 + 1, -(1 - log(3)) / 2 + 0.5]
     found = Ppo(0.5, gae_lambda=1.0).advantages(torch.zeros_like(VALUES), batch)
@@ -468,7 +498,9 @@ def test_ppo_settles_the_kl_when_it_sampled() -> None:
 
 
 def test_vineppo_by_hand_with_steps_of_one_token() -> None:
-    """V: (.5, .75) (.5, .25, .5, 1) (.5) and (1.25, 1, .5) (1.25) (.5, 1); A is V of the next state, r at the end, less V."""
+    """V: (.5, .75) (.5, .25, .5, 1) (.5) and (1.25, 1, .5) (1.25) (.5, 1); A is V of the next
+    state, r at the end, less V.
+    """
     values = per_token(
         [[0.5, 0.75], [0.5, 0.25, 0.5, 1], [0.5]], [[1.25, 1, 0.5], [1.25], [0.5, 1]]
     )
@@ -486,7 +518,9 @@ def test_vineppo_by_hand_with_steps_of_one_token() -> None:
 
 
 def test_vineppo_by_hand_with_steps_of_two_tokens() -> None:
-    """Both tokens of a step share its A; the step that begins a response of odd length's last token is that token alone. beta = .3."""
+    """Both tokens of a step share its A; the step that begins a response of odd length's last token
+    is that token alone. beta = .3.
+    """
     values = per_token(
         [[0.5, 0.5], [0.5, 0.5, 0.75, 0.75], [0.5]], [[1.25, 1.25, 1], [1.25], [0.5, 0.5]]
     )
@@ -519,7 +553,9 @@ def test_vineppo_refuses_what_was_found_without_rollouts() -> None:
 
 
 def test_online_dpo_by_hand() -> None:
-    """d = (1, 0, 2), (0, 1, 0). Best against worst: the first over the second (d 1 - 0), the third over the first (0 - 0): -log sigmoid(1/2), log 2."""
+    """d = (1, 0, 2), (0, 1, 0). Best against worst: the first over the second (d 1 - 0), the third
+    over the first (0 - 0): -log sigmoid(1/2), log 2.
+    """
     s = 1 / (1 + exp(0.5))  # sigmoid(-1/2)
     gradient = per_token([[-s / 2] * 2, [s / 2] * 4, [0]], [[0.25] * 3, [0], [-0.25] * 2])
     check(solve(OnlineDpo(0.5), *drifted()), [log(1 + exp(-0.5)), log(2)], gradient)
@@ -527,7 +563,9 @@ def test_online_dpo_by_hand() -> None:
 
 
 def test_online_dpo_of_the_first_two_by_hand() -> None:
-    """In the second group they are equally good: nothing to learn. Turned round, in the first the other is the better: d 0 - 1."""
+    """In the second group they are equally good: nothing to learn. Turned round, in the first the
+    other is the better: d 0 - 1.
+    """
     objective = OnlineDpo(0.5, pair="first_two")
     s = 1 / (1 + exp(0.5))
     gradient = per_token([[-s / 2] * 2, [s / 2] * 4, [0]], [[0] * 3, [0], [0] * 2])
@@ -552,7 +590,9 @@ def test_length_normalised_dpo_by_hand() -> None:
 
 
 def test_raft_by_hand() -> None:
-    """r >= 1/2: the first; all three. The best: the first; the third. r >= 1: the first; the third. Best of equals: none."""
+    """r >= 1/2: the first; all three. The best: the first; the third. r >= 1: the first; the third.
+    Best of equals: none.
+    """
     one, all_three = (
         per_token([[-1 / 3] * 2, [0] * 4, [0]], [[0] * 3, [0], [-1 / 3] * 2]),
         per_token([[0], [0], [0]], [[-1 / 3] * 3, [-1 / 3], [0] * 2]),
@@ -572,7 +612,9 @@ def test_raft_by_hand() -> None:
 
 
 def test_length_normalised_raft_by_hand() -> None:
-    """Every response has a mean log-prob of -1; one of three is good, then three of three. A token of T has 1 / T of its response's gradient."""
+    """Every response has a mean log-prob of -1; one of three is good, then three of three. A token
+    of T has 1 / T of its response's gradient.
+    """
     gradient = per_token([[-1 / 6] * 2, [0] * 4, [0]], [[-1 / 9] * 3, [-1 / 3], [-1 / 6] * 2])
     check(solve(Raft(length_normalised=True), *drifted()), [1 / 3, 1.0], gradient)
 
@@ -582,14 +624,18 @@ def test_length_normalised_raft_by_hand() -> None:
 
 @pytest.mark.parametrize("beta", [0.01, 0.5, 3.0])
 def test_on_policy_tb_is_rloo_up_to_its_constant(beta: float) -> None:
-    """RLOO's gradient is K / (K - 1) times TB's, whatever beta: that is why beta / 2 is in the loss."""
+    """RLOO's gradient is K / (K - 1) times TB's, whatever beta: that is why beta / 2 is in the
+    loss.
+    """
     torch.testing.assert_close(
         solve(Rloo(beta), *on_policy())[1], solve(TrajectoryBalance(beta), *on_policy())[1] * 3 / 2
     )
 
 
 def test_off_policy_rloo_is_not_tb() -> None:
-    """RLOO's advantage knows the policy that sampled, TB's residual the live one: that is what staleness changes."""
+    """RLOO's advantage knows the policy that sampled, TB's residual the live one: that is what
+    staleness changes.
+    """
     assert (
         solve(Rloo(0.5), *ragged())[1] - solve(TrajectoryBalance(0.5), *ragged())[1] * 3 / 2
     ).abs().max() > 0.1
@@ -602,7 +648,9 @@ def test_the_first_step_of_proximal_rloo_is_rloos() -> None:
 
 
 def test_the_first_step_of_ppo_is_a_policy_gradient() -> None:
-    """With lambda = 1 and V = 0, A_t is what is still to come: without KL the reward itself, and the gradient is REINFORCE's."""
+    """With lambda = 1 and V = 0, A_t is what is still to come: without KL the reward itself, and
+    the gradient is REINFORCE's.
+    """
     logp, batch = on_policy()
     _, gradient = solve(Ppo(beta=0.0, gae_lambda=1.0), logp, batch, torch.zeros_like(logp))
     torch.testing.assert_close(gradient, -batch.reward[..., None] * batch.mask / 3)
@@ -610,7 +658,9 @@ def test_the_first_step_of_ppo_is_a_policy_gradient() -> None:
 
 @pytest.mark.parametrize("baseline", [0.7, -2.0])
 def test_ppo_with_a_perfect_value_head_of_one_number_has_a_baseline(baseline: float) -> None:
-    """A constant V of every state, lambda = 1: A = r - V at every token, for V cancels between the first and the last."""
+    """A constant V of every state, lambda = 1: A = r - V at every token, for V cancels between the
+    first and the last.
+    """
     logp, batch = on_policy()
     _, gradient = solve(Ppo(beta=0.0, gae_lambda=1.0), logp, batch, torch.full_like(logp, baseline))
     torch.testing.assert_close(gradient, -(batch.reward - baseline)[..., None] * batch.mask / 3)
@@ -626,7 +676,9 @@ def test_the_first_steps_of_grpo_and_dr_grpo_are_policy_gradients() -> None:
 
 
 def test_dr_grpo_is_grpo_without_its_two_normalisers() -> None:
-    """Responses all of 3 tokens, and rewards whose spread plus 1e-4 is 1: GRPO is a third of Dr. GRPO, off policy and with KL."""
+    """Responses all of 3 tokens, and rewards whose spread plus 1e-4 is 1: GRPO is a third of Dr.
+    GRPO, off policy and with KL.
+    """
     logp, batch = drifted()
     first = (per_token(*RATIOS) > 0)[..., :3].any(-1, keepdim=True) & (torch.arange(4) < 3)
     spread = (
@@ -682,7 +734,8 @@ def answers(index: Tensor, logits: Tensor, mu: Tensor) -> tuple[Tensor, Batch]:
     b, k = index.shape
     ones, index = torch.ones(b, 1), index[..., None]
     batch = Batch(
-        ones.long(), ones.bool(), index, torch.ones(b, k, 1).bool(), mu.log()[index], REF.log()[index], REWARD[index[..., 0]],
+        ones.long(), ones.bool(), index, torch.ones(b, k, 1).bool(),
+        mu.log()[index], REF.log()[index], REWARD[index[..., 0]],
         torch.zeros(b, k, 1),
     )  # fmt: skip
     return logits.log_softmax(0)[index], batch
@@ -691,7 +744,7 @@ def answers(index: Tensor, logits: Tensor, mu: Tensor) -> tuple[Tensor, Batch]:
 def expected_gradient(
     objective: Any, k: int, mu: Tensor | None = None, head: float | None = None
 ) -> Tensor:
-    """d E[loss] / d logits over all groups of k independent samples of mu, or of the policy itself."""
+    """Return d E[loss] / d logits over all groups of k samples of mu, or of the policy itself."""
     logits = LOGITS.clone().requires_grad_()
     mu = LOGITS.softmax(0) if mu is None else mu
     index = torch.tensor(list(product(range(3), repeat=k)))
@@ -711,13 +764,17 @@ def true_gradient(value: Tensor) -> Tensor:
 
 
 def regularised() -> Tensor:
-    """r - beta log(pi / ref) of each answer: its gradient, held fixed, is that of E[r] - beta KL(pi, ref)."""
+    """r - beta log(pi / ref) of each answer: its gradient, held fixed, is that of E[r] - beta
+    KL(pi, ref).
+    """
     return REWARD - BETA * (LOGITS.log_softmax(0) - REF.log())
 
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_on_policy_expectations(k: int) -> None:
-    """RLOO, and TB with any constant for log Z, are unbiased; TB's own mean costs it 1 / K of the gradient."""
+    """RLOO, and TB with any constant for log Z, are unbiased; TB's own mean costs it 1 / K of the
+    gradient.
+    """
     target = true_gradient(regularised())
     torch.testing.assert_close(expected_gradient(Rloo(BETA), k), target)
     torch.testing.assert_close(expected_gradient(ProximalRloo(BETA), k), target)
@@ -741,7 +798,9 @@ def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target() -> None:
 
 
 def test_grpo_with_kl_pulls_towards_the_reference_from_its_side() -> None:
-    """E[d k3] is the gradient of KL(ref, pi), not of KL(pi, ref): p - ref in the logits. That is where GRPO's target parts from TB's."""
+    """E[d k3] is the gradient of KL(ref, pi), not of KL(pi, ref): p - ref in the logits. That is
+    where GRPO's target parts from TB's.
+    """
     p = LOGITS.softmax(0)
     torch.testing.assert_close(
         expected_gradient(DrGrpo(beta=BETA), 2) - expected_gradient(DrGrpo(), 2), BETA * (p - REF)
@@ -750,7 +809,9 @@ def test_grpo_with_kl_pulls_towards_the_reference_from_its_side() -> None:
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k: int) -> None:
-    """Unbiased for r - beta (log mu - log ref) as a reward, whoever sampled; without weights it is not."""
+    """Unbiased for r - beta (log mu - log ref) as a reward, whoever sampled; without weights it is
+    not.
+    """
     settled = REWARD - BETA * (MU / REF).log()
     for kind in ("token", "sequence"):
         torch.testing.assert_close(
@@ -761,7 +822,9 @@ def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k: 
 
 
 def test_tb_corrected_for_delay_has_the_on_policy_gradient() -> None:
-    """In the largest of groups: one that has each answer as often as mu, (.2, .5, .3), gives it. Raw TB has another, to the same target."""
+    """In the largest of groups: one that has each answer as often as mu, (.2, .5, .3), gives it.
+    Raw TB has another, to the same target.
+    """
     index = torch.tensor([[0] * 2 + [1] * 5 + [2] * 3])
     found = {}
     for cap in (None, 9.0):
@@ -773,7 +836,9 @@ def test_tb_corrected_for_delay_has_the_on_policy_gradient() -> None:
 
 
 def test_tb_corrected_for_delay_is_biased_by_one_over_k() -> None:
-    """Its mean is a ratio of two estimates. Relative to TB's own (K - 1) / K of the on-policy gradient, the rest falls with K; raw TB's does not."""
+    """Its mean is a ratio of two estimates. Relative to TB's own (K - 1) / K of the on-policy
+    gradient, the rest falls with K; raw TB's does not.
+    """
     target = true_gradient(regularised())
     corrected, raw = (
         [
@@ -790,7 +855,9 @@ def test_tb_corrected_for_delay_is_biased_by_one_over_k() -> None:
 
 
 def test_both_are_at_rest_at_the_target_whoever_samples() -> None:
-    """There, and off policy: TB, raw or corrected, and with the true log Z, has no gradient in any group."""
+    """There, and off policy: TB, raw or corrected, and with the true log Z, has no gradient in any
+    group.
+    """
     star = REF.log() + REWARD / BETA - LOG_Z
     logp, batch = answers(torch.tensor(list(product(range(3), repeat=3))), star, MU)
     for cap in (None, 1.5):

@@ -1,4 +1,4 @@
-"""A name in the config leads to a class, its options are checked, and a mistake is told with what to write instead."""
+"""Names in a config lead to classes; options are checked; errors say what to type instead."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -60,6 +61,14 @@ class Ones:
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         return [float("1" in a.text) for a in answers]
+
+
+class AsyncOnes(Ones):
+    """The same task with an async scoring function."""
+
+    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        await asyncio.sleep(0)
+        return super().score(prompt, answers)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ class RunTable(Table):
 class PolicyTable(Table):
     model: str = Field(
         "bundled:arithmetic",
-        description="model to train: a folder, a name on the Hugging Face hub,"
-        " or bundled:arithmetic",
+        description="a folder, a name on the Hugging Face hub, or bundled:arithmetic",
     )
     trust_remote_code: bool = Field(
         False, description="run code that comes with a model from the hub"
@@ -44,8 +43,7 @@ class PolicyTable(Table):
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="recompute activations in the backward pass: less memory, more time;"
-        " also computes each prompt once per response",
+        description="recompute activations in the backward pass: less memory, more time",
     )
     reset_reference_every: Count = Field(
         0, description="copy the policy into the reference every N steps; 0: never"
@@ -65,8 +63,7 @@ class SamplingTable(Table):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="sampling temperature; all log-probs are those of the distribution"
-        " at this temperature",
+        description="sampling temperature; all log-probs are those at this temperature",
     )
     top_p: float = Field(
         1.0,
@@ -83,9 +80,7 @@ class ReplayTable(Table):
         100, description="maximum number of distinct responses to keep per prompt"
     )
     capacity: Positive = Field(
-        100_000,
-        description="maximum number of distinct responses to keep in total;"
-        " the oldest are dropped first",
+        100_000, description="maximum number of distinct responses to keep; drops the oldest first"
     )
     first_fill: Count = Field(
         0, description="groups to collect before the first step; 0: as many as a batch has"
@@ -106,15 +101,13 @@ class TrainerTable(Table):
     )
     decay_steps: Count = Field(
         0,
-        description="warmup_stable_decay: number of final steps that decay to min_lr_ratio;"
-        " 0: a tenth of run.steps",
+        description="final steps of warmup_stable_decay; 0: a tenth of run.steps",
     )
     min_lr_ratio: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="cosine and warmup_stable_decay: final learning rate as a share of"
-        " learning_rate; linear decays to 0",
+        description="final share of learning_rate (cosine, warmup_stable_decay)",
     )
     betas: tuple[Share, Share] = Field((0.9, 0.999), strict=False, description="betas of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
@@ -216,8 +209,7 @@ class FaultsTable(Table):
         0.0,
         ge=0,
         le=1,
-        description="share of training trajectories with a falsified reward, chosen at random;"
-        " evaluations are unaffected",
+        description="share of training trajectories with a falsified reward; not in evaluations",
     )
     low: float = Field(0.0, description="flip: the lowest reward of the task")
     high: float = Field(
@@ -225,9 +217,7 @@ class FaultsTable(Table):
     )
     scale: float = Field(1.0, ge=0, description="noise: its standard deviation")
     seed: Count = Field(
-        0,
-        description="seed for the choice of trajectories;"
-        " a larger share falsifies the same ones and more",
+        0, description="seed; a larger share falsifies the same trajectories and more"
     )
 
     @model_validator(mode="after")
