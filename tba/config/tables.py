@@ -131,6 +131,7 @@ class RuntimeTable(Table):
         " search and training in lockstep; 0: on-policy; default: no lockstep",
     )
     prompts_per_task: Positive = key(8, "prompts per search task")
+    concurrent_searches: Positive = key(2, "tasks a searcher runs at once (ray)")
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: PositiveFloat = key(
         600.0, "seconds a searcher may take for a task before it is restarted"
