@@ -1,4 +1,4 @@
-"""Rows are read as they were written; what cannot be read is told with the key of the config that names it."""
+"""Rows are read as written; an error names the config key of the data."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_folder_holds_a_file_for_each_split(tmp_path: Path) -> None:
     ]
     with pytest.raises(
         ValueError,
-        match=r"task\.data = .* has no dev\.jsonl \(or \.json, \.parquet, \.csv\); it has test\.parquet, train\.jsonl",
+        match=r"task\.data = .* has no dev\.jsonl \(or \.json, \.parquet, \.csv\);"
+        r" it has test\.parquet, train\.jsonl",
     ):
         rows("task.data", str(tmp_path), "dev")
 
@@ -137,7 +138,8 @@ def test_a_column_that_is_not_json_is_told(tmp_path: Path) -> None:
     source = write(tmp_path / "a.parquet", [{"prompt": "1", "when": datetime(2025, 3, 25)}])
     with pytest.raises(
         ValueError,
-        match="datetime is not JSON serializable; keep only columns of text, numbers, lists and tables",
+        match="datetime is not JSON serializable;"
+        " keep only columns of text, numbers, lists and tables",
     ):
         rows("task.data", source, "train")
     (tmp_path / "late.csv").write_text("prompt,when\n1,\n2,2024-01-02\n")
@@ -156,6 +158,7 @@ def test_a_missing_file_is_told(source: str) -> None:
 def test_a_hub_name_that_cannot_be_reached_is_told() -> None:
     with pytest.raises(
         ValueError,
-        match=r"task\.data = 'nobody/nothing' cannot be read: .* give a file \(\.jsonl, \.json, \.parquet, \.csv\), a folder of them, or a hub name",
+        match=r"task\.data = 'nobody/nothing' cannot be read: .* give a file"
+        r" \(\.jsonl, \.json, \.parquet, \.csv\), a folder of them, or a hub name",
     ):
         rows("task.data", "nobody/nothing", "train")

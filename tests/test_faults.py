@@ -52,7 +52,7 @@ def verdicts(
     faults: FaultsTable,
     seed: int = 1,
     rewards: Sequence[float | str] = REWARDS,
-    task: Numbers = Numbers(),  # noqa: B008
+    task: Numbers = Numbers(),
     prompts: Sequence[str] = ("a", "b", "c", "d"),
 ) -> tuple[list[Any], int]:
     """Verdicts of one search on four groups, and how many are wrong."""

@@ -1,4 +1,4 @@
-"""Whole runs: resume equals never having stopped, damage is noticed, signals save, the summary adds up."""
+"""Whole runs: resuming is exact, damage is noticed, signals save, the summary adds up."""
 
 from __future__ import annotations
 
@@ -40,11 +40,26 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
     return load(
         None,
         [
-            f"policy.model={model}", f"run.folder={folder}", "run.steps=8", "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
-            "trainer.batch_size=12", "trainer.group_size=4", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5", "eval.every=3",
-            "eval.samples=2", "eval.k=[2]", "log.console=off", "log.tensorboard=false", "log.sample_every=2", *settings,
+            f"policy.model={model}",
+            f"run.folder={folder}",
+            "run.steps=8",
+            "runtime.use=local",
+            "sampling.max_tokens=5",
+            "sampling.samples=4",
+            "trainer.batch_size=12",
+            "trainer.group_size=4",
+            "trainer.learning_rate=1e-2",
+            "task=toy.Ones",
+            "eval.prompts=5",
+            "eval.every=3",
+            "eval.samples=2",
+            "eval.k=[2]",
+            "log.console=off",
+            "log.tensorboard=false",
+            "log.sample_every=2",
+            *settings,
         ],
-    )  # fmt: skip
+    )
 
 
 def newest_files(folder: Path) -> dict[str, bytes]:
@@ -81,7 +96,7 @@ def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
-    """A run that is killed after step 5 and resumed ends, bit for bit, where one in `whole` does that never stopped."""
+    """A run that is killed after step 5 and resumed ends, bit for bit, like one without a stop."""
     run(config(model, folder / "whole", *settings))
     run(config(model, folder / "part", *settings, "checkpoint.every=5"))
     for generation in checkpoint.generations(folder / "part" / "checkpoints")[1:]:
@@ -124,7 +139,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None:
-    """SIGTERM in the middle, as a cluster sends it; then --resume: bit for bit as if it had not come."""
+    """SIGTERM in the middle, then --resume: bit for bit as without the signal."""
     run(config(tiny_model, tmp_path / "whole", "run.steps=40", "strategy=mixture"))
     metrics = tmp_path / "part" / METRICS
 
@@ -149,7 +164,7 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
 def test_an_evaluation_lost_in_a_stop_is_made_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Searchers were at it for so long that nothing had been told by step 7: then of version 7, and of none that has been told."""
+    """No evaluation had ended by step 7: the resumed run makes one of version 7."""
     from tba.runtime.local import LocalSearchers
 
     metrics = tmp_path / "run" / METRICS
@@ -180,7 +195,10 @@ def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: i
 def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Moments and the place in the schedule go on; rate, betas and decay are those given on resuming. Halfway through a warm-up of 2."""
+    """Moments and the step of the schedule are kept; rate, betas and decay are those given.
+
+    Halfway through a warm-up of 2 steps.
+    """
     run(
         config(
             tiny_model,
@@ -280,7 +298,7 @@ def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(
 def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's checkpoints have no weights of the searchers: what is found after step 5 is of version 4, not of the model on disk."""
+    """Ray's checkpoints have no weights of the searchers, so those of the trainer are published."""
     from tba.runtime.local import LocalSearchers
 
     state = LocalSearchers.state
@@ -316,7 +334,7 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(
 
 
 def test_the_policy_becomes_its_own_reference(tiny_model: Path, tmp_path: Path) -> None:
-    """On policy, with a reset every third step: what version 3 finds has version 3 for its reference, and before that the first model."""
+    """On policy, with a reset every third step: KL is 0 at versions 0, 3 and 6."""
     run(config(tiny_model, tmp_path / "run", "strategy=recent", "policy.reset_reference_every=3"))
     kl = [row["kl"] for row in read(tmp_path / "run" / METRICS) if "kl" in row]
     assert [abs(v) < 1e-5 for v in kl] == [

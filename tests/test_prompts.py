@@ -85,19 +85,22 @@ def test_another_data_set_is_noticed() -> None:
     for other in (PROMPTS[:3], reworded, PROMPTS[::-1]):
         with pytest.raises(
             ValueError,
-            match="training prompts have changed since the run began; resume with the data it was started with",
+            match="training prompts have changed since the run began;"
+            " resume with the data it was started with",
         ):
             PromptStream(other, Cyclic(other, 0, None)).seek(stream.cursor())
 
 
-def test_another_selection_starts_afresh_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_selection_starts_from_its_initial_state_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     before, after = stream_of(Difficulty), stream_of(Cyclic)
     before.done(before.take(3), [])
     out = before.take(2)
     after.seek(before.cursor())
     assert (
-        "chosen by tba.selections.difficulty.Difficulty, and are from now on by tba.selections.cyclic.Cyclic, which starts afresh"
-        in caplog.text
+        "selection was tba.selections.difficulty.Difficulty; it is now"
+        " tba.selections.cyclic.Cyclic, which starts from its initial state" in caplog.text
     )
     assert ids(after.take(2)) == ids(out)  # what is out is not forgotten
     assert ids(after.take(7)) == ids(stream_of(Cyclic).take(7))
@@ -123,7 +126,7 @@ def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
 
 
 def test_uniform_is_uniform() -> None:
-    """Frequencies, and of pairs that follow each other: a choice does not depend on the one before. Five standard errors."""
+    """Single prompts and pairs in a row are uniform, within five standard errors."""
     selection = Uniform(PROMPTS, 0, None)
     chosen = [p for _ in range(2500) for p in ids(selection.choose(4))]
     for counts, cells in (
@@ -181,7 +184,7 @@ def test_difficulty_aims_at_its_target() -> None:
 
 
 def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
-    """What was hard becomes half right, and what was half right becomes easy. A memory that never fades is far slower to see it."""
+    """Hard prompts become half right and those become easy; without forgetting it is too slow."""
     before, after = rates(hard=45, middle=45), rates(hard=0, middle=45)
     found = {}
     for forgetting in (0.5, 1.0):
@@ -259,7 +262,7 @@ def test_the_selection_can_be_changed_on_resuming(
             ).steps
             == 4
         )
-    assert "starts afresh" in caplog.text
+    assert "starts from its initial state" in caplog.text
 
 
 def test_difficulty_learns_from_what_searchers_of_their_own_found(

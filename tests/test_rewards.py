@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_loop import config, without_clock
 
+import tba
 from tba.config.tables import EvalTable, PolicyTable
 from tba.engines.scripted import Scripted
 from tba.models.pretrained import load_text
+from tba.runs.log import METRICS, read
 from tba.search.evaluate import evaluate
 from tba.search.result import SearchStats
 from tba.search.rewards import Guard, Rejected, RejectionMonitor, Verdict
@@ -344,3 +347,14 @@ def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path
     assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"])
     assert scores["sampled_pass@1"] == pytest.approx(2 / 3, abs=0.15)
     assert scores["pass@4"] > scores["sampled_pass@1"]
+
+
+def test_a_run_with_an_async_task_equals_that_with_a_sync_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = []
+    for task in ("Ones", "AsyncOnes"):
+        tba.train(config(tiny_model, tmp_path / task, f"task=toy.{task}"))
+        rows.append(without_clock(read(tmp_path / task / METRICS)))
+    assert rows[0] == rows[1]
+    assert {row.get("eval/greedy_rejected", 0.0) for row in rows[1]} == {0.0}

@@ -69,8 +69,10 @@ class Calls:
         while not self._done.wait(GRACE):
             if any(time.monotonic() > due + GRACE for due in list(self._due.values())):
                 break
-        results = dict(self._results)
-        return [results.get(i, [BLOCKED] * len(a)) for i, (_, a) in enumerate(self._groups)]
+        results = []
+        for i, (_, answers) in enumerate(self._groups):
+            results.append(self._results.get(i, [BLOCKED] * len(answers)))
+        return results
 
     def _in_thread(self) -> None:
         try:

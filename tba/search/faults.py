@@ -41,7 +41,8 @@ class FaultyTask:
         flat = [answer for group in answers for answer in group]
         uniform, normal = rng.random(len(flat)).tolist(), rng.normal(size=len(flat)).tolist()
         # by identity: two samples with the same text have faults of their own
-        self._of = {id(a): Fault(a, *z) for a, *z in zip(flat, uniform, normal, strict=True)}
+        faults_in_order = map(Fault, flat, uniform, normal)
+        self._of = {id(fault.answer): fault for fault in faults_in_order}
 
     @property
     def pass_reward(self) -> float | None:
@@ -62,12 +63,8 @@ class FaultyTask:
 
     def count(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> int:
         """Return how many of these answers have a reward, and a wrong one."""
-        rewarded = [
-            answer
-            for answer, verdict in zip(answers, verdicts, strict=True)
-            if not isinstance(verdict, Rejected)
-        ]
-        return sum(self._is_faulty(answer) for answer in rewarded)
+        pairs = zip(answers, verdicts, strict=True)
+        return sum(self._is_faulty(a) for a, v in pairs if not isinstance(v, Rejected))
 
     async def _later(self, scores: Awaitable[Scores], answers: Sequence[Answer]) -> Scores:
         return self._falsified(await scores, answers)

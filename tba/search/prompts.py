@@ -1,4 +1,4 @@
-"""Which prompt is searched next. What was handed out and did not come back is handed out again, also after a resume."""
+"""The stream of prompts to search. Prompts whose search was lost are handed out again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class Cursor(TypedDict):
-    """Where a stream stands, as JSON; `outstanding` are the ids of prompts handed out whose groups were not received."""
+    """Position of a stream, as JSON."""
 
     selection: str
+    """Class of the selection."""
     state: dict[str, Any]
+    """State of the selection."""
     outstanding: list[str]
+    """Ids of prompts that were handed out and whose groups were not received."""
     data: str
-    """sha256 of all prompts: what is in the buffer belongs to them."""
+    """sha256 of all prompts, to which the contents of the buffer belong."""
 
 
 class PromptStream:
-    """The prompts that a selection chooses, without end, and account of those that are out."""
+    """Endless prompts from a selection, with a record of those that are being searched."""
 
     def __init__(self, prompts: Sequence[Prompt], selection: Selection):
         if not prompts:
@@ -36,17 +39,8 @@ class PromptStream:
         self._again: list[str] = []
         self._outstanding: list[str] = []
 
-    @cached_property
-    def _data(self) -> str:
-        """Made when it is first asked for: a stream that is only checked needs none."""
-        return hashlib.sha256(
-            json.dumps(
-                [(p.id, p.text, p.columns) for p in self._prompts.values()], sort_keys=True
-            ).encode()
-        ).hexdigest()
-
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, those that came back unanswered first."""
+        """Hand out the next `count` prompts, those that were put back first."""
         again, self._again = self._again[:count], self._again[count:]
         taken = [self._prompts[i] for i in again]
         if len(taken) < count:
@@ -55,41 +49,57 @@ class PromptStream:
         return taken
 
     def done(self, prompts: Iterable[Prompt], groups: Iterable[Group]) -> None:
-        """These were answered and their groups received. A prompt whose answers were all rejected has none."""
+        """Record that these prompts were searched and their groups received.
+
+        A prompt whose samples were all rejected has no group.
+        """
         self._returned(prompts)
         for group in groups:
             self._selection.learn(group)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """These will not be answered by whoever had them."""
+        """Hand these prompts out again, because their search was lost."""
         self._returned(prompts)
         self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
-        state, outstanding = self._selection.state(), self._outstanding + self._again
+        """Return the position from which `seek` continues."""
         return Cursor(
-            selection=_name(self._selection), state=state, outstanding=outstanding, data=self._data
+            selection=_name(self._selection),
+            state=self._selection.state(),
+            outstanding=self._outstanding + self._again,
+            data=self._data,
         )
 
     def check(self, cursor: Cursor) -> None:
-        """ValueError when the data set is another one."""
+        """ValueError if the cursor belongs to other prompts."""
         if cursor["data"] != self._data:
             raise ValueError(
-                "the task's training prompts have changed since the run began; resume with the data it was started with, or start anew"
+                "the task's training prompts have changed since the run began;"
+                " resume with the data it was started with, or start a new run"
             )
 
     def seek(self, cursor: Cursor) -> None:
-        """Goes on from there; what was outstanding is handed out first. ValueError as `check`."""
+        """Continue from a cursor: prompts that were outstanding are handed out first.
+
+        ValueError if the cursor belongs to other prompts.
+        """
         self.check(cursor)
         if cursor["selection"] == _name(self._selection):
             self._selection.restore(cursor["state"])
         else:
             log.warning(
-                "prompts were chosen by %s, and are from now on by %s, which starts afresh",
+                "the run's selection was %s; it is now %s, which starts from its initial state",
                 cursor["selection"],
                 _name(self._selection),
             )
         self._again, self._outstanding = list(cursor["outstanding"]), []
+
+    @cached_property
+    def _data(self) -> str:
+        # computed when first needed: a stream that is only checked needs none
+        rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
     def _returned(self, prompts: Iterable[Prompt]) -> None:
         for prompt in prompts:

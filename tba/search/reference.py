@@ -61,7 +61,8 @@ class Reference:
         """Divide groups, so that one response of each fits the token budget."""
         longest = 1
         for i in places:
-            longest = max(longest, len(prompts[i]) + max(len(t) for t in responses[i]))
+            response = max(map(len, responses[i]))
+            longest = max(longest, len(prompts[i]) + response)
         size = max(1, self._token_budget // longest)
         return [places[start : start + size] for start in range(0, len(places), size)]
 

@@ -1,4 +1,4 @@
-"""What comes back from a search: groups, the one record of its statistics, and evaluations."""
+"""Results of a search: groups, the one record of its statistics, and evaluations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SearchStats:
     rollouts: int = 0
     """Continuations sampled to estimate values from, in addition to the samples."""
     faulty: int = 0
-    """Samples whose reward was falsified on purpose, see `[faults]`."""
+    """Samples with a wrong reward on purpose, see `[faults]`."""
     restarts: int = 0
     """Searchers that died or hung and were restarted."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
     last_rejection: str = ""
-    """Error message of the latest rejected sample, for whoever fixes the reward."""
+    """Error message of the latest rejected sample."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -55,16 +55,13 @@ class Searcher:
         times.append(time.perf_counter())
         groups = self._finish(rewarded)
         times.append(time.perf_counter())
-        samples = [v for group in verdicts for v in group]
-        rejected = [v for v in (*samples, *rollouts) if isinstance(v, Rejected)]
-        stats = SearchStats(
-            samples=len(samples),
-            rollouts=len(rollouts),
-            faulty=faulty,
-            rejected=Counter(v.reason for v in rejected),
-            last_rejection=rejected[-1].detail if rejected else "",
-            seconds=defaultdict(float, zip(STAGES, np.diff(times).tolist(), strict=True)),
-        )
+        stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts), faulty=faulty)
+        for verdict in chain(*verdicts, rollouts):
+            if isinstance(verdict, Rejected):
+                stats.rejected[verdict.reason] += 1
+                stats.last_rejection = verdict.detail
+        for stage, seconds in zip(STAGES, np.diff(times).tolist(), strict=True):
+            stats.seconds[stage] += seconds
         return SearchResult(groups, stats)
 
     def evaluate(self) -> Evaluation:

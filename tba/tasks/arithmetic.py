@@ -61,9 +61,14 @@ class Arithmetic:
     def _draw(self, count: int, held_out: bool) -> list[Prompt]:
         """Draw distinct sums, the same for the same seed."""
         rng = np.random.default_rng([self.seed, held_out])
+        smallest = 10 ** (self.digits - 1)
         pairs: dict[tuple[int, int], None] = {}
         while len(pairs) < count:
-            a, b = rng.integers(10 ** (self.digits - 1), 10**self.digits, 2).tolist()
+            a, b = rng.integers(smallest, 10 * smallest, 2).tolist()
             if is_held_out(a, b) == held_out:
                 pairs[a, b] = None
-        return [Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]
+        return [_prompt(a, b) for a, b in pairs]
+
+
+def _prompt(a: int, b: int) -> Prompt:
+    return Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)})

@@ -35,8 +35,9 @@ class Custom:
     A function is written `package.module:function` or `file.py:function`, and may be `async def`.
     A call has all completions of one prompt; `prompts` and the columns repeat its values. The
     rewards of several functions are added, weighted by `reward_weights`; None means that a
-    function does not apply to a sample. For chat prompts, completions are message lists. Evaluations use `held_out_data`, or
-    else the last `held_out_size` rows, which are then not trained on.
+    function does not apply to a sample. For chat prompts, completions are message lists.
+    Evaluations use `held_out_data`, or else the last `held_out_size` rows, which are then not
+    trained on.
     """
 
     data: str

@@ -22,9 +22,9 @@ def last_number(text: str) -> float | None:
 class Gsm8k:
     """Math word problems; the reward is 1 if the answer's last number is right, else 0.
 
-    The right number follows `####` in the solution; without one, the reward is None. Prompt and grader are those of the paper's
-    GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the bare question through the
-    tokenizer's chat template instead, for instruction-tuned models.
+    The right number follows `####` in the solution; without one, the reward is None. Prompt and
+    grader are those of the paper's GSM8K experiment (arXiv 2503.18929, appendix). `chat` sends the
+    bare question through the tokenizer's chat template instead, for instruction-tuned models.
     """
 
     data: str = "openai/gsm8k"
@@ -53,7 +53,8 @@ class Gsm8k:
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
         questions = rows("task.data", self.data, split, "main", required=("question", "answer"))
-        return [self._prompt(f"{split}-{i}", row) for i, row in enumerate(questions[:size])]
+        numbered = enumerate(questions[:size])
+        return [self._prompt(f"{split}-{i}", row) for i, row in numbered]
 
     def _prompt(self, name: str, row: dict[str, str]) -> Prompt:
         columns = {"answer": row["answer"]}

@@ -1,4 +1,4 @@
-"""Addition: held-out sums are never trained on, whatever the seeds, and only the right digits count."""
+"""Addition: held-out sums are never trained on, and only the right digits are correct."""
 
 from __future__ import annotations
 

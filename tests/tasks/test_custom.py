@@ -185,7 +185,8 @@ def test_a_function_that_needs_another_column_is_told_before_anything_starts(
     )
     with pytest.raises(
         ValueError,
-        match=r"task.reward: f needs 'solution', which is not a column of task.data; beside prompt there are: .*answer",
+        match=r"task.reward: f needs 'solution', which is not a column of task.data;"
+        r" beside prompt there are: .*answer",
     ):
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
 

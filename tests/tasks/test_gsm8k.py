@@ -1,4 +1,4 @@
-"""The grader of the paper's GSM8K experiment: the last number of the answer against the one after ####."""
+"""The grader of the paper's GSM8K experiment compares last numbers."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ def test_every_gold_answer_is_right() -> None:
         ("first 4, then 12 (twelve)", 12),
         ("10 - 4", 4),
         ("7/8", 8),
-        (
-            "2.5e3",
-            3,
-        ),  # the pattern is the paper's: of a decimal with an exponent it sees two numbers
+        ("2.5e3", 3),  # the paper's pattern sees two numbers in a decimal with an exponent
         ("no number", None),
         ("", None),
     ],

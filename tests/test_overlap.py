@@ -1,0 +1,60 @@
+"""Training prompts that are also held out are refused before a run starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_loop import config
+
+from tba.runs.parts import check
+
+
+@pytest.fixture
+def one_file(tmp_path: Path) -> Path:
+    """A folder for GSM8K whose two splits have the same questions, and two more to train on."""
+    rows = [{"question": f"{i}+{i}=", "answer": f"#### {2 * i}"} for i in range(12)]
+    for split, own in (("train", rows), ("test", rows[:10])):
+        lines = [json.dumps(row) + "\n" for row in own]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+def settings(folder: Path, *more: str) -> list[str]:
+    return ["task=gsm8k", f"task.data={folder}", "task.prompt={question}", *more]
+
+
+def test_prompts_that_are_also_held_out_are_refused_with_examples(
+    tiny_model: Path, tmp_path: Path, one_file: Path
+) -> None:
+    """All held-out prompts count, not only the five that this run evaluates on."""
+    expected = (
+        "10 of 12 training prompts are also held out, so that evaluations would not measure what"
+        " was learned: 'train-0': '0+0='; 'train-1': '1+1='; 'train-2': '2+2='. Remove them"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=5")))
+
+
+def test_rendered_prompts_are_compared(tiny_model: Path, tmp_path: Path, one_file: Path) -> None:
+    """Different questions, of which the tokenizer makes the same tokens."""
+    (one_file / "test.jsonl").write_text('{"question": "x+3=", "answer": "#### 1"}\n')
+    with (one_file / "train.jsonl").open("a") as file:
+        file.write('{"question": "y+3=", "answer": "#### 1"}\n')
+    with pytest.raises(ValueError, match=r"1 of 13 training prompts are also held out.*'y\+3='"):
+        check(config(tiny_model, tmp_path, *settings(one_file)))
+
+
+def test_without_evaluation_nothing_is_held_out(
+    tiny_model: Path, tmp_path: Path, one_file: Path
+) -> None:
+    parts = check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=0")))
+    assert (len(parts.prompts), len(parts.held_out)) == (12, 0)
+
+
+def test_prompts_may_repeat_in_training(tiny_model: Path, tmp_path: Path, one_file: Path) -> None:
+    row = json.dumps({"question": "1+2=", "answer": "#### 3"}) + "\n"
+    (one_file / "train.jsonl").write_text(3 * row)
+    assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 3

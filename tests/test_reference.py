@@ -1,0 +1,91 @@
+"""Reference log-probs are computed from tokens, and their version travels on the group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toy import toy_config
+
+from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
+from tba.models.pretrained import load_model
+from tba.runs.parts import check
+from tba.search.reference import Reference
+from tba.search.searcher import Searcher
+from tba.types import Group, collate
+from tba.weights import Weights, pack
+
+PROMPTS = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 8])]
+RESPONSES = [
+    [np.array(r, np.int32) for r in group]
+    for group in ([[2, 3, 1], [4]], [[7, 1], [3, 3, 3, 3], [1]], [[5, 1], [2]])
+]
+"""Groups of two, three and two responses."""
+
+
+@pytest.fixture
+def policy(tiny_model: Path) -> Policy:
+    return Policy(load_model(PolicyTable(model=str(tiny_model)), torch.float32), 0.7)
+
+
+def other_weights(policy: Policy, version: int) -> Weights:
+    weights = pack(policy.model, version, bf16=False)
+    return Weights(version, {name: 1.5 * array for name, array in weights.arrays.items()})
+
+
+@pytest.mark.parametrize("token_budget", [1, 6, 9, 1000])
+def test_logp_is_that_of_each_response_alone(policy: Policy, token_budget: int) -> None:
+    logp, version = Reference(policy, token_budget).logp(PROMPTS, RESPONSES)
+    assert version == 0
+    assert [[row.shape for row in rows] for rows in logp] == [
+        [tokens.shape for tokens in group] for group in RESPONSES
+    ]
+    for prompt, group, rows in zip(PROMPTS, RESPONSES, logp, strict=True):
+        for tokens, row in zip(group, rows, strict=True):
+            ids = torch.tensor(np.concatenate([prompt, tokens]))[None].long()
+            with torch.no_grad():
+                every = torch.log_softmax(policy.model(ids).logits[0] / 0.7, -1)
+            places = torch.arange(len(tokens))
+            alone = every[len(prompt) - 1 + places, torch.tensor(tokens).long()]
+            np.testing.assert_allclose(row, alone, atol=1e-5)
+
+
+def test_no_groups_have_no_logp(policy: Policy) -> None:
+    assert Reference(policy, 100).logp([], []) == ([], 0)
+
+
+def test_loaded_weights_give_other_logp_and_their_version(policy: Policy) -> None:
+    reference = Reference(policy, 100)
+    before, _ = reference.logp(PROMPTS, RESPONSES)
+    reference.load_weights(other_weights(policy, version=12))
+    after, version = reference.logp(PROMPTS, RESPONSES)
+    assert reference.version == version == 12
+    assert np.abs(before[0][0] - after[0][0]).min() > 1e-4
+
+
+def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy: Policy) -> None:
+    reference = Reference(policy, 100)
+    with pytest.raises(ValueError, match="weights of another model"):
+        reference.load_weights(Weights(3, {}))
+    assert reference.version == 0
+
+
+def searcher(model: Path, folder: Path) -> tuple[Searcher, list[Group]]:
+    parts = check(toy_config(model, folder))
+    one = parts.search_setup().build("cpu", False)
+    return one, one.search(parts.prompts[:3], seed=0).groups
+
+
+def test_a_group_has_the_version_of_its_reference(toy_model: Path, tmp_path: Path) -> None:
+    one, groups = searcher(toy_model, tmp_path)
+    assert [g.reference for g in groups] == [0, 0, 0]
+    one.reference.load_weights(other_weights(one.reference.policy, version=7))
+    again = one.search([g.prompt for g in groups], seed=0).groups
+    assert [g.reference for g in again] == [7, 7, 7]
+    before, after = collate(groups), collate(again)
+    assert torch.equal(before.tokens, after.tokens)  # only the reference is another
+    assert not torch.equal(before.ref_logp, after.ref_logp)
+    torch.testing.assert_close(after.ref_logp, one.reference.policy.logp(after).detach())
