@@ -12,9 +12,8 @@ import torch
 
 from tba.types import Batch, Group, Prompt, Trajectory, collate
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # read when transformers and datasets are imported: none of the above does that
-)
+# Read when transformers and datasets are imported, which none of the above does.
+os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # on tiny models threads only wait for each other
 
 PAD, EOS = "<pad>", "<eos>"
