@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,11 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba.config.loading import load
 from tba.config.schema import Config
+from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
-from tba.types import Answer, Group, Prompt, Trajectory, collate
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
 
 MAX_TOKENS = 2
 BETA = 0.5
@@ -204,3 +207,26 @@ def save_model(folder: Path) -> Path:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+MEETING = threading.Barrier(2)
+
+
+@dataclass
+class Meeting(Scripted):
+    """Engine that starts when there is a file `path`, and generates for two callers at a time."""
+
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        deadline = time.monotonic() + 120
+        while not Path(self.path).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        MEETING.wait(60)
+        return super().generate(prompts, sampling, seed)

@@ -112,7 +112,7 @@ class Tracker:
         self._sum["samples_trained"] += len(trajectories)
         self._sum["lag"] += fmean(lags)
         self._lag_max = float(max(self._lag_max, *lags))
-        self._add_searching(dict(stats.seconds))  # a copy: the collector thread goes on adding
+        self._add_searching(dict(stats.seconds))
         distinct = [len({id(t) for t in g.trajectories}) for g in groups]
         metrics: dict[str, float] = {
             "time": self.seconds,
