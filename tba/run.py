@@ -285,12 +285,10 @@ def _searchers(
         if was_on_ray and start >= c.runtime.publish_every:
             searchers.publish(trainer.weights(version=start))
     else:
-        from tba.runtime.ray import RaySearchers
-        from tba.runtime.transport import ObjectStore
+        from tba.runtime.ray import start_searchers
 
         newest = trainer.weights(version=start) if start else None
-        transport = ObjectStore(c.runtime.task_deadline)
-        searchers = RaySearchers(job, cluster, transport, bf16, stop.is_requested, resumed, newest)
+        searchers = start_searchers(job, cluster, bf16, stop.is_requested, resumed, newest)
     if c.runtime.lag:
         held = () if resumed is None else resumed.held
         return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)

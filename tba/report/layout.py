@@ -113,10 +113,10 @@ def lay_out(
     folder: Path, name: str, trials: Sequence[Trial], rows: pd.DataFrame, metric: str
 ) -> Layout:
     """Return the layout of the grid `name`. `rows` are those of all trials, in the same order."""
-    at = [i for i, trial in enumerate(trials) if trial.grid == name]
-    every = [_plain(trials[i].axes) for i in at]
+    every = [_plain(trial.axes) for trial in trials if trial.grid == name]
     axes = list({json.dumps(own): own for own in every}.values())
-    own_rows = rows.iloc[at].assign(setting=[axes.index(own) for own in every])
+    setting = [axes.index(own) for own in every]
+    own_rows = rows[[trial.grid == name for trial in trials]].assign(setting=setting)
     values = _values(axes)
     texts = [key for key in values if not numbers(values[key])]
     lines = max(texts or values, key=lambda key: len(values[key]), default=None)
@@ -157,10 +157,13 @@ def best_table(layout: Layout) -> pd.DataFrame:
         if setting is not None and layout.values:
             own, axes = settings[setting], layout.axes[setting]
             toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
-            ends = {key: (layout.values[key][0], layout.values[key][-1]) for key in layout.numeric}
-            edges = ", ".join(key for key in ends if axes[key] in ends[key])
-            advice = edges and f"best at the edge of the grid ({edges}): extend it"
-            rows.append([name, toml, layout.text(setting, "last"), advice])
+            edges = []
+            for key in layout.numeric:
+                low, *_, high = layout.values[key]
+                if axes[key] in (low, high):
+                    edges.append(key)
+            advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
+            rows.append([name, toml, layout.text(setting, "last"), advice * bool(edges)])
     return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
 
 
@@ -172,12 +175,16 @@ def counts(status: pd.Series) -> str:
 
 
 def numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return all(type(v) in (int, float) for v in values)
 
 
 def _plain(axes: Settings) -> dict[str, Value]:
-    shown = {key: value for key, value in axes.items() if key != SEED}
-    return {k: v if isinstance(v, str) or numbers([v]) else json.dumps(v) for k, v in shown.items()}
+    shown: dict[str, Value] = {}
+    for key, value in axes.items():
+        if key != SEED:
+            is_plain = isinstance(value, str) or numbers([value])
+            shown[key] = value if is_plain else json.dumps(value)
+    return shown
 
 
 def _values(axes: Sequence[Mapping[str, Value]]) -> dict[str, Sequence[Value]]:
@@ -210,5 +217,6 @@ def _curves(folder: Path, ended: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_toml(v)}' for key, v in value.items())} }}"
+        pairs = [f"{key} = {_toml(inner)}" for key, inner in value.items()]
+        return f"{{ {', '.join(pairs)} }}"
     return json.dumps(value)

@@ -54,13 +54,16 @@ class Record:
 
     def facts(self, measure: Measure) -> Mapping[str, str]:
         totals, steps = self.totals, self.steps
-        newest, tenth, planned = steps.iloc[-1], ceil(len(steps) / 10), self.config["run"]["steps"]
-        first, last = (part["reward"].mean() for part in (steps.head(tenth), steps.tail(tenth)))
-        lag_mean, lag_max = steps[LAG[0]].mean(), steps[LAG[1]].max()
+        newest, tenth = steps.iloc[-1], ceil(len(steps) / 10)
+        planned = self.config["run"]["steps"]
+        first = steps["reward"].head(tenth).mean()
+        last = steps["reward"].tail(tenth).mean()
+        lag_mean, lag_max = (steps[name] for name in LAG)
         evaluations = self.evaluation_rows()
+        ends = evaluations[:1] + evaluations[1:][-1:]
         held_out = {}
         for mode in MODES:
-            texts = [measure.text(e, mode) for e in evaluations[:1] + evaluations[1:][-1:]]
+            texts = [measure.text(e, mode) for e in ends]
             held_out[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
         return {
             "Objective": self.config["objective"]["use"],
@@ -68,7 +71,7 @@ class Record:
             "Time": f"{totals['seconds']:,.1f} s",
             **held_out,
             "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
-            "Lag": f"{lag_mean:.1f} steps, at most {lag_max:.0f}",
+            "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{totals['trainer_wait_fraction']:.2%}",
             "Searchers waited": f"{totals['searcher_wait_fraction']:.2%}",
             "Samples generated": f"{totals['samples_generated']:,.0f}",

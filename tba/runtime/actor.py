@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 import torch
 
 from tba.runtime.placement import Place
+from tba.runtime.pool import Launch
+from tba.runtime.tasks import CONTROL, SEARCH
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
@@ -100,6 +103,20 @@ class SearcherActor:
         with self._searches.alone():
             if weights.version > reference.version:
                 reference.load_weights(self._transport.receive(weights))
+
+
+def launcher(
+    setup: SearchSetup, bf16: bool, transport: Transport, gpus: float, concurrent: int
+) -> Launch:
+    """Return a function that starts such searchers, each of which requests so many GPUs of Ray."""
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": gpus,
+        "max_restarts": 0,
+        "concurrency_groups": {CONTROL: 2, SEARCH: concurrent},
+    }
+    remote: Any = ray.remote(**options)(SearcherActor)
+    return lambda place, newest: remote.remote(setup, place, bf16, sys.path, transport, newest)
 
 
 class Usage:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
 
-from tba.runtime import SearchJob
-from tba.runtime.actor import SearcherActor
-from tba.runtime.cluster import Cluster
+from tba.config.tables import RuntimeTable
 from tba.runtime.placement import Place
-from tba.runtime.tasks import Handle, Kind, Task
+from tba.runtime.tasks import CONTROL, SEARCH, Handle, Kind, Task
 from tba.types import Prompt
 from tba.weights import Sent, Transport, Weights
 
-SEARCH, CONTROL = "search", "control"
-"""Threads of a searcher: those for searches and evaluations, and those for everything else."""
+Launch = Callable[[Place, Sent | None], Any]
+"""Starts a searcher's process with these weights, and returns its actor without waiting for it."""
 
 
 class Pool:
@@ -26,18 +23,19 @@ class Pool:
 
     def __init__(
         self,
-        job: SearchJob,
-        cluster: Cluster,
+        settings: RuntimeTable,
+        evaluation_deadline: float,
+        places: Sequence[Place],
+        launch: Launch,
         transport: Transport,
-        bf16: bool,
         newest: Weights | None,
         reference: Weights | None,
     ):
-        self._setup, self._settings = job.setup, job.settings
-        self._cluster, self._transport, self._bf16 = cluster, transport, bf16
+        self._settings, self._evaluation_deadline = settings, evaluation_deadline
+        self._launch, self._transport = launch, transport
         self.newest = None if newest is None else transport.send(newest)
         self._reference = None if reference is None else transport.send(reference)
-        self.handles = [self._start(place) for place in cluster.searchers]
+        self.handles = [self._start(place) for place in places]
 
     def least_busy_first(self) -> list[Handle]:
         """Return the searchers, those with the fewest tasks first."""
@@ -115,21 +113,12 @@ class Pool:
         return actor.pid.options(concurrency_group=CONTROL).remote()
 
     def _start(self, place: Place) -> Handle:
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": self._cluster.searcher_gpus,
-            "max_restarts": 0,
-            "concurrency_groups": {CONTROL: 2, SEARCH: self._settings.concurrent_searches},
-        }
-        remote: Any = ray.remote(**options)(SearcherActor)
-        actor = remote.remote(
-            self._setup, place, self._bf16, sys.path, self._transport, self.newest
-        )
+        actor = self._launch(place, self.newest)
         version = 0 if self.newest is None else self.newest.version
         return Handle(place, actor, version, [Task("start", self.pid(actor))])
 
     def _deadline(self, kind: Kind) -> float:
-        task, evaluation = self._settings.task_deadline, self._setup.evaluation.deadline
+        task, evaluation = self._settings.task_deadline, self._evaluation_deadline
         match kind:
             case "start":
                 return self._settings.start_deadline

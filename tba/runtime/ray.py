@@ -21,31 +21,31 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
+from tba.runtime.actor import launcher
 from tba.runtime.cluster import Cluster
 from tba.runtime.pool import Pool
 from tba.runtime.tasks import Handle, Task
+from tba.runtime.transport import ObjectStore
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.types import Group, Prompt, Trajectory
-from tba.weights import Sent, Transport, Weights
+from tba.weights import Sent, Weights
 
 log = logging.getLogger(__name__)
 
 
 class RaySearchers:
-    """As many searchers as `cluster` has places for them, each in a process of its own."""
+    """Searchers of a pool, each in a process of its own."""
 
     def __init__(
         self,
         job: SearchJob,
-        cluster: Cluster,
-        transport: Transport,
-        bf16: bool,
+        pool: Pool,
         stopping: Callable[[], bool],
         resumed: SearchState | None,
-        newest: Weights | None,
     ):
         self._job, self._settings, self._stream = job, job.settings, job.stream
+        self._pool = pool
         self._stopping = stopping
         self._lockstep = job.settings.lag is not None
         self._in_flight = job.settings.concurrent_searches + 1
@@ -67,7 +67,6 @@ class RaySearchers:
             self._number = resumed.tasks
             self._stats = deepcopy(resumed.stats)
             self._reference = resumed.reference
-        self._pool = Pool(job, cluster, transport, bf16, newest, self._reference)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -253,6 +252,24 @@ class RaySearchers:
             self._requested.extendleft(t.weights for t in tasks if t.kind == "evaluate")
             for task in tasks:
                 self._stream.put_back(task.prompts)
+
+
+def start_searchers(
+    job: SearchJob,
+    cluster: Cluster,
+    bf16: bool,
+    stopping: Callable[[], bool],
+    resumed: SearchState | None,
+    newest: Weights | None,
+) -> RaySearchers:
+    """Start the searchers of a run on a cluster, with the newest weights."""
+    settings, deadline = job.settings, job.setup.evaluation.deadline
+    transport = ObjectStore(settings.task_deadline)
+    concurrent, gpus = settings.concurrent_searches, cluster.searcher_gpus
+    launch = launcher(job.setup, bf16, transport, gpus, concurrent)
+    reference = None if resumed is None else resumed.reference
+    pool = Pool(settings, deadline, cluster.searchers, launch, transport, newest, reference)
+    return RaySearchers(job, pool, stopping, resumed)
 
 
 def _owned(group: Group) -> Group:

@@ -12,6 +12,9 @@ from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent
 
+SEARCH, CONTROL = "search", "control"
+"""Threads of a searcher: those for searches and evaluations, and those for everything else."""
+
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 

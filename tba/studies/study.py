@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from tba.config.loading import assign_all, override_all, parse, parse_as, read_toml
 from tba.config.schema import PLUGGED, Config
 from tba.config.table import Positive, Table
@@ -27,19 +25,13 @@ READ = ("policy", "task", "engine", "sampling", "eval", "selection")
 
 
 class StudyTable(Table):
-    folder: str = Field(
-        "", description="default: runs/<name of the file, or of its folder if it is study.toml>"
-    )
-    parallel: Positive = Field(1, description="runs at the same time, each on its own cores")
-    keep_checkpoints: bool = Field(
-        True, description="false: a finished run keeps only its metrics, samples and summary"
-    )
-    metric: str | None = Field(
-        None, description="score that runs are compared by; default: sampled_pass@1 or _reward"
-    )
-    base: str | None = Field(
-        None, description="a config file, relative to this one; [base] overrides it"
-    )
+    """Table [study] of the file; `docs/studies.md` describes each key."""
+
+    folder: str = ""
+    parallel: Positive = 1
+    keep_checkpoints: bool = True
+    metric: str | None = None
+    base: str | None = None
 
 
 class StudyFile(Table):
@@ -128,20 +120,19 @@ def check_study(study: Study) -> list[Config]:
 
 
 def _check(config: Config, checked: set[str]) -> None:
-    """Check what no earlier config had: reading models and data takes long."""
+    """Check a config; models and data are read once, which takes long."""
     from tba.config.plugins import resolve_all
     from tba.runs.parts import check
 
     tables = config.nested()
     read = json.dumps([tables[name] for name in READ], sort_keys=True)
-    plugged = json.dumps([tables[name] for name in PLUGGED], sort_keys=True)
     if read not in checked:
         check(config)
-    elif plugged not in checked:
+        checked.add(read)
+    else:
         plugins = resolve_all(config)
         plugins.objective.at(0)
         plugins.strategy.build()
-    checked |= {read, plugged}
 
 
 def _where(trial: Trial) -> str:
@@ -161,13 +152,13 @@ def _read_grids(tables: Sequence[dict[str, Any]]) -> list[Trial]:
         raise ValueError(f"two grids are called {name}; rename one of them")
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
-        problem = None
         if folders[trial.folder] > 1:
-            problem = "two runs have this name; remove the repeated value, or"
-        elif len(trial.folder) > len(trial.grid) + 200:
-            problem = "the name is too long for a folder;"
-        if problem is not None:
-            raise ValueError(f"{_where(trial)}: {problem} give each variant a label")
+            raise ValueError(
+                f"{_where(trial)}: two runs have this name; remove the repeated value,"
+                " or give each variant a label"
+            )
+        if len(trial.folder) > len(trial.grid) + 200:
+            raise ValueError(f"{_where(trial)}: the name is too long; give each variant a label")
     return trials
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -156,11 +155,11 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     """
     path = study.path(trial)
     status, error = standing(path)
-    saved = status != "pending" or (path / "checkpoints").is_dir()
-    if saved and (path / CONFIG).is_file():
+    stored = results.read_json(path / CONFIG)
+    if stored is not None and (status != "pending" or (path / "checkpoints").is_dir()):
         from tba.config.plugins import with_defaults
 
-        there = flat(with_defaults(parse(json.loads((path / CONFIG).read_text()))).nested())
+        there = flat(with_defaults(parse(stored)).nested())
         here = flat(with_defaults(config).nested())
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
