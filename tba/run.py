@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,10 +27,13 @@ from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
-from tba.runtime.placement import places_for
+from tba.runtime.placement import Place, places_on_one_machine
 from tba.search.result import Example
 from tba.tasks._memory import InMemory
 from tba.types import Group
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster import Cluster
 
 
 @dataclass
@@ -215,9 +219,7 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder.path}")
-    place, places = places_for(c.runtime)
-    if c.runtime.use == "ray":
-        closing.enter_context(place.taken())
+    place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng, resumed = Tracker(), np.random.default_rng([c.run.seed, 7]), None
@@ -241,7 +243,7 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     )
     journal = Journal(folder.path, c, progress.step)
     closing.callback(journal.close)
-    searchers = _searchers(parts, place.device, places, trainer, stop, resumed, progress.step)
+    searchers = _searchers(parts, place.device, cluster, trainer, stop, resumed, progress.step)
     closing.callback(searchers.close)
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
@@ -249,8 +251,24 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     )  # fmt: skip
 
 
+def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Cluster | None]:
+    """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
+    if config.runtime.use == "local":
+        return places_on_one_machine(config.runtime)[0], None
+    from tba.runtime.bind import bind_ray
+
+    bind_ray(config.runtime.address)
+    from tba.runtime.cluster import open_cluster
+
+    cluster = open_cluster(config.runtime)
+    closing.callback(cluster.close)
+    stop.install()  # Ray has replaced our signal handlers with its own
+    closing.enter_context(cluster.trainer.taken())
+    return cluster.trainer, cluster
+
+
 def _searchers(
-    parts: Parts, device: str, places: list, trainer: Trainer, stop: Stop,
+    parts: Parts, device: str, cluster: Cluster | None, trainer: Trainer, stop: Stop,
     resumed: SearchState | None, start: int,
 ) -> Searchers:  # fmt: skip
     c = parts.config
@@ -259,7 +277,7 @@ def _searchers(
         parts.search_setup(), parts.prompt_stream(), c.runtime, c.trainer.groups, c.run.seed
     )
     searchers: Searchers
-    if c.runtime.use == "local":
+    if cluster is None:
         from tba.runtime.local import LocalSearchers
 
         searchers = LocalSearchers(job, job.setup.build(device, bf16), resumed)
@@ -267,14 +285,10 @@ def _searchers(
         if was_on_ray and start >= c.runtime.publish_every:
             searchers.publish(trainer.weights(version=start))
     else:
-        from tba.runtime.bind import bind_ray
-
-        bind_ray(c.runtime.address)
-        from tba.runtime.ray import RaySearchers
+        from tba.runtime.ray import start_searchers
 
         newest = trainer.weights(version=start) if start else None
-        searchers = RaySearchers(job, places, bf16, stop.is_requested, resumed, newest)
-        stop.install()  # Ray has replaced our signal handlers with its own
+        searchers = start_searchers(job, cluster, bf16, stop.is_requested, resumed, newest)
     if c.runtime.lag:
         held = () if resumed is None else resumed.held
         return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)

@@ -190,9 +190,9 @@ def test_recent_draws_all_prompts_of_its_window() -> None:
     for now in range(30):
         buffer.add([group(f"p{now}-{i}", trajectory(1)) for i in range(3)], now)
     rng = np.random.default_rng(0)
-    for window, groups, steps in ((5, 4, 5), (1, 4, 2), (99, 4, 30)):
+    for window, groups, steps in ((5, 20, 7), (5, 4, 5), (1, 4, 2)):
         seen = Counter()
-        for _ in range(400):
+        for _ in range(60):
             drawn = buffer.sample(groups, 1, Recent(window), 29, rng)
             seen.update(g.prompt.id for g in drawn)
         newest = [f"p{now}-{i}" for now in range(30 - steps, 30) for i in range(3)]
@@ -206,8 +206,8 @@ def test_uniform_draws_follow_the_sampled_distribution() -> None:
     assert len(buffer) == 2
     rng = np.random.default_rng(0)
     draws = []
-    for _ in range(400):
-        draws += first_tokens(buffer.sample(1, 4, Uniform(), 0, rng)[0])
+    for g in buffer.sample(400, 4, Uniform(), 0, rng):
+        draws += first_tokens(g)
     assert abs(draws.count(1) / len(draws) - 0.75) < 0.03
 
 
@@ -216,9 +216,8 @@ def test_reward_draws_follow_the_softmax() -> None:
     buffer = ReplayBuffer()
     buffer.add([group("a", *(trajectory(i, reward=r) for i, r in enumerate(rewards)))], now=0)
     rng = np.random.default_rng(0)
-    first = []
-    for _ in range(3000):
-        first.append(first_tokens(buffer.sample(1, 2, Reward(temperature=0.5), 0, rng)[0])[0])
+    drawn = buffer.sample(3000, 2, Reward(temperature=0.5), 0, rng)
+    first = [first_tokens(g)[0] for g in drawn]
     odds = np.exp(rewards / 0.5)
     np.testing.assert_allclose(np.bincount(first, minlength=3) / 3000, odds / odds.sum(), atol=0.03)
 
@@ -259,7 +258,7 @@ def test_draws_by_count_are_without_replacement_among_few_and_many(others: int) 
 def test_a_large_prompt_is_drawn_by_reward() -> None:
     """Distinct responses, the better half more often by e^(1 / T)."""
     buffer = ReplayBuffer(per_prompt=2 * LARGE, capacity=2 * LARGE)
-    some = [trajectory(i, reward=float(i % 2)) for i in range(2 * LARGE)]
+    some = [trajectory(i, reward=float(i % 2)) for i in range(LARGE + 2)]
     buffer.add([group("a", *some)], now=0)
     drawn = buffer.sample(64, 16, Reward(temperature=0.5), 0, np.random.default_rng(0))
     rewards = [t.reward for g in drawn for t in g.trajectories]
@@ -273,7 +272,7 @@ def test_mixture_uses_each_arm_in_its_share() -> None:
         buffer.add([group(f"p{now}", trajectory(1, version=now), trajectory(2, version=now))], now)
     rng = np.random.default_rng(0)
     drawn = []
-    for _ in range(300):
+    for _ in range(100):
         drawn += buffer.sample(5, 2, Mixture(recent=0.6, window=1), 39, rng)
     from_newest = np.mean([g.prompt.id in {f"p{n}" for n in range(35, 40)} for g in drawn])
     assert abs(from_newest - (0.6 + 0.4 * 5 / 40)) < 0.08

@@ -1,7 +1,8 @@
-"""The buffer on disk: loaded as saved, segments linked and rewritten, damage noticed and dropped."""
+"""The buffer on disk: loaded as saved, segments linked and rewritten, damage dropped on request."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from tba.replay.buffer import REWRITE_EVERY, ReplayBuffer
 from tba.replay.files import SEGMENTS
 from tba.strategies.mixture import Mixture
 from tba.types import Group
+
+ROOT = Path(__file__).parent.parent
 
 
 def content(buffer: ReplayBuffer) -> list[tuple]:
@@ -160,3 +163,12 @@ def test_an_empty_buffer_can_be_saved(tmp_path: Path) -> None:
     assert len(empty) == 0
     empty.add([group("a", trajectory(1))], 0)
     assert len(empty) == 1
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """Its measures are there; they say nothing at this size."""
+    namespace = runpy.run_path(str(ROOT / "benchmarks" / "replay.py"))
+    row = namespace["measure"]("3x40", tmp_path)
+    assert namespace["LIMITS"].keys() < row.keys()
+    namespace["print_table"]([row])
+    namespace["print_verdicts"]([row | {"shape": "10000x100"}])

@@ -76,7 +76,11 @@ class ReplayBuffer:
         drawn = strategy.draw(self.columns(), groups, size, now, rng)
         _check(drawn, (groups, size), self._store.rows, type(strategy).__name__)
         self.counts["short_groups"] += int((drawn < 0).any(axis=1).sum())
-        return [self._store.group(np.resize(rows[rows >= 0], size)) for rows in drawn]
+        filled = []
+        for rows in drawn:
+            chosen = rows[rows >= 0]
+            filled.append(chosen if len(chosen) == size else np.resize(chosen, size))
+        return self._store.groups(filled)
 
     def columns(self) -> Columns:
         """Return the view of the buffer that strategies draw from; adding invalidates it."""
@@ -85,7 +89,7 @@ class ReplayBuffer:
     def groups(self) -> list[Group]:
         """Return everything that the buffer holds: a group for each prompt, by latest arrival."""
         prompts = self._store.prompts.by_arrival().tolist()
-        return [self._store.group(self._store.rows_of(prompt)) for prompt in prompts]
+        return self._store.groups([self._store.rows_of(prompt) for prompt in prompts])
 
     def save(self, folder: Path, older: Path | None = None) -> Callable[[], dict[str, str]]:
         """Prepare to write the buffer into a checkpoint's folder, and return what writes it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+from numpy.typing import DTypeLike
 
 from tba.replay.table import Rows
 from tba.types import Trajectory
 
-SIZE = 2**19
+SIZE = 2**18
 """Tokens in a segment; a longer response gets a segment of its own."""
 SUFFIX = ".safetensors"
 
@@ -42,7 +44,8 @@ class Segment:
 
     @classmethod
     def empty(cls, size: int) -> Segment:
-        return cls(np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.float32))
+        """Return a segment with room for `size` tokens."""
+        return cls(_room(size, np.int32), _room(size, np.float32), _room(size, np.float32))
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Segment:
@@ -69,7 +72,11 @@ class Segment:
         """Return the segment without room for more."""
         if self.used == len(self.tokens):
             return self
-        return Segment.of({name: a[: self.used].copy() for name, a in self.arrays().items()})
+        arrays = {}
+        for name, array in self.arrays().items():
+            arrays[name] = _room(self.used, array.dtype)
+            arrays[name][:] = array[: self.used]
+        return Segment.of(arrays)
 
     def append(self, trajectories: Sequence[Trajectory]) -> None:
         """Add trajectories, for which there must be room."""
@@ -81,7 +88,7 @@ class Segment:
         np.concatenate([t.ref_logp for t in trajectories], out=self.ref_logp[part])
         if any(t.value is not None for t in trajectories):
             if self.value is None:
-                self.value = np.zeros(len(self.tokens), np.float32)
+                self.value = _room(len(self.tokens), np.float32)
             values = [np.zeros(len(t.tokens)) if t.value is None else t.value for t in trajectories]
             np.concatenate(values, out=self.value[part], casting="same_kind")
         self.used = end
@@ -168,10 +175,13 @@ class Segments:
             self._open = None
 
     def compact(self, rows: Rows) -> None:
-        """Release memory that is not in use, once it is an eighth of what is.
+        """Release segments without rows, and others once an eighth of all memory is not in use.
 
         The rows of the segments with most waste move to new ones.
         """
+        for number in np.flatnonzero((self._live == 0) & (self._used > 0)).tolist():
+            if number != self._open:
+                self._release(number)
         waste = self._used - self._live
         while waste.sum() > self._live.sum() / 8 + SIZE:
             self._move(int(waste.argmax()), rows)
@@ -190,12 +200,15 @@ class Segments:
             self.close()
         segment = self[number]
         moved = np.flatnonzero(rows.segment == number)
-        self._segments[number] = None
-        self._live[number] = self._used[number] = 0
+        self._release(number)
         for start in range(0, len(moved), 1024):
             part = moved[start : start + 1024]
             pieces = [self._piece(segment, row, rows) for row in part.tolist()]
             rows.segment[part], rows.offset[part] = self.append(pieces)
+
+    def _release(self, number: int) -> None:
+        self._segments[number] = None
+        self._live[number] = self._used[number] = 0
 
     def _piece(self, segment: Segment, row: int, rows: Rows) -> Trajectory:
         part = slice(int(rows.offset[row]), int(rows.offset[row] + rows.length[row]))
@@ -223,3 +236,13 @@ class Segments:
         self._live = np.append(self._live, 0)
         self._used = np.append(self._used, 0)
         return len(self._segments) - 1
+
+
+def _room(size: int, kind: DTypeLike) -> np.ndarray:
+    """Return zeros in pages of their own, which go back to the system as soon as they are freed.
+
+    The heap would keep them, because small objects are allocated in between.
+    """
+    length = max(1, size * np.dtype(kind).itemsize)
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, kind, size)

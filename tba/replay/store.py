@@ -92,21 +92,30 @@ class Store:
         self._free.put(rows)
         return len(rows)
 
-    def group(self, rows: np.ndarray) -> Group:
-        """Return rows of one prompt as a group; a row that is repeated gives the same object."""
-        by_row = {row: self._trajectory(row) for row in dict.fromkeys(rows.tolist())}
-        head = self.prompts.group(self.rows.prompt.item(rows[0]))
-        trajectories = tuple(by_row[row] for row in rows.tolist())
-        return Group(head.prompt, head.prompt_tokens, trajectories, head.reference)
+    def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
+        """Return a group for each array of rows of one prompt.
+
+        A row that is repeated gives the same object.
+        """
+        rows = np.unique(np.concatenate([np.zeros(0, np.int32), *drawn]))
+        by_row = dict(zip(rows.tolist(), self._trajectories(rows), strict=True))
+        groups = []
+        for own in drawn:
+            head = self.prompts.group(self.rows.prompt.item(own[0]))
+            trajectories = tuple([by_row[row] for row in own.tolist()])
+            groups.append(Group(head.prompt, head.prompt_tokens, trajectories, head.reference))
+        return groups
 
     def columns(self) -> Columns:
         """Return the view for strategies; the next change of the store invalidates it."""
         columns = self.rows.columns()
+        shown = {name: _read_only(columns[name]) for name in SHOWN}
+        prompts, latest = self.prompts.by_arrival(), self.prompts.latest
         return Columns(
-            prompts=_read_only(self.prompts.by_arrival()),
+            prompts=_read_only(prompts),
             rows=lambda prompt: _read_only(self.rows_of(int(prompt))),
-            latest=_read_only(self.prompts.latest),
-            **{name: _read_only(columns[name]) for name in SHOWN},
+            latest=_read_only(latest),
+            **shown,
         )
 
     def restore(self, prompts: Sequence[Group], segments: Sequence[Segment | None]) -> None:
@@ -119,14 +128,22 @@ class Store:
         rows = self.rows
         order = np.argsort(rows.prompt, kind="stable")
         ends = np.cumsum(np.bincount(rows.prompt, minlength=len(prompts)))
-        parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=False)]
+        parts = np.split(order, ends[:-1]) if prompts else []
         by_arrival = sorted((part[-1], i) for i, part in enumerate(parts) if len(part))
         for _, i in by_arrival:
             prompt = self.prompts.number(prompts[i])
             self._link(prompt, parts[i], rows.stamp[parts[i]])
         self.order.append(np.arange(len(rows)), rows.stamp, rows.stamp)
-        for row, prompt in enumerate(rows.prompt.tolist()):
-            self._remember(row, key_of(self._trajectory(row).tokens, salt_of(prompt)))
+        places = zip(
+            rows.prompt.tolist(),
+            rows.segment.tolist(),
+            rows.offset.tolist(),
+            rows.length.tolist(),
+            strict=True,
+        )
+        for row, (prompt, segment, start, length) in enumerate(places):
+            tokens = self.segments[segment].tokens[start : start + length]
+            self._remember(row, key_of(tokens, salt_of(prompt)))
 
     def _restore_segments(self, segments: Sequence[Segment | None]) -> None:
         rows = self.rows
@@ -158,21 +175,22 @@ class Store:
             self.rows.grow(size)
         return self._free.take(count)
 
-    def _trajectory(self, row: int) -> Trajectory:
+    def _trajectories(self, rows: np.ndarray) -> list[Trajectory]:
         table = self.rows
-        segment = self.segments[table.segment.item(row)]
-        start = table.offset.item(row)
-        part = slice(start, start + table.length.item(row))
-        value = segment.value
-        return Trajectory(
-            segment.tokens[part],
-            segment.behavior_logp[part],
-            segment.ref_logp[part],
-            reward=table.reward.item(row),
-            version=table.version.item(row),
-            finished=table.finished.item(row),
-            value=value[part] if value is not None and table.valued.item(row) else None,
-        )
+        segments, starts = table.segment[rows].tolist(), table.offset[rows].tolist()
+        lengths, valued = table.length[rows].tolist(), table.valued[rows].tolist()
+        rewards, versions = table.reward[rows].tolist(), table.version[rows].tolist()
+        finished = table.finished[rows].tolist()
+        trajectories = []
+        for i, number in enumerate(segments):
+            segment = self.segments[number]
+            part = slice(starts[i], starts[i] + lengths[i])
+            value = segment.value[part] if segment.value is not None and valued[i] else None
+            tokens = segment.tokens[part]
+            logps = segment.behavior_logp[part], segment.ref_logp[part]
+            one = Trajectory(tokens, *logps, rewards[i], versions[i], finished[i], value)
+            trajectories.append(one)
+        return trajectories
 
 
 def salt_of(prompt: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Keeps a private Ray on loopback. To be called before `ray` is imported: it reads this at import."""
+"""Keeps a private Ray on loopback. Call it before `import ray`, which reads the environment."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import os
 import sys
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's documented switch between listening on the machine's address (1, needed to join a cluster) and on loopback (0)."""
+"""Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
 
 
 def bind_ray(address: str | None) -> None:
+    """Prepare the environment for a private Ray, or for the cluster at `address`."""
     wanted = "0" if address is None else "1"
     if "ray" in sys.modules and os.environ.get(VARIABLE) != wanted:
         raise ValueError(
-            f"ray was imported before the run began, and would not listen as it should; set {VARIABLE}={wanted} before `import ray`"
+            "ray was imported before the run began and would listen on the wrong address;"
+            f" set {VARIABLE}={wanted} in the environment before `import ray`"
         )
     os.environ[VARIABLE] = wanted
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -28,9 +28,10 @@ class LaggedSearchers:
         return self._searchers.stats
 
     def gather(self, at_least: int) -> list[Group]:
-        owed = max(0, self._behind - len(self._held))
-        self._held.extend(self._searchers.gather(at_least + owed))
-        return [self._held.popleft() for _ in range(len(self._held) - self._behind)]
+        missing = max(0, self._behind - len(self._held))
+        self._held.extend(self._searchers.gather(at_least + missing))
+        ready = len(self._held) - self._behind  # negative when a stop has cut the search short
+        return [self._held.popleft() for _ in range(ready)]
 
     def publish(self, weights: Weights) -> None:
         self._searchers.publish(weights)

@@ -1,0 +1,206 @@
+"""Measure the replay buffer: sampling, adding, memory and saving, by its size.
+
+    python benchmarks/replay.py                      # every shape; two minutes, 3 GB of memory
+    python benchmarks/replay.py --shapes 10000x100   # one shape: prompts x responses of each
+
+Each shape runs in a process of its own. The limits are those that the buffer is built for, with
+responses of 64 tokens: sampling 32 groups of 16 by MOP takes at most 5 ms, adding reaches 50,000
+trajectories a second, and memory is at most 1.5 times the payload of 12 bytes a token and 40 bytes
+a trajectory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+
+from tba.replay.buffer import ReplayBuffer
+from tba.strategies.mixture import Mixture
+from tba.types import Group, Prompt, Trajectory
+
+SHAPES = ("10x100", "100x100", "1000x100", "10000x100", "1x150000", "200000x1")
+TOKENS = 64
+GROUPS, SIZE = 32, 16
+LIMITS = {"sample ms": 5.0, "adds/s": 50_000.0, "adds/s full": 50_000.0, "memory/payload": 1.5}
+"""The most of each measure, but the least of adds."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="prompts x responses of each")
+    parser.add_argument("--folder", type=Path, help="where saves are written; default: a temporary")
+    parser.add_argument("--one", action="store_true", help="measure one shape, print JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.shapes[0], arguments.folder)))
+        return
+    rows = []
+    for shape in arguments.shapes:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            command = [sys.executable, __file__, "--one", "--shapes", shape, "--folder", folder]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout))
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print_table(rows)
+    print_verdicts(rows)
+
+
+def measure(shape: str, folder: Path) -> dict[str, str | float]:
+    """Return every measure of a buffer that is filled to a shape."""
+    prompts, responses = map(int, shape.split("x"))
+    total = prompts * responses
+    rng = np.random.default_rng(0)
+    adding = 0.0
+    # Warm up, so that imports and the first use of numpy's functions are no part of memory.
+    warm = ReplayBuffer()
+    warm.add(next(arrivals(rng, 20, 50, 1000)), 0)
+    warm.sample(GROUPS, SIZE, Mixture(reward=1.0), 0, rng)
+    del warm
+    before = psutil.Process().memory_info().rss
+    buffer = ReplayBuffer(per_prompt=responses, capacity=total)
+    now = 0
+    for now, groups in enumerate(arrivals(rng, prompts, responses, total)):
+        started = time.perf_counter()
+        buffer.add(groups, now)
+        adding += time.perf_counter() - started
+        del groups
+    memory = psutil.Process().memory_info().rss - before
+    arrays = buffer.nbytes
+    assert len(buffer) == total, (len(buffer), total)
+    payload = total * (12 * TOKENS + 40)
+    sample = sampling(buffer, now, rng)
+    when_full = adding_to_full(buffer, prompts, responses, now + 1, rng)
+    memory = max(memory, psutil.Process().memory_info().rss - before)
+    return {
+        "shape": shape,
+        "sample ms": 1000 * sample,
+        "adds/s": total / adding,
+        "adds/s full": when_full,
+        "MB": memory / 1e6,
+        "arrays/payload": max(arrays, buffer.nbytes) / payload,
+        "memory/payload": memory / payload,
+        **saving(buffer, folder, now + 10_000, rng),
+    }
+
+
+def arrivals(
+    rng: np.random.Generator, prompts: int, responses: int, total: int
+) -> Iterator[list[Group]]:
+    """Yield groups of new responses, up to 1,000 trajectories at a time, prompt after prompt."""
+    some = [Prompt(str(p), str(p)) for p in range(prompts)]
+    heads = [np.array([p], np.int32) for p in range(prompts)]
+    size = min(20, responses)
+    groups = []
+    for i in range(total // size):
+        p = i % prompts
+        groups.append(Group(some[p], heads[p], tuple(trajectories(rng, size))))
+        if len(groups) * size >= 1000:
+            yield groups
+            groups = []
+    yield groups
+
+
+def trajectories(rng: np.random.Generator, size: int) -> list[Trajectory]:
+    tokens = rng.integers(50_000, size=(size, TOKENS), dtype=np.int32)
+    logp = rng.standard_normal((2, size, TOKENS), np.float32)
+    rewards = rng.normal(size=size).tolist()
+    made = []
+    for i, reward in enumerate(rewards):
+        own = tokens[i].copy(), logp[0, i].copy(), logp[1, i].copy()  # as searchers return them
+        made.append(Trajectory(*own, reward, version=0, finished=True))
+    return made
+
+
+def sampling(buffer: ReplayBuffer, now: int, rng: np.random.Generator) -> float:
+    """Return the median seconds of drawing a batch: half of its groups are recent, half by reward.
+
+    Before each draw, one group arrives, as during training.
+    """
+    strategy = Mixture(recent=0.5, reward=1.0)
+    seconds = []
+    for _ in range(51):
+        more = tuple(trajectories(rng, SIZE))
+        buffer.add([Group(Prompt("0", "0"), np.zeros(1, np.int32), more)], now)
+        started = time.perf_counter()
+        buffer.sample(GROUPS, SIZE, strategy, now, rng)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
+
+
+def adding_to_full(
+    buffer: ReplayBuffer, prompts: int, responses: int, now: int, rng: np.random.Generator
+) -> float:
+    """Return the trajectories added in a second where each evicts another."""
+    total = min(200_000, prompts * responses)
+    seconds = 0.0
+    for step, groups in enumerate(arrivals(rng, prompts, responses, total)):
+        started = time.perf_counter()
+        buffer.add(groups, now + step)
+        seconds += time.perf_counter() - started
+    return total / seconds
+
+
+def saving(
+    buffer: ReplayBuffer, folder: Path, now: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """Return the seconds of a first save, of the next after 2,000 trajectories more, of a load.
+
+    `blocked` is the part during which the buffer cannot be used; the files are written without it.
+    """
+    seconds = {}
+    older = None
+    for name in ("first", "next"):
+        started = time.perf_counter()
+        write = buffer.save(folder / name, older)
+        seconds[f"{name} save blocked"] = time.perf_counter() - started
+        write()
+        seconds[f"{name} save"] = time.perf_counter() - started
+        older = folder / name
+        for groups in arrivals(rng, 100, 20, 2000):
+            buffer.add(groups, now)
+    started = time.perf_counter()
+    ReplayBuffer(buffer.per_prompt, buffer.capacity).load(folder / "next")
+    seconds["load"] = time.perf_counter() - started
+    shutil.rmtree(folder / "first")
+    return seconds
+
+
+def print_table(rows: list[dict[str, str | float]]) -> None:
+    names = list(rows[0])
+    print(" | ".join(names))
+    print(" | ".join("---" for _ in names))
+    for row in rows:
+        shown = []
+        for name in names:
+            value = row[name]
+            digits = 0 if name.startswith("adds") or name == "MB" else 2
+            shown.append(value if isinstance(value, str) else f"{value:,.{digits}f}")
+        print(" | ".join(shown))
+
+
+def print_verdicts(rows: list[dict[str, str | float]]) -> None:
+    """Print each measure as a share of its limit, for the shapes that the limits are stated for."""
+    for row in rows:
+        if row["shape"] not in ("10000x100", "1x150000"):
+            continue
+        for name, limit in LIMITS.items():
+            value = float(row[name])
+            share = limit / value if name.startswith("adds") else value / limit
+            verdict = "OK" if share <= 1 else "TOO MUCH"
+            print(f"{row['shape']}: {name} at {share:.2f} of its limit of {limit:,g}: {verdict}")
+
+
+if __name__ == "__main__":
+    main()
