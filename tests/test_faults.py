@@ -61,7 +61,7 @@ def verdicts(
     texts = [str(r) for r in rewards]
     answers = [[Answer(t, True) for t in texts[i * size : (i + 1) * size]] for i in range(4)]
     faulty = FaultyTask(task, faults, seed, answers)
-    groups = Guard(faulty, 10.0)([Prompt(i, i) for i in prompts], answers)
+    groups = Guard(task, 10.0)([Prompt(i, i) for i in prompts], answers, faulty.score)
     count = sum(faulty.count(a, v) for a, v in zip(answers, groups, strict=True))
     return [v.reason if isinstance(v, Rejected) else v for g in groups for v in g], count
 

@@ -9,8 +9,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import wait
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from inspect import isawaitable
 from typing import Any
 
@@ -60,7 +59,7 @@ class Calls:
         self._score = score
         self._groups = groups
         self._deadline = deadline
-        self._scores: list[Any] = [BLOCKED] * len(groups)
+        self._scores: list[list[Any]] = [[BLOCKED] * len(answers) for _, answers in groups]
         self._timeouts = 0
         """Timeouts in a row: of calls during which no other call ended in time."""
         self._last_end = -math.inf
@@ -79,10 +78,7 @@ class Calls:
                 break
         if not self.blocked:
             scoring.result()  # an error of our own, which no search may hide
-        results = []
-        for scores, (_, answers) in zip(list(self._scores), self._groups, strict=True):
-            results.append([scores] * len(answers) if isinstance(scores, Rejected) else scores)
-        return results
+        return list(self._scores)
 
     async def _all(self) -> None:
         await asyncio.gather(*(self._group(i) for i in range(len(self._groups))))
@@ -96,9 +92,8 @@ class Calls:
             if raised and len(answers) > 1:
                 scores = []
                 for answer in answers:
-                    one = await self._call(prompt, [answer])
-                    scores += [one] if isinstance(one, Rejected) else one
-        self._scores[index] = scores
+                    scores += _each(await self._call(prompt, [answer]), [answer])
+        self._scores[index] = _each(scores, answers)
 
     async def _call(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
         """Return a list of as many scores as there are answers, or a rejection."""
@@ -132,6 +127,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
 
 
+def _each(scores: Any, answers: Sequence[Answer]) -> list[Any]:
+    """Return one score for each answer; all are rejected together."""
+    return [scores] * len(answers) if isinstance(scores, Rejected) else scores
+
+
 async def _within(seconds: float, call: Awaitable[Any]) -> Any:
     """Return the call's result, or None after so many seconds."""
     task = asyncio.ensure_future(call)
@@ -145,24 +145,18 @@ async def _within(seconds: float, call: Awaitable[Any]) -> Any:
 
 def _threaded(call: Callable[[], Any]) -> asyncio.Future[Any]:
     """Start the call in a daemon thread; its result is a list, an awaitable or a rejection."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def finish(result: Any) -> None:
-        if not future.done():
-            future.set_result(result)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from now on, giving up on it does not cancel it
 
     def run() -> None:
         try:
             returned = call()
-            result: Any = returned if isawaitable(returned) else list(returned)
+            future.set_result(returned if isawaitable(returned) else list(returned))
         except BaseException as error:  # a daemon thread must not end silently
-            result = _rejection(error)
-        with suppress(RuntimeError):  # the loop is closed when the deadline has long passed
-            loop.call_soon_threadsafe(finish, result)
+            future.set_result(_rejection(error))
 
     threading.Thread(target=run, daemon=True, name="reward").start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 async def _finished(scores: Awaitable[Any]) -> Any:

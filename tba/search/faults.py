@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from inspect import isawaitable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,6 @@ from tba.search.result import Rejected, Verdict
 from tba.search.rewards import verdict_on
 from tba.tasks import Scores, Task
 from tba.types import Answer, Prompt
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The random numbers that decide what happens to one answer's reward."""
-
-    answer: Answer
-    uniform: float
-    normal: float
 
 
 class FaultyTask:
@@ -38,22 +29,13 @@ class FaultyTask:
     ):
         self._task = task
         self._faults = faults
-        rng = np.random.default_rng([faults.seed, seed])
-        flat = [answer for group in answers for answer in group]
-        uniform, normal = rng.random(len(flat)).tolist(), rng.normal(size=len(flat)).tolist()
+        self._answers = list(chain(*answers))
+        n, rng = len(self._answers), np.random.default_rng([faults.seed, seed])
+        uniform, normal = rng.random(n).tolist(), rng.normal(size=n).tolist()
         # by identity: two samples with the same text have faults of their own
-        faults_in_order = map(Fault, flat, uniform, normal)
-        self._of = {id(fault.answer): fault for fault in faults_in_order}
-
-    @property
-    def pass_reward(self) -> float | None:
-        return self._task.pass_reward
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._task.prompts()
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._task.held_out()
+        places = [id(answer) for answer in self._answers]
+        self._uniform = dict(zip(places, uniform, strict=True))
+        self._normal = dict(zip(places, normal, strict=True))
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the scores of the wrapped task, some of them wrong."""
@@ -74,21 +56,17 @@ class FaultyTask:
         scores = list(scores)
         if len(scores) != len(answers):
             return scores  # the guard rejects them
-        return [self._reward(s, a) for s, a in zip(scores, answers, strict=True)]
+        return list(map(self._reward, scores, answers))
 
     def _reward(self, score: float | None, answer: Answer) -> float | None:
-        verdict = verdict_on(score)
+        verdict, faults = verdict_on(score), self._faults
         if isinstance(verdict, Rejected) or not self._is_faulty(answer):
             return score
-        match self._faults.kind:
-            case "none":
-                return verdict
-            case "flip":
-                return self._faults.low + self._faults.high - verdict
-            case "noise":
-                return verdict + self._faults.scale * self._of[id(answer)].normal
-            case "plant":
-                return self._faults.high
+        if faults.kind == "flip":
+            return faults.low + faults.high - verdict
+        if faults.kind == "noise":
+            return verdict + faults.scale * self._normal[id(answer)]
+        return faults.high
 
     def _is_faulty(self, answer: Answer) -> bool:
-        return self._of[id(answer)].uniform < self._faults.share
+        return self._uniform[id(answer)] < self._faults.share

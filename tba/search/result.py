@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +64,8 @@ class SearchStats:
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON: everything but the latest gap and rejection."""
-        return {
-            "samples": self.samples,
-            "rollouts": self.rollouts,
-            "faulty": self.faulty,
-            "restarts": self.restarts,
-            "rejected": dict(self.rejected),
-            "seconds": dict(self.seconds),
-        }
+        latest = ("last_rejection", "logp_gap")
+        return {name: copy(value) for name, value in vars(self).items() if name not in latest}
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, Any]) -> SearchStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -39,15 +39,14 @@ class Guard:
         self,
         prompts: Sequence[Prompt],
         answers: Sequence[Sequence[Answer]],
-        task: Task | None = None,
+        score: Callable[..., Any] | None = None,
     ) -> list[list[Verdict]]:
         """Return one verdict for each answer; `answers` has a group for each prompt.
 
-        `task`, if given, scores in place of the guard's own.
+        `score` takes the place of the task's own function.
         """
-        score = (task or self.task).score
         groups = list(zip(prompts, answers, strict=True))
-        calls = Calls(self._events, score, groups, self._deadline)
+        calls = Calls(self._events, score or self.task.score, groups, self._deadline)
         scores = calls.run()
         with self._lock:
             if calls.blocked and calls.events is self._events:

@@ -83,9 +83,9 @@ class Searcher:
         answers = [[self.text.answer(c) for c in group] for group in completions]
         if self.faults.kind == "none":
             return self.guard(prompts, answers), 0
-        task = FaultyTask(self.guard.task, self.faults, seed, answers)
-        verdicts = self.guard(prompts, answers, task)
-        return verdicts, sum(task.count(*group) for group in zip(answers, verdicts, strict=True))
+        faulty = FaultyTask(self.guard.task, self.faults, seed, answers)
+        verdicts = self.guard(prompts, answers, faulty.score)
+        return verdicts, sum(map(faulty.count, answers, verdicts))
 
     def _groups(
         self,

@@ -48,17 +48,17 @@ class SearchSetup:
         `bf16` is the trainer's choice: reference and policy must compute alike, or their
         difference is noise.
         """
-        text = load_text(self.policy)
+        text, s = load_text(self.policy), self.sampling
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
         model = load_model(self.policy, torch.float32).to(device)
-        reference = Policy(model, self.sampling.temperature, bf16)
+        reference = Policy(model, s.temperature, bf16)
         return Searcher(
             engine=engine,
             reference=Reference(reference, self.token_budget),
             text=text,
             guard=Guard(self._task(), self.reward.deadline, self.reward.concurrency),
-            sampling=sampling_of(self.sampling),
+            sampling=Sampling(s.samples, s.temperature, s.max_tokens, s.top_p),
             faults=self.faults,
             value_rollouts=self.value_rollouts,
             held_out=self.held_out,
@@ -71,8 +71,3 @@ class SearchSetup:
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
         return build_task(plugin, None if functions is None else InMemory(reward=functions))
-
-
-def sampling_of(table: SamplingTable) -> Sampling:
-    """Return the `[sampling]` table as the engines know it."""
-    return Sampling(table.samples, table.temperature, table.max_tokens, table.top_p)

@@ -122,23 +122,24 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def to_rows(argument: str, data: Any) -> Rows:
     """Return a list of dicts, a `datasets.Dataset` or a pandas DataFrame as plain rows."""
-    from datasets import Dataset
-    from pandas import DataFrame
-
-    if isinstance(data, DataFrame):
-        table = data.astype(object).where(data.notna(), None).to_dict("records")
-    elif isinstance(data, Dataset):
-        table = data.to_list()
-    elif isinstance(data, list | tuple):
-        table = list(data)
-    else:
-        raise ValueError(
-            f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"
-            f" one split of a datasets.Dataset. For a file or a hub name, set task.{argument}"
-        )
+    table = list(data) if isinstance(data, list | tuple) else _from_library(argument, data)
     if not all(isinstance(row, dict) for row in table):
         raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
     return checked(f"{argument}=", table, required=("prompt",))
+
+
+def _from_library(argument: str, data: Any) -> Rows:
+    from datasets import Dataset
+    from pandas import DataFrame
+
+    if isinstance(data, Dataset):
+        return list(data.to_list())
+    if isinstance(data, DataFrame):
+        return list(data.astype(object).where(data.notna(), None).to_dict("records"))
+    raise ValueError(
+        f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"
+        f" one split of a datasets.Dataset. For a file or a hub name, set task.{argument}"
+    )
 
 
 def _in_memory(task: Use) -> list[str]:
