@@ -9,12 +9,20 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
+import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import RuntimeTable
-from tba.learn.trainer import SingleTrainer, build_trainer
-from tba.models.pretrained import Text, load_text
+from tba.learn.policy import Policy
+from tba.learn.trainer import SingleTrainer
+from tba.models.pretrained import (
+    Text,
+    computes_in_bf16,
+    enable_gradient_checkpointing,
+    load_model,
+    load_text,
+)
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
 from tba.runtime.functions import pickled
 from tba.search.prompts import PromptStream
@@ -46,10 +54,20 @@ class Parts:
         return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
 
     def trainer(self, device: str) -> SingleTrainer:
-        """Load the model and return its trainer."""
+        """Load the model in fp32 and return its trainer."""
         c = self.config
-        temperature, steps = c.sampling.temperature, c.run.steps
-        return build_trainer(c.policy, c.trainer, self.objective, temperature, steps, device)
+        model = load_model(c.policy, torch.float32).to(device)
+        if c.policy.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        bf16 = computes_in_bf16(c.policy, device)
+        policy = Policy(
+            model,
+            c.sampling.temperature,
+            autocast=bf16,
+            share_prompt=not c.policy.gradient_checkpointing,
+            head=head_of(self.objective.at(0)),
+        )
+        return SingleTrainer(policy, self.objective, c.trainer, c.run.steps, bf16)
 
     def search_setup(self) -> SearchSetup:
         """Return what each searcher process is built from."""
