@@ -214,11 +214,10 @@ def _joined(outputs: Sequence[Output]) -> Output:
     """Join pieces along K. The output of a head on the prompt is the same for each of them."""
     logp = torch.cat([output.logp for output in outputs], 1)
     entropy = torch.cat([output.entropy for output in outputs], 1)
-    heads = [output.head for output in outputs if output.head is not None]
-    if not heads:
-        return Output(logp, entropy, None)
-    on_prompt = heads[0].ndim == 1
-    return Output(logp, entropy, heads[0] if on_prompt else torch.cat(heads, 1))
+    head = outputs[0].head
+    if head is not None and head.ndim > 1:
+        head = torch.cat([output.head for output in outputs if output.head is not None], 1)
+    return Output(logp, entropy, head)
 
 
 def _divided(gradient: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
