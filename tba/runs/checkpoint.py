@@ -67,9 +67,9 @@ class Checkpoints:
         """`deadline` is the most seconds to wait for one save."""
         self.folder = folder
         self._keep, self._deadline = keep, deadline
-        self._step = 0
+        self._step: int | None = None
         self._writing: Future[dict[str, float]] | None = None
-        """The save of step `_step`, with its seconds."""
+        """The save of step `_step`, which returns its seconds."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def save(
@@ -82,8 +82,10 @@ class Checkpoints:
     ) -> None:
         """Copy everything now and write it in the background as generation `step-N`.
 
-        A save that is still being written is waited for first.
+        A save that is still being written is waited for first. A step is saved once.
         """
+        if progress.step == self._step:
+            return
         started = time.perf_counter()
         self.wait()
         target = self.folder / f"step-{progress.step:08d}"

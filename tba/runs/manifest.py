@@ -41,7 +41,7 @@ def damage(folder: Path) -> dict[str, str]:
         return {MANIFEST: f"cannot be read ({error})"}
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     present = files - {MANIFEST}
-    problems = {name: "is not listed" for name in present - listed.keys()}
+    problems = dict.fromkeys(present - listed.keys(), "is not listed")
     for name, digest in listed.items():
         if name not in present:
             problems[name] = "is missing"
