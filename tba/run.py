@@ -286,11 +286,9 @@ def _searchers(
             searchers.publish(trainer.weights(version=start))
     else:
         from tba.runtime.ray import RaySearchers
-        from tba.runtime.transport import ObjectStore
 
         newest = trainer.weights(version=start) if start else None
-        transport = ObjectStore(c.runtime.task_deadline)
-        searchers = RaySearchers(job, cluster, transport, bf16, stop.is_requested, resumed, newest)
+        searchers = RaySearchers(job, cluster, bf16, stop.is_requested, resumed, newest)
     if c.runtime.lag:
         held = () if resumed is None else resumed.held
         return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)

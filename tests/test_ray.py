@@ -139,9 +139,11 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
 
 def objects_in_the_store() -> int:
     """Return how many objects Ray's object store keeps."""
+    import ray
     from ray._private.internal_api import memory_summary
 
-    match = re.search(r"(\d+) objects", memory_summary(stats_only=True))
+    address = ray.get_runtime_context().gcs_address
+    match = re.search(r"(\d+) objects", memory_summary(address, stats_only=True))
     assert match is not None
     return int(match[1])
 

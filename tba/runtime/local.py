@@ -77,4 +77,4 @@ class LocalSearchers:
         return SearchState(cursor, self._tasks, stats, self._weights, self._reference)
 
     def close(self) -> None:
-        """Nothing to end: the searcher lives in this process."""
+        """Do nothing: the searcher lives in this process."""
