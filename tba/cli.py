@@ -28,31 +28,22 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar=TABLE_KEY, help="Settings that override the file or the run."),
 ]
-StudyFile = Annotated[
-    Path, typer.Argument(metavar="STUDY.toml", help="Grids of runs that share a base config.")
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and print what would be run.")
 ]
 RunPath = Annotated[Path, typer.Argument(help="Folder of a run; its newest checkpoint is used.")]
-
-
-def flag(name: str, meaning: str) -> Any:
-    """Return an option of a command without a value."""
-    return typer.Option(name, help=meaning)
 
 
 @app.command()
 def train(
     settings: ConfigSettings = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Check all and print the whole config.")] = False,
+    dry_run: DryRun = False,
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Resume the run in this folder from its checkpoint."),
+        Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")
     ] = None,
     drop_damaged_replay: Annotated[
         bool,
-        flag(
-            "--drop-damaged-replay",
-            "With --resume: drop replayed data that is damaged in every checkpoint.",
-        ),
+        typer.Option("--drop-damaged-replay", help="With --resume: drop damaged replayed data."),
     ] = False,
 ) -> None:
     """Post-train a model. Without a config: three-digit addition on the CPU."""
@@ -74,10 +65,12 @@ def train(
 
 @app.command()
 def sweep(
-    study: StudyFile,
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="File of the study.")],
     settings: Settings = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Check all and print the list of runs.")] = False,
-    retry_failed: Annotated[bool, flag("--retry-failed", "Start failed runs again.")] = False,
+    dry_run: DryRun = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Start failed runs again.")
+    ] = False,
 ) -> None:
     """Run a study: many runs, several at once. Called again, it continues."""
     from tba.studies.sweep import sweep as carry_out
@@ -89,7 +82,9 @@ def sweep(
 def evaluate(
     run: RunPath,
     settings: Settings = None,
-    reference: Annotated[bool, flag("--reference", "Evaluate the initial model instead.")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Evaluate the initial model instead.")
+    ] = False,
 ) -> None:
     """Evaluate the model of a run on held-out prompts and print JSON."""
     from tba.runs.offline import evaluate_run
@@ -124,7 +119,9 @@ def export(
 
 
 @app.command("list")
-def list_plugins(as_json: Annotated[bool, flag("--json", "Print JSON.")] = False) -> None:
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """List the plug-ins and their options."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:

@@ -39,19 +39,13 @@ class RunTable(Table):
 
 
 class PolicyTable(Table):
-    model: str = key(
-        "bundled:arithmetic", "a folder, a name on the Hugging Face hub, or bundled:arithmetic"
-    )
+    model: str = key("bundled:arithmetic", "folder, Hugging Face name, or bundled:arithmetic")
     trust_remote_code: bool = key(False, "run code that comes with a model from the hub")
     autocast: Literal["auto", "bf16", "off"] = key(
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
-    gradient_checkpointing: bool = key(
-        False, "recompute activations in the backward pass: less memory, more time"
-    )
-    reset_reference_every: Count = key(
-        0, "copy the policy into the reference every N steps; 0: never"
-    )
+    gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
+    reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
     pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
 
@@ -67,10 +61,8 @@ class SamplingTable(Table):
 
 class ReplayTable(Table):
     per_prompt: Positive = key(100, "maximum number of distinct responses to keep per prompt")
-    capacity: Positive = key(
-        100_000, "maximum number of distinct responses to keep; drops the oldest first"
-    )
-    first_fill: Count = key(0, "groups to collect before the first step; 0: as many as a batch has")
+    capacity: Positive = key(100_000, "distinct responses to keep in all; drops the oldest first")
+    first_fill: Count = key(0, "groups to collect before the first step; 0: those of one batch")
 
 
 class TrainerTable(Table):
@@ -86,9 +78,7 @@ class TrainerTable(Table):
     betas: Betas = key((0.9, 0.999), "betas of AdamW")
     weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "weight decay of AdamW")
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
-    token_budget: Positive = key(
-        16_384, "maximum number of tokens, padding included, per forward and backward pass"
-    )
+    token_budget: Positive = key(16_384, "tokens per forward and backward pass, padding included")
 
     @model_validator(mode="after")
     def whole_groups(self) -> TrainerTable:
@@ -133,13 +123,9 @@ class RuntimeTable(Table):
     prompts_per_task: Positive = key(8, "prompts per search task")
     concurrent_searches: Positive = key(2, "tasks a searcher runs at once (ray)")
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
-    task_deadline: PositiveFloat = key(
-        600.0, "seconds a searcher may take for a task before it is restarted"
-    )
+    task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
     start_deadline: PositiveFloat = key(300.0, "seconds a searcher may take to start")
-    gather_deadline: PositiveFloat = key(
-        1800.0, "seconds the trainer waits for one batch of groups before the run fails"
-    )
+    gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
     max_restarts: Count = key(10, "restarts of searchers before the run fails")
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,17 +44,17 @@ class Transformers:
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
         repeated = [p for p in prompts for _ in range(sampling.samples)]
-        random_state = _RandomState(self.device, seed)
+        devices = [self.device] if self.device.startswith("cuda") else []
         completions: list[Completion] = []
         for start in range(0, len(repeated), self.batch_size):
             batch = repeated[start : start + self.batch_size]
-            with self._batches, self._weights.shared(), random_state.active():
+            with self._batches, self._weights.shared(), torch.random.fork_rng(devices):
+                torch.manual_seed(seed + start)
                 completions += self._batch(batch, sampling)
         starts = range(0, len(completions), sampling.samples)
         return [completions[i : i + sampling.samples] for i in starts]
 
     def load_weights(self, weights: Weights) -> float | None:
-        """Load all weights or raise; waits for the batch that runs, and for no other."""
         with self._weights.alone():
             load_weights(self.model, weights)
             self.version = weights.version
@@ -77,15 +76,15 @@ class Transformers:
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         width = max(len(p) for p in prompts)
-        ids = np.full((len(prompts), width), self.text.pad_id, np.int64)
-        mask = np.zeros((len(prompts), width), np.int64)
+        ids = torch.full((len(prompts), width), self.text.pad_id)
+        mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = prompt
+            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
             mask[row, width - len(prompt) :] = 1
         recorder = _Recorder(sampling.temperature or 1.0)
         out = self.model.generate(
-            input_ids=torch.from_numpy(ids).to(self.device),
-            attention_mask=torch.from_numpy(mask).to(self.device),
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
             generation_config=self._config(sampling),
             logits_processor=LogitsProcessorList([recorder.before]),
             stopping_criteria=StoppingCriteriaList([recorder.after]),
@@ -104,42 +103,17 @@ class Transformers:
     def _config(self, sampling: Sampling) -> Any:
         from transformers import GenerationConfig
 
-        choice: dict[str, Any] = {}
-        if sampling.temperature > 0:
-            choice = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         config = GenerationConfig(
-            do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=sorted(self.text.eos_ids),
             pad_token_id=self.text.pad_id,
-            **choice,
         )
+        if sampling.temperature > 0:
+            config.do_sample, config.temperature = True, sampling.temperature
+            config.top_p, config.top_k = sampling.top_p, 0
         # or the checkpoint's own top_k, repetition penalty, ... would fill the gaps
         self.model.generation_config = config
         return config
-
-
-class _RandomState:
-    """State of torch's global random generators that belongs to one call of `generate`."""
-
-    def __init__(self, device: str, seed: int):
-        self._devices = [device] if device.startswith("cuda") else []
-        self._seed = seed
-        self._saved: list[torch.Tensor] = []
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Continue the call's random numbers, and restore the generators afterwards."""
-        with torch.random.fork_rng(devices=self._devices):
-            if self._saved:
-                torch.set_rng_state(self._saved[0])
-                for device, state in zip(self._devices, self._saved[1:], strict=True):
-                    torch.cuda.set_rng_state(state, device)
-            else:
-                torch.manual_seed(self._seed)
-            yield
-            on_devices = [torch.cuda.get_rng_state(device) for device in self._devices]
-            self._saved = [torch.get_rng_state(), *on_devices]
 
 
 class _Recorder:

@@ -35,9 +35,8 @@ class Head:
     """
 
     on: Literal["prompt", "response"]
-    """`response`: one number per response token [B K T], from the state before it; its gradient
-    reaches the policy (a value head). `prompt`: one number per prompt [B], from its mean state;
-    its gradient stops there (log Z)."""
+    """`response`: one number per response token [B K T], from the state before it, with a gradient
+    to the policy. `prompt`: one number per prompt [B], from its mean state, without."""
     learning_rate: float
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 

@@ -17,9 +17,8 @@ class Difficulty(Counted):
 
     MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is
     drawn anew at each choice (Thompson sampling). A group with s right and f wrong answers updates
-    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f,
-    because the policy changes. An answer is right if its reward is at least the task's
-    `pass_reward`.
+    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f.
+    An answer is right if its reward is at least the task's `pass_reward`.
     """
 
     target: float = 0.5
