@@ -285,10 +285,10 @@ def _searchers(
         if was_on_ray and start >= c.runtime.publish_every:
             searchers.publish(trainer.weights(version=start))
     else:
-        from tba.runtime.ray import start_searchers
+        from tba.runtime.ray import RaySearchers
 
         newest = trainer.weights(version=start) if start else None
-        searchers = start_searchers(job, cluster, bf16, stop.is_requested, resumed, newest)
+        searchers = RaySearchers(job, cluster, bf16, stop.is_requested, resumed, newest)
     if c.runtime.lag:
         held = () if resumed is None else resumed.held
         return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)

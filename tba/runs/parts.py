@@ -16,7 +16,7 @@ from tba.config.tables import RuntimeTable
 from tba.learn.trainer import SingleTrainer, build_trainer
 from tba.models.pretrained import Text, load_text
 from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
-from tba.runtime.functions import pickled
+from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
 from tba.search.setup import SearchSetup
 from tba.strategies import Strategy
