@@ -12,28 +12,28 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(VENV)/installed  ## train the bundled model on three-digit addition, asynchronously, on the CPU
+demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU and draw a report
 	@rm -rf runs/demo
 	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
 
-test: $(VENV)/installed  ## the tests, under 10 minutes on two cores
-	@$(BIN)/python -m pytest $(PYTEST)
+test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST)
 
-test-slow: $(VENV)/installed  ## the long ones, on real pretrained models where they are at hand
+test-slow: $(VENV)/installed  ## run the slow tests, on real pretrained models where they are available
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
 
-study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it was stopped
+study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it stopped
 	@$(BIN)/tba sweep studies/off_policy/rates.toml
 	@$(BIN)/tba sweep studies/off_policy/study.toml
 	@$(BIN)/python studies/off_policy/gradient_variance.py runs/off_policy
 	@$(BIN)/tba report runs/off_policy_rates
 	@$(BIN)/tba report runs/off_policy
 
-coverage: $(VENV)/installed  ## the tests with line coverage of tba/
-	@$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)
+coverage: $(VENV)/installed  ## run the tests with line coverage of tba/
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)
 
-check: $(VENV)/installed  ## format, lint, types
+check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy

@@ -6,22 +6,68 @@ import os
 # down 30 to 50 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba.config.loading import load
 from tba.config.schema import Config
 
 if TYPE_CHECKING:
-    from tba.run import open_run, train
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from typing import Any, TypeAlias
+
+    from datasets import Dataset
+    from pandas import DataFrame
+
+    from tba.run import Run
+    from tba.runs.result import Result
+
+    Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
+    Reward: TypeAlias = Callable[..., Any]
 
 __version__ = "0.2.0"
 __all__ = ["Config", "load", "open_run", "train"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `train` and `open_run` when they are first used: they need PyTorch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tba import run
+def train(
+    config: Config,
+    resume: "str | Path | None" = None,
+    *,
+    data: "Data | None" = None,
+    reward: "Reward | Sequence[Reward] | None" = None,
+    held_out_data: "Data | None" = None,
+) -> "Result":
+    """Carry out a run, as `tba train` does, and return its result.
 
-    return vars(run)[name]
+    `resume` is the folder of a run to resume. `data` and `held_out_data` are rows with a `prompt`
+    column, and `reward` is one function or several with TRL's signature; they take the place of
+    the options of the same names in `[task]`, which may then be left out of the config.
+    ValueError before any process starts if something cannot work.
+    """
+    from tba.runs.result import Result
+
+    with open_run(config, resume, data=data, reward=reward, held_out_data=held_out_data) as run:
+        return Result(run.train(), run.folder.path)
+
+
+def open_run(
+    config: Config,
+    resume: "str | Path | None" = None,
+    *,
+    data: "Data | None" = None,
+    reward: "Reward | Sequence[Reward] | None" = None,
+    held_out_data: "Data | None" = None,
+) -> "AbstractContextManager[Run]":
+    """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
+
+    The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
+    its summary. Leaving the block ends all processes.
+    """
+    from pathlib import Path
+
+    from tba.run import open_run as opened
+    from tba.tasks._memory import in_memory
+
+    memory = in_memory(data, held_out_data, reward)
+    return opened(config, None if resume is None else Path(resume), memory)

@@ -9,40 +9,41 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.config.loading import DEFAULT, load, parse
-from tba.config.plugins import KINDS, Option, find, names, options_of
+from tba.config.loading import DEFAULT, load, override_all, parse
+from tba.config.plugins import KINDS, find, names, options_of
 from tba.config.schema import Config
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
-Settings = Annotated[
+TABLE_KEY = "[table.key=value …]"
+ConfigSettings = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG.toml] [table.key=value …]",
-        help="Config file, and settings that override it.",
+        metavar=f"[CONFIG.toml] {TABLE_KEY}", help="Config file, and settings that override it."
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar=TABLE_KEY, help="Settings that override the file or the run."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything and print what would be run.")
+]
+RunPath = Annotated[Path, typer.Argument(help="Folder of a run; its newest checkpoint is used.")]
 
 
 @app.command()
 def train(
-    settings: Settings = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything and print the whole config."),
-    ] = False,
+    settings: ConfigSettings = None,
+    dry_run: DryRun = False,
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Resume the run in this folder from its checkpoint."),
+        Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")
     ] = None,
     drop_damaged_replay: Annotated[
         bool,
-        typer.Option(
-            "--drop-damaged-replay",
-            help="With --resume: drop replayed data that is damaged in every checkpoint.",
-        ),
+        typer.Option("--drop-damaged-replay", help="With --resume: drop damaged replayed data."),
     ] = False,
 ) -> None:
     """Post-train a model. Without a config: three-digit addition on the CPU."""
@@ -64,22 +65,11 @@ def train(
 
 @app.command()
 def sweep(
-    study: Annotated[
-        Path, typer.Argument(metavar="STUDY.toml", help="Grids of runs that share a base config.")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[table.key=value …]", help="Settings that override the base config or [study]."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything and print the list of runs."),
-    ] = False,
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="File of the study.")],
+    settings: Settings = None,
+    dry_run: DryRun = False,
     retry_failed: Annotated[
-        bool,
-        typer.Option("--retry-failed", help="Start failed runs again."),
+        bool, typer.Option("--retry-failed", help="Start failed runs again.")
     ] = False,
 ) -> None:
     """Run a study: many runs, several at once. Called again, it continues."""
@@ -90,16 +80,10 @@ def sweep(
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[
-        Path, typer.Argument(help="Folder of a run, whose newest checkpoint is evaluated.")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[table.key=value …]", help="Settings, such as eval.prompts=512."),
-    ] = None,
+    run: RunPath,
+    settings: Settings = None,
     reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Evaluate the initial model instead."),
+        bool, typer.Option("--reference", help="Evaluate the initial model instead.")
     ] = False,
 ) -> None:
     """Evaluate the model of a run on held-out prompts and print JSON."""
@@ -123,9 +107,7 @@ def report(
 
 @app.command()
 def export(
-    run: Annotated[
-        Path, typer.Argument(help="Folder of a run, whose newest checkpoint is exported.")
-    ],
+    run: RunPath,
     out: Annotated[
         Path, typer.Argument(help="New folder, for AutoModelForCausalLM.from_pretrained.")
     ],
@@ -143,8 +125,7 @@ def list_plugins(
     """List the plug-ins and their options."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
-        classes = {name: find(kind, name) for name in names(kind)}
-        plugins[kind] = {name: _described(cls) for name, cls in classes.items()}
+        plugins[kind] = {name: _described(find(kind, name)) for name in names(kind)}
     if as_json:
         print(json.dumps(plugins, indent=1))
         return
@@ -174,13 +155,15 @@ def _config(settings: list[str], resume: Path | None) -> Config:
     if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
         path, settings = Path(settings[0]), settings[1:]
     if resume is None:
-        return load(path or _default(settings), settings)
+        keys = {setting.partition("=")[0].strip() for setting in settings}
+        if path is None and not keys & {"task", "task.use", "policy.model"}:
+            path = DEFAULT
+        return load(path, settings)
     if path is not None:
         raise ValueError(
             f"--resume continues with the config in {resume};"
             f" leave out {path}, and give only table.key=value to change"
         )
-    from tba.config.loading import override_all
     from tba.runs.folder import RunFolder
     from tba.tasks._memory import refuse
 
@@ -190,24 +173,16 @@ def _config(settings: list[str], resume: Path | None) -> Config:
     return parse(tables)
 
 
-def _default(settings: list[str]) -> Path | None:
-    """Return the embedded default config, unless its model or its task is replaced."""
-    keys = {setting.partition("=")[0].strip() for setting in settings}
-    return None if keys & {"task", "task.use", "policy.model"} else DEFAULT
-
-
 def _described(cls: type) -> dict[str, Any]:
     """Return a plug-in as JSON."""
+    options = {}
+    for name, option in options_of(cls).items():
+        is_class = isinstance(option.kind, type)
+        kind = option.kind.__name__ if is_class else str(option.kind).replace("typing.", "")
+        default = None if option.required else option.default
+        options[name] = {"type": kind, "required": option.required, "default": default}
     about = (cls.__doc__ or "").strip().splitlines()[0]
-    options = {name: _option(option) for name, option in options_of(cls).items()}
     return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": options}
-
-
-def _option(option: Option) -> dict[str, Any]:
-    is_class = isinstance(option.kind, type)
-    kind = option.kind.__name__ if is_class else str(option.kind).replace("typing.", "")
-    default = None if option.required else option.default
-    return {"type": kind, "required": option.required, "default": default}
 
 
 if __name__ == "__main__":

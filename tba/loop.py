@@ -1,4 +1,4 @@
-"""THE loop: synchronous or asynchronous, on one machine or forty."""
+"""The train loop: synchronous or asynchronous, on one machine or forty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """Train until `run.steps` or a stop. Runs differ in `searchers`, and in how long to wait for them."""
+    """Train until `run.steps` or a stop; runs differ in their searchers and how long they wait."""
     c, clock = run.config, run.tracker
     with clock.first_fill():
         run.buffer.add(run.gather(at_least=run.missing), now=run.step)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,22 +22,17 @@ from tba.runs.console import Console, open_console
 from tba.runs.folder import RunFolder
 from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
-from tba.runs.result import Result
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
-from tba.runtime.placement import Place, places_for
+from tba.runtime.placement import Place, places_on_one_machine
 from tba.search.result import Example
-from tba.tasks._memory import in_memory
+from tba.tasks._memory import InMemory
 from tba.types import Group
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from pandas import DataFrame
-
-    Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
-    Reward: TypeAlias = Callable[..., Any]
+    from tba.runtime.cluster import Cluster
 
 
 @dataclass
@@ -125,6 +120,12 @@ class Run:
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
+        try:
+            return self._train()
+        except ValueError as error:  # the config was checked: show where this one comes from
+            raise RuntimeError(f"the run failed: {error}") from error
+
+    def _train(self) -> Summary:
         last = self.config.run.steps
         unlogged, self.evaluating = self.evaluating, 0
         with self.tracker.clock():
@@ -163,61 +164,28 @@ class Run:
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
-    """Carry out a run that a config describes completely, and return its summary."""
-    return train(config, resume, drop_damaged_replay=drop_damaged_replay).summary
-
-
-def train(
-    config: Config,
-    resume: str | Path | None = None,
-    *,
-    data: Data | None = None,
-    reward: Reward | Sequence[Reward] | None = None,
-    held_out_data: Data | None = None,
-    drop_damaged_replay: bool = False,
-) -> Result:
-    """Carry out a run, as `tba train` does, and return its result.
-
-    `resume` is the folder of a run to resume; with `drop_damaged_replay`, without trajectories
-    that are damaged in every checkpoint. `data` and `held_out_data` are rows with a `prompt`
-    column, and `reward` is one function or several with TRL's signature; they take the place of
-    the options of the same names in `[task]`, which may then be left out of the config.
-    ValueError before any process starts if something cannot work.
-    """
-    with open_run(
-        config,
-        resume,
-        data=data,
-        reward=reward,
-        held_out_data=held_out_data,
-        drop_damaged_replay=drop_damaged_replay,
-    ) as opened:
-        try:
-            return Result(opened.train(), opened.folder.path)
-        except ValueError as error:  # the config was checked: show where this one comes from
-            raise RuntimeError(f"the run failed: {error}") from error
+    """Carry out a whole run. ValueError before anything starts if the config cannot work."""
+    with open_run(config, resume, None, drop_damaged_replay) as opened:
+        return opened.train()
 
 
 @contextmanager
 def open_run(
     config: Config,
-    resume: str | Path | None = None,
-    *,
-    data: Data | None = None,
-    reward: Reward | Sequence[Reward] | None = None,
-    held_out_data: Data | None = None,
+    resume: Path | None = None,
+    memory: InMemory | None = None,
     drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
-    """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
+    """Open a run: check its config, load its parts, start its searchers; close them at the end.
 
-    The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
-    its summary. Leaving the block ends all processes.
+    `memory` holds the rows and functions that were passed from Python. With `drop_damaged_replay`,
+    a resumed run goes on without the trajectories that are damaged in every checkpoint.
     """
-    parts = check(config, in_memory(data, held_out_data, reward))
+    parts = check(config, memory)
     if resume is None:
         folder, generation = RunFolder.create(parts.config), None
     else:
-        folder = RunFolder.reopen(Path(resume))
+        folder = RunFolder.reopen(resume)
         check_resumed(parts.config, before=parse(folder.config()))
         generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay)
     with ExitStack() as closing:
@@ -231,9 +199,7 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder.path}")
-    place, places = places_for(c.runtime)
-    if c.runtime.use == "ray":
-        closing.enter_context(place.taken())
+    place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
@@ -249,10 +215,7 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     )
     journal = Journal(folder.path, c, progress.step)
     closing.callback(journal.close)
-    job = SearchJob(
-        parts.search_setup(), parts.prompt_stream(), c.runtime, c.trainer.groups, c.run.seed
-    )
-    searchers = _searchers(job, place.device, places, trainer, stop, search, progress.step)
+    searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:
         held = () if search is None else search.held
         searchers = LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)
@@ -278,23 +241,37 @@ def _continue(
     tracker.resume(progress.counts, search.stats, folder.evaluations())
 
 
+def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Cluster | None]:
+    """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
+    if config.runtime.use == "local":
+        return places_on_one_machine(config.runtime)[0], None
+    from tba.runtime.bind import bind_ray
+
+    bind_ray(config.runtime.address)
+    from tba.runtime.cluster import open_cluster
+
+    cluster = open_cluster(config.runtime)
+    closing.callback(cluster.close)
+    stop.install()  # Ray has replaced our signal handlers with its own
+    closing.enter_context(cluster.trainer.taken())
+    return cluster.trainer, cluster
+
+
 def _searchers(
-    job: SearchJob, device: str, places: list[Place], trainer: SingleTrainer, stop: Stop,
+    parts: Parts, place: Place, cluster: Cluster | None, trainer: SingleTrainer, stop: Stop,
     search: SearchState | None, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
+    c, stream = parts.config, parts.prompt_stream()
+    job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)
     newest = trainer.weights(version=step) if step else None
-    if job.settings.use == "local":
-        from tba.runtime.local import LocalSearchers
+    bf16 = trainer.bf16_weights
+    if cluster is not None:
+        from tba.runtime.ray import RaySearchers
 
-        if search is not None and search.weights is None and step >= job.settings.publish_every:
-            search = replace(search, weights=newest)  # a run on Ray saves none
-        return LocalSearchers(job, job.setup.build(device, trainer.bf16_weights), search)
-    from tba.runtime.bind import bind_ray
+        return RaySearchers(job, cluster, bf16, stop.is_requested, search, newest)
+    from tba.runtime.local import LocalSearchers
 
-    bind_ray(job.settings.address)
-    from tba.runtime.ray import RaySearchers
-
-    searchers = RaySearchers(job, places, trainer.bf16_weights, stop.is_requested, search, newest)
-    stop.install()  # Ray has replaced our signal handlers with its own
-    return searchers
+    if search is not None and search.weights is None and step >= c.runtime.publish_every:
+        search = replace(search, weights=newest)  # a run on Ray saves none
+    return LocalSearchers(job, job.setup.build(place.device, bf16), search)

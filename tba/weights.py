@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -87,3 +89,59 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} another model than policy.model: {differing[:3]} differ in name or shape"
         )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Weights that a transport has sent; `parcel` is what it needs to receive them."""
+
+    version: int
+    parcel: Any
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Carries weights from the trainer's process to those of the searchers."""
+
+    def send(self, weights: Weights) -> Sent:
+        """Make the weights available to every searcher, without waiting for one."""
+
+    def receive(self, sent: Sent) -> Weights:
+        """Return weights that were sent. Called in a searcher's process."""
+
+
+class SharedLock:
+    """Lock that many threads hold together or one holds alone.
+
+    A thread that waits to be alone goes before those that ask to share after it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sharing = 0
+        self._waiting = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock together with others that share it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0)
+            self._sharing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sharing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock while no other thread does."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: self._sharing == 0)
+                yield
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()

@@ -12,9 +12,9 @@ import torch
 
 from tba.types import Batch, Group, Prompt, Trajectory, collate
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # read when transformers and datasets are imported: none of the above does that
-)
+# Read when transformers and datasets are imported, and when ray is: none of the above does that.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray listens on loopback
 torch.set_num_threads(1)  # on tiny models threads only wait for each other
 
 PAD, EOS = "<pad>", "<eos>"

@@ -46,6 +46,10 @@ tensorboard = false
 """
 
 MISTAKES = {
+    "no run to drop replayed data of": (
+        ["--drop-damaged-replay"],
+        "--drop-damaged-replay needs --resume RUN",
+    ),
     "no model": (
         ["policy.model=./nowhere"],
         "policy.model = './nowhere': no such folder; give one that save_pretrained wrote",

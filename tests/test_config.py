@@ -178,6 +178,8 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="beta is a value, not a table"):
         load(None, ["objective.beta=0.1", "objective.beta.end=0.006"])
+    with pytest.raises(ValueError, match="pair is a value, not a table"):
+        load(None, ["objective=online_dpo", "objective.pair=best_worst", "objective.pair.end=1"])
 
 
 def test_a_config_is_frozen() -> None:

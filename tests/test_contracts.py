@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,15 @@ import torch
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
-from tba.models.pretrained import Text, load_text
+from tba.engines.transformers import Transformers
+from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import HasHead, Loss
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
 from tba.strategies import Strategy
 from tba.tasks import Task
 from tba.types import Answer, Batch, Completion, Group, Prompt, Sampling, Trajectory
+from tba.weights import Weights, pack
 
 GROUPS, SIZE = 5, 3
 
@@ -372,11 +377,31 @@ def text(tiny_model: Path) -> Text:
     return load_text(PolicyTable(model=str(tiny_model)))
 
 
+ENGINE_OPTIONS = {"transformers": {"batch_size": 3}, "scripted": {"latency": 0.02}}
+"""Options that divide the work of a call, or make it last."""
+
+
 @pytest.fixture(params=names("engines"))
-def engine(request: pytest.FixtureRequest, tiny_model: Path, text: Text) -> Engine:
-    return resolve("engines", "engine", request.param, {}).build(
-        PolicyTable(model=str(tiny_model)), text, "cpu", False
-    )
+def make_engine(
+    request: pytest.FixtureRequest, tiny_model: Path, text: Text
+) -> Callable[[], Engine]:
+    plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, {}))
+    return lambda: plugin.build(PolicyTable(model=str(tiny_model)), text, "cpu", False)
+
+
+@pytest.fixture
+def engine(make_engine: Callable[[], Engine]) -> Engine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def newer(tiny_model: Path) -> Weights:
+    """Weights of version 4, far from those that an engine starts with."""
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    packed = pack(model, version=4, bf16=False)
+    rng = np.random.default_rng(0)
+    moved = {name: array + rng.normal(0, 0.3, array.shape) for name, array in packed.arrays.items()}
+    return replace(packed, arrays={n: array.astype(np.float32) for n, array in moved.items()})
 
 
 def ask(
@@ -426,3 +451,53 @@ def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:
     assert tokens(ask(engine, text, seed=1, temperature=0.0)) == tokens(
         ask(engine, text, seed=2, temperature=0.0)
     )
+
+
+def test_engine_gives_two_threads_what_it_gives_one(engine: Engine, text: Text) -> None:
+    alone = [tokens(ask(engine, text, seed)) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda seed: tokens(ask(engine, text, seed)), range(4)))
+    assert together == alone
+
+
+def test_engine_loads_weights_while_it_generates(
+    make_engine: Callable[[], Engine], newer: Weights, text: Text
+) -> None:
+    """A completion has the version that began it; later ones are those of the newer weights."""
+    engine, other = make_engine(), make_engine()
+    with ThreadPoolExecutor(2) as threads:
+        generating = threads.submit(ask, engine, text, 1)
+        threads.submit(engine.load_weights, newer).result(timeout=60)
+        versions = [c.version for row in generating.result(timeout=60) for c in row]
+    assert versions == sorted(versions)
+    assert set(versions) <= {0, 4}
+    after = ask(engine, text, seed=2)
+    assert {c.version for row in after for c in row} == {4} == {engine.version}
+    other.load_weights(newer)
+    assert tokens(after) == tokens(ask(other, text, seed=2))
+
+
+def test_transformers_loads_weights_between_two_batches(
+    tiny_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load waits for the batch that runs and goes before the next; random numbers continue."""
+    policy = PolicyTable(model=str(tiny_model))
+    engine = Transformers(policy, text, "cpu", False, batch_size=3)
+    whole = tokens(ask(engine, text, seed=1))
+    generate, calls = engine.model.generate, itertools.count()
+    loaders = ThreadPoolExecutor(1)
+
+    def loading_in_the_third_batch(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            loaders.submit(engine.load_weights, newer)
+            while not engine._weights._waiting:
+                time.sleep(0.001)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "generate", loading_in_the_third_batch)
+    answers = ask(engine, text, seed=1)
+    loaders.shutdown()
+    versions = [c.version for row in answers for c in row]
+    assert versions == [0] * 9 + [4] * 12
+    before = [answer for row in whole for answer in row][:9]
+    assert [answer for row in tokens(answers) for answer in row][:9] == before

@@ -22,7 +22,8 @@ from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
 from tba.search.faults import FaultyTask
-from tba.search.rewards import Guard, Rejected
+from tba.search.result import Rejected
+from tba.search.rewards import Guard
 from tba.types import Answer, Completion, Prompt
 
 REWARDS = [k / 100 for k in range(100)]

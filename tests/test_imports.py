@@ -25,8 +25,9 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
+RAY = ("actor", "cluster", "functions", "pool", "ray", "transport")
 HEAVY = {
-    "ray": {"runtime/ray.py", "runtime/actor.py", "runtime/functions.py"},
+    "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/panels.py", "report/figures.py"},
     "vllm": set(),

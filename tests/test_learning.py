@@ -1,6 +1,6 @@
-"""Every objective learns on policy, by the real local loop: where it has a target that can be worked out, it ends there.
+"""Every objective learns on policy, in the real local loop, and ends at its target if it has one.
 
-The toy's answers can all be enumerated, so that the expected reward of a policy is exact, and so is its distance from a target.
+All answers of the toy can be enumerated, so that expected rewards and distances are exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tba.config.plugins import names
 KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "proximal_rloo", "ppo")
 """Their target is ref(y) exp(r(y) / beta) / Z."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
-"""Of those that would be something else with their defaults: a toy's answer is shorter than one step."""
+"""Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
     "strategy=recent",
     "sampling.samples=16",
@@ -29,7 +29,7 @@ SMALL = (
 
 
 def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> list[Enumerated]:
-    """What the policy of a run ends at, for each prompt."""
+    """Return the distribution at which the policy of a run ends, for each prompt."""
     config = toy_config(
         model, folder / "run", *SMALL, *settings, f"sampling.max_tokens={max_tokens}"
     )
@@ -41,7 +41,7 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
 def test_kl_in_the_reward_ends_at_the_tilted_reference(
     objective: str, toy_model: Path, tmp_path: Path
 ) -> None:
-    """A quarter of the responses of `test_exactness`, and half of its steps: from a total variation of .24 and more to below .05."""
+    """The total variation falls from .24 and more to below .05."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=200")
     for found in learned(toy_model, tmp_path, *settings):
         target = found.target(BETA)
@@ -54,7 +54,7 @@ def test_kl_in_the_reward_ends_at_the_tilted_reference(
 
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_the_expected_reward_rises(objective: str, toy_model: Path, tmp_path: Path) -> None:
-    """With its default options; from -.05 to .5 and more, where .6 is the best answer's."""
+    """Default options lead from -.05 to more than .45; the best answer has .6."""
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()), "run.steps=40")
     found = learned(toy_model, tmp_path, *settings)
     assert fmean((one.reference * one.reward).sum().item() for one in found) == pytest.approx(
@@ -66,7 +66,10 @@ def test_the_expected_reward_rises(objective: str, toy_model: Path, tmp_path: Pa
 def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
     toy_model: Path, tmp_path: Path
 ) -> None:
-    """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K. That is not the tilted reference, and it can be seen."""
+    """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K.
+
+    That is not the tilted reference, and the difference is visible.
+    """
     settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=150")
     for found in learned(toy_model, tmp_path, *settings, max_tokens=1):
         target = at_rest(found, 0.3, 15 / 16)
@@ -75,7 +78,7 @@ def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
 
 
 def at_rest(found: Enumerated, beta: float, c: float) -> torch.Tensor:
-    """beta ref / (beta + c (E - r)), with the E that makes it sum to one; it is then the mean reward."""
+    """Return beta ref / (beta + c (E - r)) with the mean reward E, which makes it sum to one."""
     low, high = found.reward.max().item() - beta / c, found.reward.max().item()
     for _ in range(60):
         mean = (low + high) / 2

@@ -144,7 +144,7 @@ def test_a_stopped_run_goes_on_exactly(tiny_model: Path, tmp_path: Path) -> None
     metrics = tmp_path / "part" / METRICS
 
     def stop() -> None:
-        while len(read(metrics)) < 6:
+        while len([row for row in read(metrics) if "loss" in row]) < 5:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
 

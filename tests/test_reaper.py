@@ -1,4 +1,4 @@
-"""Whose processes the reaper counts as the run's own."""
+"""The reaper ends the processes of its run, and no others."""
 
 from __future__ import annotations
 

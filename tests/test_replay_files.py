@@ -1,4 +1,4 @@
-"""The buffer on disk: loaded as saved, segments linked and rewritten, damage noticed and dropped."""
+"""The buffer on disk: loaded as saved, segments linked and rewritten, damage dropped on request."""
 
 from __future__ import annotations
 

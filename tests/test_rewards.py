@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from tba.engines.scripted import Scripted
 from tba.models.pretrained import load_text
 from tba.runs.log import METRICS, read
 from tba.search.evaluate import evaluate
-from tba.search.result import SearchStats
-from tba.search.rewards import Guard, Rejected, RejectionMonitor, Verdict
+from tba.search.result import Rejected, SearchStats, Verdict
+from tba.search.rewards import Guard, RejectionMonitor
 from tba.types import Answer, Prompt
 
 ANSWERS = ("one", "two", "three", "four", "five")
@@ -129,22 +130,75 @@ def test_a_task_scores_whole_groups(kind: type[Scored]) -> None:
     assert sorted(calls) == sorted(g for g in groups if g)
 
 
-def test_a_sync_function_has_one_group_at_a_time() -> None:
-    inside, most = 0, 0
-    lock = threading.Lock()
+class Overlaps:
+    """Counts the calls that run at the same time."""
 
-    def score(texts: list[str]) -> list[float]:
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
+    def __init__(self) -> None:
+        self.most = 0
+        self._inside = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, texts: list[str]) -> list[float]:
+        with self._lock:
+            self._inside += 1
+            self.most = max(self.most, self._inside)
         time.sleep(0.01)
-        with lock:
-            inside -= 1
+        with self._lock:
+            self._inside -= 1
         return [0.0] * len(texts)
 
-    judge_all(Scored(score), [ANSWERS] * 5)
-    assert most == 1
+
+def at_once(guard: Guard, searches: Sequence[Sequence[str]]) -> list[list[str | float]]:
+    """Score one group for each search, all searches in threads of their own."""
+
+    def search(texts: Sequence[str]) -> list[str | float]:
+        (verdicts,) = guard([Prompt("0", "count")], [[Answer(t, True) for t in texts]])
+        return reasons(verdicts)
+
+    with ThreadPoolExecutor(len(searches)) as threads:
+        return list(threads.map(search, searches))
+
+
+def test_a_sync_function_has_one_group_at_a_time() -> None:
+    overlaps = Overlaps()
+    judge_all(Scored(overlaps), [ANSWERS] * 5)
+    assert overlaps.most == 1
+
+
+def test_a_sync_function_is_never_called_by_two_searches_at_once() -> None:
+    overlaps = Overlaps()
+    at_once(Guard(Scored(overlaps), DEADLINE), [ANSWERS] * 5)
+    assert overlaps.most == 1
+
+
+def test_the_time_that_a_search_waits_for_another_does_not_count() -> None:
+    """Five calls of 0.2 s in a row, each with a deadline of 0.6 s."""
+
+    def score(texts: list[str]) -> list[float]:
+        time.sleep(0.2)
+        return [1.0]
+
+    assert at_once(Guard(Scored(score), 0.6), [["one"]] * 5) == [[1.0]] * 5
+
+
+def test_a_call_that_hangs_delays_other_searches_by_its_deadline(hang: Callable[[], float]) -> None:
+    guard = Guard(Scored(length_except("?", hang)), DEADLINE)
+    results = at_once(guard, [["?"], ["one"], ["?"], ["three"]])
+    assert results == [["timeout"], [3.0], ["timeout"], [5.0]]
+
+
+def test_all_searches_have_one_event_loop() -> None:
+    """An async client, or this semaphore, may be kept from call to call."""
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def score(texts: list[str]) -> list[int]:
+        async with one_at_a_time:
+            await asyncio.sleep(0.01)
+        return [len(t) for t in texts]
+
+    guard = Guard(Asynchronous(score), 10.0)
+    for _ in range(2):
+        assert at_once(guard, [["one"], ["three"]]) == [[3.0], [5.0]]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -250,12 +304,25 @@ def test_timeouts_among_calls_that_work_do_not_end_the_scoring(
 def test_an_async_function_that_blocks_the_event_loop_does_not_hang_the_search(
     hang: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Later searches score on another event loop."""
     monkeypatch.setattr("tba.search.calls.GRACE", 0.1)
-    verdicts = judge_all(Asynchronous(length_except("?", hang)), [["one"], ["?"], ["two"]])
-    assert reasons(verdicts[1]) == ["timeout"]
-    assert (
-        isinstance(verdicts[1][0], Rejected) and "blocked the event loop" in verdicts[1][0].detail
-    )
+    guard = Guard(Asynchronous(length_except("?", hang)), DEADLINE)
+    answers = [[Answer("?", True)], [Answer("one", True)]]
+    verdicts = guard([Prompt("0", "count"), Prompt("1", "count")], answers)
+    rejected = verdicts[0][0]
+    assert isinstance(rejected, Rejected) and rejected.reason == "timeout"
+    assert "blocked the event loop" in rejected.detail
+    assert at_once(guard, [["one"], ["three"]]) == [[3.0], [5.0]]
+
+
+def test_the_event_loop_ends_with_its_searcher() -> None:
+    before = set(threading.enumerate())
+    guard = Guard(Asynchronous(each(len)), DEADLINE)
+    assert at_once(guard, [["one"]]) == [[3.0]]
+    (thread,) = [t for t in set(threading.enumerate()) - before if t.name == "scoring"]
+    del guard
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_search() -> None:

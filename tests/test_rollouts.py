@@ -18,10 +18,10 @@ from tba.objectives import ValueRollouts
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.parts import check
-from tba.search.result import SearchResult
-from tba.search.rewards import Guard, Rejected
-from tba.search.rollouts import Rollouts, Sample, SampleGroup
-from tba.types import Answer, Completion, Group, Prompt, Sampling, collate
+from tba.search.result import Rejected, SearchResult
+from tba.search.rewards import Guard
+from tba.search.rollouts import Rollouts
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
 
 SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
 
@@ -68,30 +68,30 @@ def text(tiny_model: Path) -> Text:
     return load_text(PolicyTable(model=str(tiny_model)))
 
 
-def group(text: Text, prompt: str, *answers: str) -> SampleGroup:
+def group(text: Text, prompt: str, *answers: str) -> Group:
     """Answers with EOS, unless they end with a dash; the reward is the answer."""
-    samples = []
+    trajectories = []
     for answer in answers:
         digits, finished = answer.removesuffix("-"), not answer.endswith("-")
         ids = text.tokenizer(digits)["input_ids"]
         tokens = np.array([*ids, *(text.eos_ids if finished else ())], np.int32)
-        completion = Completion(tokens, np.zeros(len(tokens), np.float32), finished, version=0)
-        samples.append(Sample(completion, float(digits)))
+        logp = np.zeros(len(tokens), np.float32)
+        trajectories.append(Trajectory(tokens, logp, logp, float(digits), 0, finished))
     p = Prompt(prompt, prompt)
-    return SampleGroup(p, text.encode(p), tuple(samples))
+    return Group(p, text.encode(p), tuple(trajectories))
 
 
 def estimate(
-    text: Text, groups: list[SampleGroup], rollouts: int, step_tokens: int
-) -> tuple[list[SampleGroup], list[float | Rejected], Endings]:
+    text: Text, groups: list[Group], rollouts: int, step_tokens: int
+) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine, request = Endings(text), ValueRollouts(rollouts, step_tokens)
     all_of = Rollouts(engine, text, Guard(Digits(), 10.0), SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
 
 
-def values(group: SampleGroup) -> list[list[float]]:
-    return [[] if s.value is None else s.value.tolist() for s in group.samples]
+def values(group: Group) -> list[list[float]]:
+    return [[] if t.value is None else t.value.tolist() for t in group.trajectories]
 
 
 def test_values_by_hand(text: Text) -> None:
@@ -159,7 +159,7 @@ def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
 def test_what_was_found_stays_as_it_was(text: Text) -> None:
     before = group(text, "1+", "123", "45")
     (found,), _, _ = estimate(text, [before], rollouts=2, step_tokens=2)
-    assert [replace(s, value=None) for s in found.samples] == list(before.samples)
+    assert [replace(t, value=None) for t in found.trajectories] == list(before.trajectories)
 
 
 def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Text) -> None:
@@ -167,12 +167,12 @@ def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: T
     groups = [group(text, "1+", "82", "48", "12"), group(text, "2+", "81", "82")]
     found, verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=1)
     # a prompt whose responses are all left out gives no group
-    assert [[s.reward for s in g.samples] for g in found] == [[12.0]]
+    assert [[t.reward for t in g.trajectories] for g in found] == [[12.0]]
     # those left out still count as the prompt's other responses
     assert values(found[0])[0][0] == (82 + 48) / 2
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
     found, verdicts, _ = estimate(text, groups, rollouts=3, step_tokens=1)
-    assert [[s.reward for s in g.samples] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
+    assert [[t.reward for t in g.trajectories] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
     assert values(found[0])[0][1] == 83  # the mean of those that could be scored
     assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.studies.study import Study, check_study, read_study
+from tba.studies.study import check_study, read_study
 
 ROOT = Path(__file__).parent.parent
 BASE = """
@@ -47,11 +47,6 @@ def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Pat
     return path
 
 
-def read_file(path: Path, text: str) -> Study:
-    path.write_text(text)
-    return read_study(path)
-
-
 def test_the_runs_are_all_combinations(tmp_path, tiny_model):
     study = read_study(write(tmp_path, tiny_model))
     rates = [
@@ -60,7 +55,7 @@ def test_the_runs_are_all_combinations(tmp_path, tiny_model):
         for rate in ("0.001", "0.01")
     ]
     often = [f"often/use={use},publish_every={k}" for use in ("tb", "rloo") for k in (1, 2)]
-    assert [t.folder for t in study.trials()] == rates + often
+    assert [t.folder for t in study.trials] == rates + often
     configs = check_study(study)
     assert [c.run.seed for c in configs] == [0] * 4 + [1] * 4
     # another objective drops the options of the one before
@@ -78,13 +73,16 @@ def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
         read_study(path, ["run.seed=7"])
     study = read_study(path, ["trainer.learning_rate=1e-4"])  # `often` does not set it
     assert study.base["trainer"]["learning_rate"] == 1e-4
+    tables = '{ label = "short", "run.steps" = 2 }, { label = "usual" }'
+    path = write(tmp_path, tiny_model, f'[[grid]]\nname = "x"\nvariants = [{tables}]\n')
+    assert [c.run.steps for c in check_study(read_study(path, ["run.steps=5"]))] == [2, 5]
 
 
 def test_the_two_studies_of_the_results_page_are_those_of_the_committed_rows():
     """A setting that rates.toml chose is repeated in study.toml: no run may differ from its row."""
     planned, kept = Counter(), Counter()
     for name in ("rates", "study"):
-        for t in read_study(ROOT / "studies" / "off_policy" / f"{name}.toml").trials():
+        for t in read_study(ROOT / "studies" / "off_policy" / f"{name}.toml").trials:
             planned[t.grid, t.label, json.dumps(t.settings, sort_keys=True)] += 1
     for row in json.loads((ROOT / "studies" / "off_policy" / "results.json").read_text()):
         kept[row["grid"], row["label"], json.dumps(row["settings"], sort_keys=True)] += 1
@@ -95,7 +93,7 @@ def test_the_two_studies_of_the_results_page_work():
     for name in ("rates", "study"):
         path = ROOT / "studies" / "off_policy" / f"{name}.toml"
         study = read_study(path, ["task.train_size=256"])
-        assert len(check_study(study)) == len(study.trials())
+        assert len(check_study(study)) == len(study.trials)
 
 
 MISTAKES = {
@@ -179,6 +177,9 @@ def test_mistakes_in_the_study_table(tmp_path, tiny_model, setting):
 def test_no_grid_and_no_file(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"a study needs a grid: write \[\[grid\]\]"):
         read_study(write(tmp_path, tiny_model, ""))
+    (tmp_path / "numbers.toml").write_text("grid = [1]\n")
+    with pytest.raises(ValueError, match=r"numbers.toml: write .* each grid as \[\[grid\]\]"):
+        read_study(tmp_path / "numbers.toml")
     with pytest.raises(ValueError, match=r"no such study file: .*nowhere.toml"):
         read_study(tmp_path / "nowhere.toml")
 
@@ -223,7 +224,7 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
         ]
         """
     )
-    first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials()
+    first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials
     assert [t.folder for t in (first, second, third)] == [
         "schedules/falling,k=1-2",
         "schedules/-rloo,k=1-2",

@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("study")
     (here / "s.toml").write_text(f'[study]\nfolder = "{here}"\n{GRIDS}')
     study, runs = read_study(here / "s.toml"), []
-    for trial in study.trials():
+    for trial in study.trials:
         failed = (
             trial.folder == "lags/use=rloo,publish_every=4,seed=0"
             or trial.axes.get("variant") == "plain"
@@ -169,7 +169,7 @@ def test_a_grid_without_finished_runs_has_a_table_and_no_curves(tmp_path):
         '[[grid]]\nname = "begun"\n"trainer.learning_rate" = [1e-4, 1e-3]\n'
     )
     study = read_study(tmp_path / "s.toml")
-    going, diverged = study.trials()
+    going, diverged = study.trials
     for trial in (going, diverged):
         write_run(study.path(trial), trial, failed=True)
     Ledger(
@@ -253,7 +253,7 @@ def test_keys_that_vary_together_are_one_axis(tmp_path):
         ]
         """
     )
-    runs = read_study(tmp_path / "s.toml").trials()
+    runs = read_study(tmp_path / "s.toml").trials
     rows = pd.DataFrame({"status": "pending", "last": [float("nan")] * len(runs)})
     layout = lay_out(tmp_path, "sizes", runs, rows, "sampled_pass@1")
     assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.axes) == 2

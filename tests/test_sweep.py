@@ -19,7 +19,6 @@ from toy import Ones
 
 from tba.runs.log import read
 from tba.runtime.placement import available_cores
-from tba.studies import workers
 from tba.studies.results import FAILED, read_ledger, write_results
 from tba.studies.study import Study, check_study, read_study
 from tba.studies.sweep import INTERRUPTED, Sweep, sweep
@@ -144,7 +143,7 @@ def test_a_killed_sweep_leaves_no_run_behind_and_the_next_one_continues_it(
     sound = REAL[: REAL.index('    { label = "diverges"')] + "]\n"
     path = write(tmp_path, tiny_model, sound)
     study = read_study(path)
-    run = study.path(study.trials()[0])
+    run = study.path(study.trials[0])
     code = "import sys; from tba.studies.sweep import sweep; from pathlib import Path;"
     code += "sweep(Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
@@ -196,7 +195,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             [sys.executable, "-S", "-c", SCRIPT, *arguments], stdin=subprocess.PIPE, text=True
         )
 
-    monkeypatch.setattr(workers, "start", start)
+    monkeypatch.setattr("tba.studies.sweep.start_worker", start)
     yield started
 
 
@@ -250,7 +249,7 @@ def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
 def test_at_most_parallel_runs_in_the_order_of_the_study(tmp_path, tiny_model, scripted):
     path = write(tmp_path, tiny_model, SEEDS.format([7, 8, 9, 10, 11]))
     study = read_study(path)
-    trials = study.trials()
+    trials = study.trials
     configs = dict(zip([t.folder for t in trials], check_study(study), strict=True))
     carried = Sweep(study, {t.folder: t for t in trials}, configs)
     study.folder.mkdir(parents=True)
@@ -262,7 +261,7 @@ def test_at_most_parallel_runs_in_the_order_of_the_study(tmp_path, tiny_model, s
 
 def test_a_run_that_dies_while_the_study_is_stopped_has_not_failed(tmp_path, tiny_model):
     study = read_study(write(tmp_path, tiny_model, SEEDS.format([0])))
-    (trial,) = study.trials()
+    (trial,) = study.trials
     carried = Sweep(study, {trial.folder: trial}, {trial.folder: check_study(study)[0]})
     carried.end(trial, "its process died", asked=True)
     assert carried.trials == {trial.folder: trial} and not (study.path(trial) / FAILED).exists()

@@ -1,8 +1,10 @@
-"""A toy whose every answer can be enumerated, so that what TB ends at can be compared with the analytic optimum."""
+"""Toy whose answers can all be enumerated, to compare a policy with the analytic optimum."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,11 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba.config.loading import load
 from tba.config.schema import Config
+from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
-from tba.types import Answer, Group, Prompt, Trajectory, collate
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
 
 MAX_TOKENS = 2
 BETA = 0.5
@@ -29,7 +32,7 @@ TEXTS = ("1+", "2=3", "71=")
 
 @dataclass(frozen=True)
 class Toy:
-    """Three prompts under many names; the reward is a smooth function of the answer's text. No right answers."""
+    """Three prompts under many names, and a smooth function of the answer's text as reward."""
 
     pass_reward: float | None = None
 
@@ -45,7 +48,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class Ones:
-    """Sums to learn nothing of: an answer is right if it has a 1 in it, which a random model's often have."""
+    """Sums of which an answer is right if it has a 1 in it, as those of a random model often do."""
 
     size: int = 300
     pass_reward: float = 1.0
@@ -91,12 +94,25 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
     return load(
         None,
         [
-            f"policy.model={model}", f"run.folder={folder}", "task=toy.Toy", f"sampling.max_tokens={MAX_TOKENS}",
-            "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64", "trainer.learning_rate=2e-3", "trainer.schedule=linear",
-            "run.steps=400", "runtime.use=local", "runtime.prompts_per_task=3", "eval.prompts=0", "checkpoint.every=0", "log.console=off",
-            "log.tensorboard=false", *settings,
+            f"policy.model={model}",
+            f"run.folder={folder}",
+            "run.steps=400",
+            "runtime.use=local",
+            "runtime.prompts_per_task=3",
+            "task=toy.Toy",
+            f"sampling.max_tokens={MAX_TOKENS}",
+            "sampling.samples=64",
+            "trainer.batch_size=192",
+            "trainer.group_size=64",
+            "trainer.learning_rate=2e-3",
+            "trainer.schedule=linear",
+            "eval.prompts=0",
+            "checkpoint.every=0",
+            "log.console=off",
+            "log.tensorboard=false",
+            *settings,
         ],
-    )  # fmt: skip
+    )
 
 
 def every_answer(text: Text, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
@@ -143,7 +159,7 @@ def log_probs(policy: Policy, group: Group) -> Tensor:
 
 @dataclass(frozen=True)
 class Enumerated:
-    """A prompt with the probability of its every answer, under the policy and under the reference."""
+    """A prompt with the probabilities of all its answers, under the policy and the reference."""
 
     policy: Tensor
     reference: Tensor
@@ -186,7 +202,7 @@ def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) 
 
 
 def save_model(folder: Path) -> Path:
-    """A random model over eight characters, wide enough to represent any distribution over the answers."""
+    """Save a random model over eight characters that can represent any distribution of answers."""
     vocabulary = ["<pad>", "<eos>", *"1237+="]
     characters = Tokenizer(
         models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>")
@@ -197,10 +213,42 @@ def save_model(folder: Path) -> Path:
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.12,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.12,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+MEETING = threading.Barrier(2)
+
+
+@dataclass
+class Meeting(Scripted):
+    """Engine that starts when there is a file `path`, and generates for two callers at a time."""
+
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        deadline = time.monotonic() + 120
+        while not Path(self.path).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        MEETING.wait(60)
+        return super().generate(prompts, sampling, seed)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from tba.config.plugins import nearest
 from tba.config.schema import PLUGGED, Config
-from tba.config.table import Table, problem
+from tba.config.table import Table, choices, explain, reason
 
 Parsed = TypeVar("Parsed", bound=Table)
 
@@ -29,16 +29,13 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     Raises:
         ValueError: If a key or a value is wrong. The message names the key and what to type.
     """
-    tables = {} if path is None else _read(Path(path))
+    tables: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        is_json = file.suffix == ".json" and file.is_file()
+        tables = json.loads(file.read_text()) if is_json else read_toml(file, "config")
     override_all(tables, overrides)
     return parse(tables)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.suffix == ".json" and path.is_file():
-        tables: dict[str, Any] = json.loads(path.read_text())
-        return tables
-    return read_toml(path, "config")
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -61,7 +58,7 @@ def parse_as(model: type[Parsed], tables: Mapping[str, Any]) -> Parsed:
     try:
         return model.model_validate(tables)
     except ValidationError as error:
-        mistakes = [_explain(model, dict(each)) for each in error.errors()]
+        mistakes = [_explain(model, each) for each in error.errors()]
         raise ValueError("\n".join(mistakes)) from error
 
 
@@ -92,22 +89,15 @@ def assign_all(tables: dict[str, Any], values: Mapping[str, Any]) -> None:
         *path, last = key.split(".")
         table = tables
         for name in path:
-            table = _inner(table, name)
-            if not isinstance(table, dict):
+            inner = table.setdefault(name, {})
+            if name in PLUGGED and isinstance(inner, str):  # objective = "tb"
+                inner = table[name] = {"use": inner}
+            if not isinstance(inner, dict):
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
-        if key in NAMES_PLUGIN:
-            previous = table.get("use", Config.default_use(path[0]))
-            if previous != values[key]:
-                table.clear()
+            table = inner
+        if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
+            table.clear()
         table[last] = values[key]
-
-
-def _inner(table: dict[str, Any], name: str) -> Any:
-    """Return the table called `name`, made if absent; `objective = "tb"` becomes a table."""
-    inner = table.setdefault(name, {})
-    if isinstance(inner, str):
-        inner = table[name] = {"use": inner}
-    return inner
 
 
 def _value(text: str) -> Any:
@@ -117,27 +107,21 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(model: type[Table], error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+def _explain(model: type[Table], error: ErrorDetails) -> str:
+    path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
     match error["type"]:
         case "extra_forbidden":
-            return _unknown(model, error["loc"])
-        case "missing":
-            return f"{where} is missing"
+            table: Any = model
+            for name in path[:-1]:
+                table = table.model_fields[name].annotation
+            return f"unknown key {where!r}{choices(path[-1], table.model_fields)}"
         case "value_error":
-            return problem(error)
-        case "model_type" if where in PLUGGED:
-            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+            return reason(error)
         case "model_type":
             hint = f"write a table, [{where}], with its keys"
+            if where in PLUGGED:
+                hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+            return f"{where} = {error['input']!r}: {hint}"
         case _:
-            hint = problem(error)
-    return f"{where} = {error['input']!r}: {hint}"
-
-
-def _unknown(model: type[Table], path: Sequence[str | int]) -> str:
-    table = model
-    for name in path[:-1]:
-        table = table.model_fields[str(name)].annotation  # type: ignore[assignment]
-    known, where = table.model_fields, ".".join(map(str, path))
-    return f"unknown key {where!r}{nearest(str(path[-1]), known)}; known: {', '.join(known)}"
+            return explain(where, error)

@@ -8,27 +8,26 @@ options: `tba/objectives/tb.py` holds one public dataclass.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Any, Union, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from tba.config.schedule import Schedule
-from tba.config.schema import Config
-from tba.config.table import problem
+from tba.config.schema import PLUGGED, Config
+from tba.config.table import choices, explain, nearest
 from tba.config.tables import Use
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 
-KINDS = ("objectives", "strategies", "engines", "tasks", "selections")
+KINDS = tuple(PLUGGED.values())
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,9 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with every schedule replaced by its value there."""
-        options = dict(self.options)
-        for name, value in options.items():
-            if isinstance(value, Schedule):
-                options[name] = value.at(step)
+        options = {}
+        for name, value in self.options.items():
+            options[name] = value.at(step) if isinstance(value, Schedule) else value
         return self.cls(**options)
 
     def build(self, *positional: Any) -> Any:
@@ -78,15 +76,14 @@ def find(kind: str, name: str) -> type:
     known = names(kind)
     if name not in known:
         raise ValueError(
-            f"no {kind} called {name!r}{nearest(name, known)}; known: {', '.join(known)};"
-            " or write `package.module.Class`"
+            f"no {kind} called {name!r}{choices(name, known)}; or write `package.module.Class`"
         )
     module = importlib.import_module(f"tba.{kind}.{name}")
-    return next(cls for cls in _classes(module) if is_plugin(cls))
+    values = vars(module).values()
+    return next(v for v in values if is_plugin(v) and v.__module__ == module.__name__)
 
 
 def _on_path(name: str) -> type:
-    """Return the class with this dotted name."""
     module_name, _, class_name = name.rpartition(".")
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r}: write `package.module.Class`")
@@ -105,15 +102,10 @@ def _on_path(name: str) -> type:
     return cls
 
 
-def _classes(module: ModuleType) -> list[type]:
-    """Return the classes that a module defines itself."""
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    return [cls for cls in classes if cls.__module__ == module.__name__]
-
-
-def is_plugin(cls: type) -> bool:
-    """Return whether a class is a public dataclass."""
-    return dataclasses.is_dataclass(cls) and not cls.__name__.startswith("_")
+def is_plugin(value: Any) -> bool:
+    """Return whether a value is a public dataclass."""
+    is_class = inspect.isclass(value) and dataclasses.is_dataclass(value)
+    return is_class and not value.__name__.startswith("_")
 
 
 def options_of(cls: type) -> dict[str, Option]:
@@ -142,10 +134,7 @@ def resolve(
     checked: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ValueError(
-                f"{table}.{name}: {use!r} has no such option{nearest(name, known)};"
-                f" known: {', '.join(known) or 'none'}"
-            )
+            raise ValueError(f"{table}.{name}: {use!r} has no such option{choices(name, known)}")
         checked[name] = _checked(f"{table}.{name}", value, known[name].kind, scheduled)
     for name, option in known.items():
         if option.required and name not in checked:
@@ -153,50 +142,27 @@ def resolve(
     return Plugin(cls, checked)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?`, or nothing if no known name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
     """Return the value as a `kind`; ValueError if it is not one."""
     if scheduled and kind is float and isinstance(value, Mapping):
-        kind = Schedule
-        _check_schedule_keys(name, value)
+        kind, known = Schedule, [field.name for field in dataclasses.fields(Schedule)]
+        for key in value:
+            if key not in known:
+                raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     adapter = TypeAdapter(kind, config=config)
     try:
         # as JSON, because strict validation of Python values would refuse lists for tuples
         return adapter.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
-        union = get_origin(kind) in (Union, UnionType)
-        raise ValueError(_explain(name, value, error, union)) from error
-
-
-def _explain(name: str, value: Any, error: ValidationError, union: bool) -> str:
-    errors: list[dict[str, Any]] = [dict(each) for each in error.errors()]
-    if union:  # one error or more for each member, whose name comes first in the location
-        errors = [each | {"loc": each["loc"][1:]} for each in errors]
-        nested = [each for each in errors if each["loc"]]
-        if not nested:
-            return f"{name} = {value!r}: {problem(*errors)}"
-        errors = nested
-    first = errors[0]
-    where = ".".join([name, *map(str, first["loc"])])
-    if first["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where} = {first['input']!r}: {problem(first)}"
-
-
-def _check_schedule_keys(name: str, value: Mapping[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(Schedule)]
-    for key in value:
-        if key not in known:
-            raise ValueError(
-                f"{name}.{key}: a schedule has no such key{nearest(key, known)};"
-                f" known: {', '.join(known)}"
-            )
+        # for a union, one error or more for each member, whose name comes first in the location
+        start = 1 if get_origin(kind) in (Union, UnionType) else 0
+        errors = error.errors()
+        inner = [each for each in errors if each["loc"][start:]]
+        if inner:
+            name = ".".join([name, *map(str, inner[0]["loc"][start:])])
+            errors = inner[:1]
+        raise ValueError(explain(name, *errors)) from error
 
 
 @dataclass(frozen=True)
@@ -212,13 +178,11 @@ class Plugins:
 
 def resolve_all(config: Config) -> Plugins:
     """Find the five plug-ins and check their options; ValueError tells what to type instead."""
-    task = resolve("tasks", "task", config.task.use, config.task.options)
-    engine = resolve("engines", "engine", config.engine.use, config.engine.options)
-    use, options = config.objective.use, config.objective.options
-    objective = resolve("objectives", "objective", use, options, scheduled=True)
-    strategy = resolve("strategies", "strategy", config.strategy.use, config.strategy.options)
-    selection = resolve("selections", "selection", config.selection.use, config.selection.options)
-    return Plugins(task, engine, objective, strategy, selection)
+    plugins = {}
+    for table, kind in PLUGGED.items():
+        given: Use = getattr(config, table)
+        plugins[table] = resolve(kind, table, given.use, given.options, table == "objective")
+    return Plugins(**plugins)
 
 
 def with_defaults(config: Config) -> Config:
@@ -226,20 +190,12 @@ def with_defaults(config: Config) -> Config:
 
     A stored config then does not depend on the defaults of a later version.
     """
-    plugins = resolve_all(config)
-    tables = {
-        "task": _written_out(config.task, plugins.task),
-        "engine": _written_out(config.engine, plugins.engine),
-        "objective": _written_out(config.objective, plugins.objective),
-        "strategy": _written_out(config.strategy, plugins.strategy),
-        "selection": _written_out(config.selection, plugins.selection),
-    }
+    tables = {}
+    for table, kind in PLUGGED.items():
+        given: Use = getattr(config, table)
+        options = given.options
+        for name, option in options_of(find(kind, given.use)).items():
+            if not option.required and option.default is not None:
+                options.setdefault(name, option.default)
+        tables[table] = Use(use=given.use, **options)
     return config.model_copy(update=tables)
-
-
-def _written_out(table: Use, plugin: Plugin) -> Use:
-    options = {}
-    for name, option in options_of(plugin.cls).items():
-        if not option.required and option.default is not None:
-            options[name] = option.default
-    return Use(use=table.use, **(options | table.options))

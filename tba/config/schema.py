@@ -8,9 +8,9 @@ torch, so that a mistake is reported at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
 from tba.config.table import Table
 from tba.config.tables import (
@@ -28,16 +28,14 @@ from tba.config.tables import (
     Use,
 )
 
-
-def _use(value: Any) -> Any:
-    """Accept `objective = "rloo"` for `objective.use = "rloo"`."""
-    return {"use": value} if isinstance(value, str) else value
-
-
-Plug = Annotated[Use, BeforeValidator(_use)]
-
-PLUGGED = ("task", "engine", "objective", "strategy", "selection")
-"""The tables that name a plug-in."""
+PLUGGED = {
+    "task": "tasks",
+    "engine": "engines",
+    "objective": "objectives",
+    "strategy": "strategies",
+    "selection": "selections",
+}
+"""The tables that name a plug-in, and the folder of each."""
 
 
 class Config(Table):
@@ -49,12 +47,12 @@ class Config(Table):
 
     run: RunTable = RunTable()
     policy: PolicyTable = PolicyTable()
-    task: Plug = Use(use="arithmetic")
-    engine: Plug = Use(use="transformers")
+    task: Use = Use(use="arithmetic")
+    engine: Use = Use(use="transformers")
     sampling: SamplingTable = SamplingTable()
-    objective: Plug = Use(use="tb")
-    strategy: Plug = Use(use="mixture")
-    selection: Plug = Use(use="cyclic")
+    objective: Use = Use(use="tb")
+    strategy: Use = Use(use="mixture")
+    selection: Use = Use(use="cyclic")
     replay: ReplayTable = ReplayTable()
     trainer: TrainerTable = TrainerTable()
     runtime: RuntimeTable = RuntimeTable()
@@ -67,14 +65,16 @@ class Config(Table):
     @model_validator(mode="before")
     @classmethod
     def with_default_plugins(cls, tables: Any) -> Any:
-        """Keep the default objective for `[objective] beta = 0.02` alone, and so on."""
+        """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective."""
         if not isinstance(tables, Mapping):
             return tables
         complete = dict(tables)
         for name in PLUGGED:
-            table = complete.get(name)
-            if isinstance(table, Mapping):
-                complete[name] = {"use": cls.default_use(name), **table}
+            match complete.get(name):
+                case str(use):
+                    complete[name] = {"use": use}
+                case Mapping() as table:
+                    complete[name] = {"use": cls.default_use(name), **table}
         return complete
 
     @classmethod
@@ -83,20 +83,9 @@ class Config(Table):
         return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
-    def consistent(self) -> Config:
-        self._check_sizes()
-        self._check_runtime()
-        t, steps = self.trainer, self.run.steps
-        both = t.warmup_steps + t.decay_steps
-        if t.schedule == "warmup_stable_decay" and both > steps:
-            raise ValueError(
-                f"trainer.warmup_steps + trainer.decay_steps = {both} is more than"
-                f" run.steps = {steps}; shorten them"
-            )
-        return self
-
-    def _check_sizes(self) -> None:
-        k, samples, stored = self.trainer.group_size, self.sampling.samples, self.replay.per_prompt
+    def consistent_sizes(self) -> Config:
+        t, k, steps = self.trainer, self.trainer.group_size, self.run.steps
+        samples, stored = self.sampling.samples, self.replay.per_prompt
         for name, size in (("sampling.samples", samples), ("replay.per_prompt", stored)):
             if size < k:
                 raise ValueError(
@@ -105,10 +94,18 @@ class Config(Table):
         if self.replay.capacity < k:
             raise ValueError(
                 f"replay.capacity = {self.replay.capacity} cannot hold one group;"
-                f" set replay.capacity={self.trainer.batch_size} or more"
+                f" set replay.capacity={t.batch_size} or more"
             )
+        both = t.warmup_steps + t.decay_steps
+        if t.schedule == "warmup_stable_decay" and both > steps:
+            raise ValueError(
+                f"trainer.warmup_steps + trainer.decay_steps = {both} is more than"
+                f" run.steps = {steps}; shorten them"
+            )
+        return self
 
-    def _check_runtime(self) -> None:
+    @model_validator(mode="after")
+    def consistent_runtime(self) -> Config:
         r = self.runtime
         if r.use == "local" and r.fresh == 0:
             raise ValueError(
@@ -130,6 +127,7 @@ class Config(Table):
                 f"runtime.lag = {r.lag} needs new weights at each step;"
                 " set runtime.publish_every=1, or remove runtime.lag"
             )
+        return self
 
     @property
     def fresh(self) -> int:

@@ -1,23 +1,31 @@
-"""The base of all tables of a config, the number types in them, and messages for wrong values."""
+"""The base of all tables of a config, the types of their values, and messages for wrong values."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class Table(BaseModel):
     """A frozen table without unknown keys. Values are not converted, except integers to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+def key(default: Any, meaning: str) -> Any:
+    """Return a field with a default and its line in the documentation."""
+    return Field(default, description=meaning)
 
 
 EXPECTED = {
@@ -31,20 +39,22 @@ EXPECTED = {
 }
 """The kind of value that was expected, by the type of pydantic's error."""
 
-KINDS = {
+GIVEN = {
     bool: "a boolean",
     int: "an integer",
     float: "a decimal number",
     str: "text",
     list: "a list",
-    tuple: "a list",
     dict: "a table",
 }
 """The words for a value's type."""
 
 
-def problem(*errors: Mapping[str, Any]) -> str:
+def explain(name: str, *errors: ErrorDetails) -> str:
     """Return what is wrong with a value, from pydantic's error, or its errors for a union."""
+    value = errors[0]["input"]
+    if errors[0]["type"] == "missing":
+        return f"{name} is missing"
     expected = []
     for error in errors:
         if error["type"] == "literal_error":
@@ -52,14 +62,19 @@ def problem(*errors: Mapping[str, Any]) -> str:
         elif error["type"] in EXPECTED:
             expected.append(EXPECTED[error["type"]])
         else:
-            return error["msg"].removeprefix("Value error, ")
-    value, message = errors[0]["input"], f"expected {' or '.join(expected)}"
+            return f"{name} = {value!r}: {reason(error)}"
+    message = f"{name} = {value!r}: expected {' or '.join(expected)}"
     if errors[0]["type"] == "literal_error" and isinstance(value, str):
         return message
-    message += f", got {KINDS.get(type(value), type(value).__name__)}"
+    message += f", got {GIVEN.get(type(value), type(value).__name__)}"
     if isinstance(value, str) and _is_json(value):
         message += ": remove the quotes"
     return message
+
+
+def reason(error: ErrorDetails) -> str:
+    """Return pydantic's own message, or that of the ValueError that a validator raised."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _is_json(text: str) -> bool:
@@ -68,3 +83,15 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?`, or nothing if no known name is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest one, and all."""
+    known = list(known)
+    return f"{nearest(name, known)}; known: {', '.join(known) or 'none'}"

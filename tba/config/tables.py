@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tba.config.table import Count, Positive, Seconds, Share, Table
+from tba.config.table import Count, Positive, PositiveFloat, PositiveShare, Share, Table, key
+
+Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse lists
+
+
+def _single(value: Any) -> Any:
+    """Accept `eval.k=3` for `eval.k=[3]`."""
+    return (value,) if isinstance(value, int) else value
+
+
+OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
 
 
 class Use(Table):
@@ -21,103 +33,52 @@ class Use(Table):
 
 
 class RunTable(Table):
-    folder: str = Field(
-        "", description="folder to write the run to; empty: runs/<task>-<objective>-<time>"
-    )
-    steps: Positive = Field(200, description="number of optimizer steps")
-    seed: Count = Field(
-        0, description="seed for the order of prompts, sampling, and draws from the replay buffer"
-    )
+    folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
+    steps: Positive = key(200, "number of optimizer steps")
+    seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
 
 
 class PolicyTable(Table):
-    model: str = Field(
-        "bundled:arithmetic",
-        description="a folder, a name on the Hugging Face hub, or bundled:arithmetic",
+    model: str = key("bundled:arithmetic", "folder, Hugging Face name, or bundled:arithmetic")
+    trust_remote_code: bool = key(False, "run code that comes with a model from the hub")
+    autocast: Literal["auto", "bf16", "off"] = key(
+        "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with a model from the hub"
-    )
-    autocast: Literal["auto", "bf16", "off"] = Field(
-        "auto", description="compute in bf16 over fp32 weights; auto: where bf16 is faster"
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="recompute activations in the backward pass: less memory, more time",
-    )
-    reset_reference_every: Count = Field(
-        0, description="copy the policy into the reference every N steps; 0: never"
-    )
-    eos_token: str | None = Field(
-        None, description="token that ends a response; default: the tokenizer's"
-    )
-    pad_token: str | None = Field(
-        None, description="padding token; default: the tokenizer's, or else the EOS token"
-    )
+    gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
+    reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
+    eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
+    pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
 
 
 class SamplingTable(Table):
-    samples: Positive = Field(
-        20, description="S, responses to sample per prompt; at least trainer.group_size"
+    samples: Positive = key(20, "S, responses to sample per prompt; at least trainer.group_size")
+    temperature: PositiveFloat = key(1.0, "sampling temperature, which all log-probs include")
+    top_p: PositiveShare = key(
+        1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
     )
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        description="sampling temperature; all log-probs are those at this temperature",
-    )
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="nucleus sampling: below 1 truncates sampling;"
-        " log-probs are those of the untruncated distribution",
-    )
-    max_tokens: Positive = Field(128, description="maximum length of a response, EOS included")
+    max_tokens: Positive = key(128, "maximum length of a response, EOS included")
 
 
 class ReplayTable(Table):
-    per_prompt: Positive = Field(
-        100, description="maximum number of distinct responses to keep per prompt"
-    )
-    capacity: Positive = Field(
-        100_000, description="maximum number of distinct responses to keep; drops the oldest first"
-    )
-    first_fill: Count = Field(
-        0, description="groups to collect before the first step; 0: as many as a batch has"
-    )
+    per_prompt: Positive = key(100, "maximum number of distinct responses to keep per prompt")
+    capacity: Positive = key(100_000, "distinct responses to keep in all; drops the oldest first")
+    first_fill: Count = key(0, "groups to collect before the first step; 0: those of one batch")
 
 
 class TrainerTable(Table):
-    batch_size: Positive = Field(160, description="trajectories per step; a multiple of group_size")
-    group_size: int = Field(20, description="K, trajectories per prompt in a batch; at least 2")
-    learning_rate: float = Field(
-        1e-5, gt=0, allow_inf_nan=False, description="peak learning rate of AdamW"
+    batch_size: Positive = key(160, "trajectories per step; a multiple of group_size")
+    group_size: int = key(20, "K, trajectories per prompt in a batch; at least 2")
+    learning_rate: Finite = key(1e-5, "peak learning rate of AdamW")
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = key(
+        "constant", "learning rate schedule over run.steps"
     )
-    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "constant", description="learning rate schedule over run.steps"
-    )
-    warmup_steps: Count = Field(
-        0, description="steps of linear warm-up from 0; applies to every schedule"
-    )
-    decay_steps: Count = Field(
-        0,
-        description="final steps of warmup_stable_decay; 0: a tenth of run.steps",
-    )
-    min_lr_ratio: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="final share of learning_rate (cosine, warmup_stable_decay)",
-    )
-    betas: tuple[Share, Share] = Field((0.9, 0.999), strict=False, description="betas of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="clip gradients to this norm; inf: no clipping"
-    )
-    token_budget: Positive = Field(
-        16_384,
-        description="maximum number of tokens, padding included, per forward and backward pass",
-    )
+    warmup_steps: Count = key(0, "steps of linear warm-up from 0; applies to every schedule")
+    decay_steps: Count = key(0, "final steps of warmup_stable_decay; 0: a tenth of run.steps")
+    min_lr_ratio: Share = key(0.0, "final share of learning_rate (cosine, warmup_stable_decay)")
+    betas: Betas = key((0.9, 0.999), "betas of AdamW")
+    weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "weight decay of AdamW")
+    max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
+    token_budget: Positive = key(16_384, "tokens per forward and backward pass, padding included")
 
     @model_validator(mode="after")
     def whole_groups(self) -> TrainerTable:
@@ -142,82 +103,54 @@ class TrainerTable(Table):
 
 
 class RuntimeTable(Table):
-    use: Literal["local", "ray"] = Field(
+    use: Literal["local", "ray"] = key(
         "ray",
-        description="local: search and training alternate in this process, bit-reproducible;"
+        "local: search and training alternate in this process, bit-reproducible;"
         " ray: searchers run in processes of their own",
     )
-    searchers: Positive = Field(1, description="number of searcher processes (ray)")
-    publish_every: Positive = Field(
-        1, description="k: send new weights to the searchers every k steps"
-    )
-    fresh: Count | None = Field(
+    searchers: Positive = key(1, "number of searcher processes (ray)")
+    publish_every: Positive = key(1, "k: send new weights to the searchers every k steps")
+    fresh: Count | None = key(
         None,
-        description="new groups to wait for at each step;"
+        "new groups to wait for at each step;"
         " default: 0 on ray (never wait), as many as a batch has on local",
     )
-    lag: Count | None = Field(
+    lag: Count | None = key(
         None,
-        description="train each batch exactly this many versions after it was sampled, with"
+        "train each batch exactly this many versions after it was sampled, with"
         " search and training in lockstep; 0: on-policy; default: no lockstep",
     )
-    prompts_per_task: Positive = Field(8, description="prompts per search task")
-    address: str | None = Field(
-        None,
-        description="address of a Ray cluster to join; default: start a private one on loopback",
-    )
-    task_deadline: Seconds = Field(
-        600.0, description="seconds a searcher may take for a task before it is restarted"
-    )
-    start_deadline: Seconds = Field(300.0, description="seconds a searcher may take to start")
-    gather_deadline: Seconds = Field(
-        1800.0,
-        description="seconds the trainer waits for one batch of groups before the run fails",
-    )
-    max_restarts: Count = Field(
-        10, description="number of times searchers may be restarted before the run fails"
-    )
-    cores: Literal["divide", "share"] = Field(
-        "divide", description="divide: pin each process to its own CPU cores; share: no pinning"
+    prompts_per_task: Positive = key(8, "prompts per search task")
+    concurrent_searches: Positive = key(2, "tasks a searcher runs at once (ray)")
+    address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
+    task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
+    start_deadline: PositiveFloat = key(300.0, "seconds a searcher may take to start")
+    gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
+    max_restarts: Count = key(10, "restarts of searchers before the run fails")
+    cores: Literal["divide", "share"] = key(
+        "divide", "divide: pin each process to its own CPU cores; share: no pinning"
     )
 
 
 class RewardTable(Table):
-    deadline: Seconds = Field(
-        10.0, description="seconds for each answer in a call of the scoring function"
-    )
-    concurrency: Positive = Field(
-        8, description="groups that an async scoring function scores at once"
-    )
-    max_rejected: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="stop the run when a larger share of the latest samples"
-        " (at least 64) is rejected",
+    deadline: PositiveFloat = key(10.0, "seconds for each answer in a call of the scoring function")
+    concurrency: Positive = key(8, "groups that an async scoring function scores at once")
+    max_rejected: PositiveShare = key(
+        0.5, "stop the run when a larger share of the latest samples (at least 64) is rejected"
     )
 
 
 class FaultsTable(Table):
-    kind: Literal["none", "flip", "noise", "plant"] = Field(
+    kind: Literal["none", "flip", "noise", "plant"] = key(
         "none",
-        description="how to falsify rewards; flip: low + high - reward;"
+        "how to falsify rewards; flip: low + high - reward;"
         " noise: reward + scale * normal; plant: high",
     )
-    share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of training trajectories with a falsified reward; not in evaluations",
-    )
-    low: float = Field(0.0, description="flip: the lowest reward of the task")
-    high: float = Field(
-        1.0, description="flip: the highest reward of the task; plant: the reward to assign"
-    )
-    scale: float = Field(1.0, ge=0, description="noise: its standard deviation")
-    seed: Count = Field(
-        0, description="seed; a larger share falsifies the same trajectories and more"
-    )
+    share: Share = key(0.0, "share of training trajectories to falsify; not in evaluations")
+    low: float = key(0.0, "flip: the lowest reward of the task")
+    high: float = key(1.0, "flip: the highest reward of the task; plant: the reward to assign")
+    scale: Annotated[float, Field(ge=0)] = key(1.0, "noise: its standard deviation")
+    seed: Count = key(0, "seed; a larger share falsifies the same trajectories and more")
 
     @model_validator(mode="after")
     def effective(self) -> FaultsTable:
@@ -234,27 +167,14 @@ class FaultsTable(Table):
         return self
 
 
-def _single(value: Any) -> Any:
-    """Accept `eval.k=3` for `eval.k=[3]`."""
-    return (value,) if isinstance(value, int) else value
-
-
 class EvalTable(Table):
-    every: Count = Field(
-        50, description="evaluate every N steps; 0: only before and after training"
-    )
-    prompts: Count = Field(128, description="number of held-out prompts; 0: no evaluation")
-    samples: Positive = Field(
-        4, description="answers to sample per prompt, in addition to the greedy one"
-    )
-    temperature: float = Field(1.0, gt=0, description="temperature of the sampled answers")
-    k: Annotated[tuple[Positive, ...], BeforeValidator(_single)] = Field(
-        (4,), strict=False, description="values of k for pass@k; each at most eval.samples"
-    )
-    seed: Count = Field(
-        1234, description="seed of the sampled answers, the same for every evaluation"
-    )
-    deadline: Seconds = Field(1800.0, description="seconds for one evaluation (ray)")
+    every: Count = key(50, "evaluate every N steps; 0: only before and after training")
+    prompts: Count = key(128, "number of held-out prompts; 0: no evaluation")
+    samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
+    temperature: PositiveFloat = key(1.0, "temperature of the sampled answers")
+    k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
+    seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
+    deadline: PositiveFloat = key(1800.0, "seconds for one evaluation (ray)")
 
     @model_validator(mode="after")
     def enough_samples(self) -> EvalTable:
@@ -268,22 +188,16 @@ class EvalTable(Table):
 
 
 class CheckpointTable(Table):
-    every: Count = Field(
-        50, description="save every N steps; 0: only at the end and when the run is stopped"
-    )
-    keep: Positive = Field(2, description="number of checkpoints to keep")
-    deadline: Seconds = Field(1800.0, description="longest time in seconds to write one checkpoint")
+    every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
+    keep: Positive = key(2, "number of checkpoints to keep")
+    deadline: PositiveFloat = key(1800.0, "longest time in seconds to write one checkpoint")
 
 
 class LogTable(Table):
-    console: Literal["auto", "live", "plain", "off"] = Field(
-        "auto", description="console output; auto: live on a terminal, plain lines elsewhere"
+    console: Literal["auto", "live", "plain", "off"] = key(
+        "auto", "console output; auto: live on a terminal, plain lines elsewhere"
     )
-    tensorboard: bool = Field(True, description="write TensorBoard event files to the run's folder")
-    wandb: bool = Field(
-        False, description="log to Weights & Biases as well (pip install -e '.[wandb]')"
-    )
-    wandb_project: str = Field("tba", description="name of the Weights & Biases project")
-    sample_every: Count = Field(
-        20, description="keep a sample completion for the report every N steps; 0: none"
-    )
+    tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
+    wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
+    wandb_project: str = key("tba", "name of the Weights & Biases project")
+    sample_every: Count = key(20, "keep a sample completion every N steps; 0: none")

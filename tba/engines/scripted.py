@@ -1,4 +1,4 @@
-"""The fake that ships: fixed answers with seeded latencies, for tests, and for studies of waiting."""
+"""Fake engine that ships with the package: fixed answers with seeded latencies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tba.weights import Weights
 
 @dataclass
 class Scripted:
-    """Draws uniformly from `answers` (greedy: the first), after a pause of `latency` seconds, long-tailed when `tail` > 0.
+    """Draws uniformly from `answers` after a pause; a greedy completion is the first answer.
 
-    The pause is latency * exp(tail * normal). Answers end with EOS; log-probs are the true ones, ln(share of the answer),
-    placed on the first token. It holds no weights: `load_weights` only takes the version.
+    The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with
+    EOS. The log-prob of an answer, ln(its share of `answers`), is placed on its first token. The
+    engine holds no weights: `load_weights` only sets the version.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -43,28 +44,28 @@ class Scripted:
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
         rng = np.random.default_rng(seed)
+        version = self.version  # newer weights may arrive during the pause
         time.sleep(self.latency * math.exp(self.tail * rng.normal()))
+        size = (len(prompts), sampling.samples)
         if sampling.temperature == 0:
-            return [
-                [self._completion(self.answers[0], sampling.max_tokens)] * sampling.samples
-                for _ in prompts
-            ]
-        drawn = rng.integers(len(self.answers), size=(len(prompts), sampling.samples))
-        return [
-            [self._completion(self.answers[i], sampling.max_tokens) for i in row] for row in drawn
-        ]
+            drawn = np.zeros(size, int)
+        else:
+            drawn = rng.integers(len(self.answers), size=size)
+        completions = []
+        for row in drawn:
+            answers = [self.answers[i] for i in row]
+            completions.append([self._completion(a, sampling.max_tokens, version) for a in answers])
+        return completions
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
         return None
 
-    def _completion(self, answer: str, max_tokens: int) -> Completion:
-        share = self.answers.count(answer) / len(self.answers)
-        whole = [
-            *self.text.tokenizer(answer, add_special_tokens=False)["input_ids"],
-            min(self.text.eos_ids),
-        ]
+    def _completion(self, answer: str, max_tokens: int, version: int) -> Completion:
+        encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        whole = [*encoded, min(self.text.eos_ids)]
         tokens = np.asarray(whole[:max_tokens], np.int32)
+        share = self.answers.count(answer) / len(self.answers)
         logp = np.zeros(len(tokens), np.float32)
         logp[0] = math.log(share)
-        return Completion(tokens, logp, len(whole) <= max_tokens, self.version)
+        return Completion(tokens, logp, len(whole) <= max_tokens, version)

@@ -29,10 +29,7 @@ class Text:
     """Maximum number of tokens of a prompt and its response together."""
 
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """Return the tokens of a prompt.
-
-        Chat messages go through the tokenizer's chat template. ValueError for an empty prompt.
-        """
+        """Return the tokens of a prompt; chat messages go through the chat template."""
         if isinstance(prompt.text, str):
             ids = self.tokenizer(prompt.text)["input_ids"]
         elif self.tokenizer.chat_template is None:
@@ -41,14 +38,13 @@ class Text:
                 " use text, or a model that has a template"
             )
         else:
-            messages = list(prompt.text)
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+            encoded = self.tokenizer.apply_chat_template(
+                list(prompt.text), add_generation_prompt=True, return_dict=True
+            )
+            ids = encoded["input_ids"]
         if not ids or not prompt.text:
             raise ValueError(
-                f"prompt {prompt.id!r} is empty; a prompt needs at least one token:"
-                " remove the row, or add text"
+                f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
             )
         return np.asarray(ids, np.int32)
 
@@ -61,11 +57,7 @@ class Text:
         return Answer(self.decode(completion.tokens), completion.finished)
 
     def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> list[np.ndarray]:
-        """Return the tokens of all prompts of a run.
-
-        ValueError for a prompt that is empty, that has the id of another one, or that leaves no
-        room for `max_tokens` of response.
-        """
+        """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""
         tokens = [self.encode(p) for p in prompts]
         lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
@@ -77,30 +69,27 @@ class Text:
             raise ValueError(
                 f"{len(long)} of {len(prompts)} prompts do not fit the model's context of"
                 f" {self.context} tokens beside {max_tokens} of response"
-                f" (the longest is {worst!r} with {long[worst]});"
-                " lower sampling.max_tokens, or shorten or remove them"
+                f" (the longest is {worst!r} with {long[worst]}); lower sampling.max_tokens"
             )
         return tokens
 
 
 def model_path(name: str) -> str:
     """Return what `from_pretrained` takes; ValueError for a path to no model."""
-    if name.startswith("bundled:"):
-        folder = BUNDLED / name.removeprefix("bundled:")
-        if not (folder / "config.json").is_file():
-            shipped = sorted(f"bundled:{p.parent.name}" for p in BUNDLED.glob("*/config.json"))
-            raise ValueError(
-                f"policy.model = {name!r}: no such bundled model; known: {', '.join(shipped)}"
-            )
-        return str(folder)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"policy.model = {name!r}: the folder has no config.json;"
-                " give a folder that save_pretrained wrote"
-            )
+    bundled = name.startswith("bundled:")
+    path = BUNDLED / name.removeprefix("bundled:") if bundled else Path(name).expanduser()
+    if (path / "config.json").is_file():
         return str(path)
+    if bundled:
+        shipped = sorted(f"bundled:{p.parent.name}" for p in BUNDLED.glob("*/config.json"))
+        raise ValueError(
+            f"policy.model = {name!r}: no such bundled model; known: {', '.join(shipped)}"
+        )
+    if path.is_dir():
+        raise ValueError(
+            f"policy.model = {name!r}: the folder has no config.json; "
+            "give a folder that save_pretrained wrote"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(
             f"policy.model = {name!r}: no such folder; give one that save_pretrained wrote,"
@@ -121,23 +110,15 @@ def load_text(policy: PolicyTable) -> Text:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {reason}") from error
-    eos = _token_id(tokenizer, policy.eos_token, "eos")
-    if eos is None:
-        eos = tokenizer.eos_token_id
+    eos = _token_id(tokenizer, "eos", policy.eos_token)
     if eos is None:
         raise ValueError(
             f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
             " set policy.eos_token='</s>', or the token that ends its texts"
         )
-    pad = _token_id(tokenizer, policy.pad_token, "pad")
-    if pad is None:
-        pad = tokenizer.pad_token_id
-    return Text(
-        tokenizer,
-        eos_ids=frozenset({eos, *_declared_eos(policy, config)}),
-        pad_id=eos if pad is None else pad,
-        context=_context(config, tokenizer),
-    )
+    pad = _token_id(tokenizer, "pad", policy.pad_token)
+    eos_ids = frozenset({eos, *_declared_eos(path, config)})
+    return Text(tokenizer, eos_ids, eos if pad is None else pad, _context(config, tokenizer))
 
 
 def load_config(policy: PolicyTable) -> Any:
@@ -147,11 +128,10 @@ def load_config(policy: PolicyTable) -> Any:
     return AutoConfig.from_pretrained(model_path(policy.model), **_sources(policy))
 
 
-def _declared_eos(policy: PolicyTable, config: Any) -> list[int]:
+def _declared_eos(path: str, config: Any) -> list[int]:
     """Return the EOS tokens that the model itself declares."""
     from transformers import GenerationConfig
 
-    path = model_path(policy.model)
     try:
         generation = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
         declared = generation.eos_token_id
@@ -162,7 +142,6 @@ def _declared_eos(policy: PolicyTable, config: Any) -> list[int]:
 
 
 def _sources(policy: PolicyTable) -> dict[str, bool]:
-    """Return the arguments of `from_pretrained` that say where files may come from."""
     offline = _offline(model_path(policy.model))
     return {"trust_remote_code": policy.trust_remote_code, "local_files_only": offline}
 
@@ -210,19 +189,17 @@ def _context(config: Any, tokenizer: Any) -> int:
         return int(tokenizer.model_max_length)
 
 
-def _token_id(tokenizer: Any, token: str | None, role: str) -> int | None:
+def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
+    """Return the id of `token`, or of the tokenizer's own token for `role` if it is None."""
     if token is None:
-        return None
+        return tokenizer.eos_token_id if role == "eos" else tokenizer.pad_token_id
     if token not in tokenizer.get_vocab():
         raise ValueError(f"policy.{role}_token = {token!r} is not in the tokenizer's vocabulary")
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
-    """Load the causal LM in `dtype`, without dropout.
-
-    With dropout, log-probs would not be those of the policy that samples.
-    """
+    """Load the causal LM in `dtype`, without dropout, which would change the log-probs."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -232,10 +209,8 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
             model_path(policy.model), dtype=dtype, use_safetensors=True, **_sources(policy)
         )
     except OSError as error:
-        raise ValueError(
-            f"policy.model = {policy.model!r}: no weights in safetensors,"
-            f" the only format that is loaded: {error}"
-        ) from error
+        problem = "no weights in safetensors, the only format that is loaded"
+        raise ValueError(f"policy.model = {policy.model!r}: {problem}: {error}") from error
     return model.eval()
 
 
@@ -254,10 +229,7 @@ def gains_from_bf16(device: str, hidden_size: int) -> bool:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass.
-
-    Only the layers are put in training mode, none of their parts: there is no dropout.
-    """
+    """Recompute activations in the backward pass. Layers train, but their dropout stays off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     with warnings.catch_warnings():  # deprecated late in transformers 5, the only way in early 5

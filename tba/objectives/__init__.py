@@ -1,9 +1,8 @@
 """The contract of objectives: losses of log-probabilities, each in a file of this folder.
 
-An objective is a frozen dataclass that is called with log-probabilities and a batch. It returns
-one loss per group and looks at that group only, so that micro-batches cannot change the result.
-It may ask the trainer for parameters of its own (`Head`), and search for value estimates
-(`ValueRollouts`).
+An objective is a frozen dataclass. Its loss of a group depends on that group only, so that
+micro-batches cannot change the result. It may ask the trainer for parameters of its own (`Head`),
+and search for value estimates (`ValueRollouts`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class Head:
     """
 
     on: Literal["prompt", "response"]
-    """`response`: one number per response token [B K T], from the state before it; its gradient
-    reaches the policy (a value head). `prompt`: one number per prompt [B], from its mean state;
-    its gradient stops there (log Z)."""
+    """`response`: one number per response token [B K T], from the state before it, with a gradient
+    to the policy. `prompt`: one number per prompt [B], from its mean state, without."""
     learning_rate: float
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -40,7 +40,7 @@ def leave_one_out(values: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
 
 
 def regularised(batch: Batch, beta: float) -> Float[Tensor, "B K"]:
-    """Return r - beta (log mu - log ref), with mu the policy that sampled the response."""
+    """Return r - beta (log mu - log ref), where mu sampled the response."""
     return batch.reward - beta * total(batch.behavior_logp - batch.ref_logp, batch)
 
 
@@ -55,20 +55,14 @@ def ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """Return PPO's clipped surrogate, min(rho A, clip(rho, 1 - low, 1 + high) A).
-
-    Proximal Policy Optimization (arXiv 1707.06347), equation 7.
-    """
+    """Return min(rho A, clip(rho, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, equation 7)."""
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
 def outside(
     ratio: Float[Tensor, "B K T"], low: float, high: float, batch: Batch
 ) -> Float[Tensor, " B"]:
-    """Return the share of tokens whose ratio is not in [1 - low, 1 + high], mean over responses.
-
-    TRL calls it `clip_ratio`.
-    """
+    """Return the share of tokens whose ratio is not in [1 - low, 1 + high], mean over responses."""
     is_outside = (ratio < 1 - low) | (ratio > 1 + high)
     share = (is_outside * batch.mask).sum(-1) / batch.mask.sum(-1)
     return share.mean(1)
@@ -77,10 +71,7 @@ def outside(
 def importance(
     kind: Importance, logp: Float[Tensor, "B K T"], batch: Batch, cap: float
 ) -> Float[Tensor, "B K T"]:
-    """Return truncated importance weights min(pi / mu, cap), without gradient.
-
-    With `token`, those of each token; with `sequence`, that of the response at each of its tokens.
-    """
+    """Return importance weights min(pi / mu, cap) of tokens or whole responses, detached."""
     change = log_ratio(logp.detach(), batch)
     if kind == "none":
         return torch.ones_like(change)
@@ -90,10 +81,9 @@ def importance(
 
 
 def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
-    """Return Schulman's k3 estimate of KL(pi, ref) per token: ref / pi - log(ref / pi) - 1.
+    """Return Schulman's k3 estimate of KL(pi, ref): ref / pi - log(ref / pi) - 1, 0 at padding.
 
-    0 at padding. As a loss its gradient is, in expectation and on-policy, that of KL(ref, pi):
-    another pull to the reference than that of a KL in the reward.
+    As a loss, its gradient is in expectation and on-policy that of KL(ref, pi).
     """
     difference = ((batch.ref_logp - logp) * batch.mask).clamp(max=LARGEST)
     return difference.exp() - difference - 1
@@ -107,16 +97,18 @@ def penalised(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, " B"]]:
-    """Return sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response.
+    """Return sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, and `outside`.
 
-    rho_t = pi / mu of a token, and KL_t is the k3 estimate. The second value is `outside`.
+    rho_t = pi / mu of a token, and KL_t is the k3 estimate.
     """
     rho = ratio(log_ratio(logp, batch))
     surrogate = clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch)
     return total(surrogate, batch), outside(rho, low, high, batch)
 
 
-def positive(name: str, value: float, instead: float) -> None:
-    """ValueError unless an option is above 0; `instead` is the value to suggest."""
-    if not value > 0:
-        raise ValueError(f"objective.{name} = {value} must be above 0; try {instead}")
+def positive(objective: Any, *options: str) -> None:
+    """ValueError unless these options of an objective are above 0, or None."""
+    for name in options:
+        value = getattr(objective, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"objective.{name} = {value}: give a number above 0")

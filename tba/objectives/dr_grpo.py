@@ -19,9 +19,8 @@ class DrGrpo:
         loss[b] = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t]
         A_j     = r_j - mean r
 
-    Terms as in `grpo`. There is no division by the length of the response, which favours long
-    wrong answers, nor by the standard deviation of the rewards, which favours prompts that are
-    nearly always or nearly never answered.
+    Terms as in `grpo`. Division by the length favours long wrong answers, and division by the
+    standard deviation of the rewards favours prompts that are very easy or very hard.
 
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
     """
@@ -32,7 +31,7 @@ class DrGrpo:
     """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip, 0.2)
+        positive(self, "clip")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = centred(batch.reward)[..., None]

@@ -33,14 +33,9 @@ class Grpo:
     """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip, 0.2)
-        if self.clip_high is not None:
-            positive("clip_high", self.clip_high, 0.28)
-            if self.clip_high < self.clip:
-                raise ValueError(
-                    f"objective.clip_high = {self.clip_high} is below"
-                    f" objective.clip = {self.clip}; set {self.clip} or more"
-                )
+        positive(self, "clip", "clip_high")
+        if self.clip_high is not None and self.clip_high < self.clip:
+            raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         spread = batch.reward.std(1, keepdim=True) + 1e-4

@@ -20,9 +20,8 @@ class OnlineDpo:
 
         loss[b] = -log sigmoid(beta (d_w - d_l)),  d = log pi - log ref
 
-    w is the better and l the worse of two responses of the group: with `pair = "best_worst"` its
-    best and its worst, with `"first_two"` its first two, whatever their rewards. A pair of equal
-    reward has loss 0.
+    w is the better and l the worse of two responses of the group. A pair of equal reward has
+    loss 0.
 
     Direct Language Model Alignment from Online AI Feedback (arXiv 2402.04792); best against worst:
     arXiv 2410.18252.
@@ -31,19 +30,20 @@ class OnlineDpo:
     beta: float = 0.1
     """Inverse temperature of the preference; larger values stay closer to the reference."""
     pair: Literal["best_worst", "first_two"] = "best_worst"
-    """The two responses to compare."""
+    """The best and the worst response of the group, or its first two, whatever their rewards."""
     length_normalised: bool = False
     """Use the mean over tokens for d, so that longer responses do not weigh more."""
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta, 0.1)
+        positive(self, "beta")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         considered = batch.reward if self.pair == "best_worst" else batch.reward[:, :2]
         better = considered.argmax(1, keepdim=True)
         worse = considered.argmin(1, keepdim=True)
         difference = of_response(logp - batch.ref_logp, batch, self.length_normalised)
-        margin = self.beta * (difference.gather(1, better) - difference.gather(1, worse)).squeeze(1)
+        gap = difference.gather(1, better) - difference.gather(1, worse)
+        margin = self.beta * gap.squeeze(1)
         differs = batch.reward.gather(1, better) > batch.reward.gather(1, worse)
         preferred = differs.squeeze(1).float()
         loss = -torch.nn.functional.logsigmoid(margin) * preferred

@@ -21,8 +21,7 @@ class Ppo:
         target  = A_t + V_t, without gradient
 
     c is `value_coefficient`. The reward of a token is -beta (log mu - log ref), plus r at the last
-    one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head,
-    which reads the hidden states of the policy. Where pi = mu, this is a plain policy gradient.
+    one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head.
 
     Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9 and 11; for language models
     arXiv 2203.02155.
@@ -42,11 +41,10 @@ class Ppo:
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip, 0.2)
-        positive("head_learning_rate", self.head_learning_rate, 0.01)
+        positive(self, "clip", "head_learning_rate")
         for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             if not 0 <= value <= 1:
-                raise ValueError(f"objective.{name} = {value} must be from 0 to 1; try 0.95")
+                raise ValueError(f"objective.{name} = {value} must be from 0 to 1")
 
     @property
     def head(self) -> Head:
@@ -55,22 +53,19 @@ class Ppo:
     def __call__(
         self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, "B K T"]
     ) -> Loss:
-        advantage = self.advantages(head.detach(), batch)
+        value = head.detach()
+        advantage = self.advantages(value, batch)
         rho = ratio(log_ratio(logp, batch))
         surrogate = clipped(rho, advantage, self.clip, self.clip)
-        error = (head - (advantage + head.detach())) * batch.mask
-        loss = total(-surrogate + self.value_coefficient / 2 * error.square(), batch).mean(1)
+        error = (head - (advantage + value)) * batch.mask
+        value_loss = self.value_coefficient / 2 * error.square()
+        loss = total(value_loss - surrogate, batch).mean(1)
         value_error = total(error.detach().square(), batch) / batch.mask.sum(-1)
-        return loss, {
-            "clip_ratio": outside(rho, self.clip, self.clip, batch),
-            "ppo/value_error": value_error.mean(1),
-        }
+        clip_ratio = outside(rho, self.clip, self.clip, batch)
+        return loss, {"clip_ratio": clip_ratio, "ppo/value_error": value_error.mean(1)}
 
     def advantages(self, value: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
-        """Return generalised advantage estimates (arXiv 1506.02438).
-
-        `value` is V of the state before each token; V of the state after the last token is 0.
-        """
+        """Return the advantages; `value` is V before each token, and V after the last is 0."""
         mask = batch.mask.float()
         last = mask - _next(mask)
         kl = batch.behavior_logp - batch.ref_logp

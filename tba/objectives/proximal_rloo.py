@@ -18,8 +18,7 @@ class ProximalRloo:
 
         loss[b] = -mean_j min(rho_j A_j, clip(rho_j, 1 - clip, 1 + clip) A_j)
 
-    rho_j = pi(y_j) / mu(y_j) of the whole response, with mu the policy that sampled it; A_j as in
-    `rloo`.
+    rho_j = pi / mu of the whole response, with mu the policy that sampled it; A_j as in `rloo`.
 
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
@@ -30,7 +29,7 @@ class ProximalRloo:
     """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip, 0.2)
+        positive(self, "clip")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))

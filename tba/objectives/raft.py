@@ -19,15 +19,14 @@ class Raft:
 
         loss[b] = -mean_j [r_j >= threshold] log pi(y_j)
 
-    With rewards of 0 and 1 this is REINFORCE without a baseline. With `threshold = "best"`, the
-    responses with the highest reward of the group are the good ones; none if all are equal.
+    With rewards of 0 and 1 this is REINFORCE without a baseline.
 
     RAFT (arXiv 2304.06767), algorithm 1; with a threshold: A Minimalist Approach to LLM Reasoning
     (arXiv 2504.11343).
     """
 
     threshold: float | Literal["best"] = 0.5
-    """Lowest reward of a good response, or `best`."""
+    """Lowest reward of a good response; `best`: the highest of the group, unless all are equal."""
     length_normalised: bool = False
     """Use the mean over tokens for log pi(y_j)."""
 

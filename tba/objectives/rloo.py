@@ -26,9 +26,9 @@ class Rloo:
         loss[b] = -mean_j A_j log pi(y_j)
         A_j     = R_j - mean of the others' R,  R = r - beta (log mu - log ref)
 
-    mu is the policy that sampled y_j, so R does not change after sampling. The gradient is
-    unbiased on-policy only, unless `importance` weights tokens, or whole responses, by
-    min(pi / mu, `importance_cap`). On-policy it is K / (K - 1) times that of `tb`.
+    mu is the policy that sampled y_j. The gradient is unbiased on-policy only, unless `importance`
+    weights tokens or responses by min(pi / mu, `importance_cap`). On-policy it is K / (K - 1)
+    times that of `tb`.
 
     Back to Basics (arXiv 2402.14740), equation 7.
     """
@@ -43,7 +43,7 @@ class Rloo:
     """Use the mean over tokens for log pi(y_j)."""
 
     def __post_init__(self) -> None:
-        positive("importance_cap", self.importance_cap, 2.0)
+        positive(self, "importance_cap")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))

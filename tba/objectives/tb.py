@@ -22,12 +22,10 @@ class TrajectoryBalance:
     The optimum does not depend on which policy generated the data. The loss is in units of reward,
     so that the learning rate does not depend on beta.
 
-    With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
-    correction for lag, biased by the cap and by O(1 / K), is there for comparison: trajectory
-    balance does not need it.
+    With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. Trajectory
+    balance does not need this correction for lag, which is there for comparison.
 
-    Trajectory Balance with Asynchrony (arXiv 2503.18929), equations 3-5; trajectory balance:
-    arXiv 2201.13259; VarGrad: arXiv 2010.10436.
+    Trajectory Balance with Asynchrony (arXiv 2503.18929), equations 3-5; VarGrad: arXiv 2010.10436.
     """
 
     beta: float = 0.05
@@ -35,15 +33,10 @@ class TrajectoryBalance:
     importance_cap: float | None = None
     """Upper bound of the importance weights; default: no weights."""
     log_ratio_clamp: float | None = None
-    """Clamp each token's log pi - log ref to +- this value; beyond it there is no gradient.
-    Default: no clamp."""
+    """Clamp each token's log-ratio to the reference to +- this value; default: no clamp."""
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta, 0.05)
-        if self.importance_cap is not None:
-            positive("importance_cap", self.importance_cap, 2.0)
-        if self.log_ratio_clamp is not None:
-            positive("log_ratio_clamp", self.log_ratio_clamp, 10.0)
+        positive(self, "beta", "importance_cap", "log_ratio_clamp")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp

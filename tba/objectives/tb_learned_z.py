@@ -31,8 +31,7 @@ class TrajectoryBalanceLearnedZ:
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta, 0.05)
-        positive("head_learning_rate", self.head_learning_rate, 0.05)
+        positive(self, "beta", "head_learning_rate")
 
     @property
     def head(self) -> Head:

@@ -20,11 +20,9 @@ class TBAPrime:
         A_j     = (r_j - mean r) - beta (KL_j - mean KL), without gradient
 
     KL_j is the sum of the live policy's log-ratios to the reference, each clamped to
-    +-`log_ratio_clamp`; w_jt = min(pi / mu, `importance_cap`) of a token. Without clamp and
-    weights, this is the gradient of `tb` divided by the mean length of the group; as beta goes to
-    0, and on-policy, that of `dr_grpo` divided by the same. The paper resets the reference every
-    50 steps (`policy.reset_reference_every`), keeps the lag constant (`runtime.lag`), and replays
-    nothing.
+    +-`log_ratio_clamp`; w_jt = min(pi / mu, `importance_cap`) of a token. Without both, this is the
+    gradient of `tb` divided by the mean length of the group. The paper resets the reference every
+    50 steps (`policy.reset_reference_every`) and keeps the lag constant (`runtime.lag`).
 
     Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in the section on MATH.
     """
@@ -39,9 +37,7 @@ class TBAPrime:
     """Upper bound of the importance weights."""
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta, 0.005)
-        positive("log_ratio_clamp", self.log_ratio_clamp, 10.0)
-        positive("importance_cap", self.importance_cap, 8.0)
+        positive(self, "beta", "log_ratio_clamp", "importance_cap")
 
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         bound = self.log_ratio_clamp

@@ -38,10 +38,7 @@ class VinePpo:
     """Tokens per step."""
 
     def __post_init__(self) -> None:
-        for name, value in (("rollouts", self.rollouts), ("step_tokens", self.step_tokens)):
-            if value < 1:
-                raise ValueError(f"objective.{name} = {value} must be 1 or more; try 4")
-        positive("clip", self.clip, 0.2)
+        positive(self, "clip", "rollouts", "step_tokens")
 
     @property
     def value_rollouts(self) -> ValueRollouts:
@@ -58,10 +55,7 @@ class VinePpo:
         return -summed.mean(1), {"clip_ratio": outside}
 
     def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
-        """Return the advantage of the step that each token belongs to.
-
-        `batch.value` has, at each token, V of the state before its step.
-        """
+        """Return the advantage of each token's step; `batch.value` is V of the state before it."""
         length = batch.mask.sum(-1, keepdim=True)
         t = torch.arange(batch.mask.shape[-1], device=length.device)
         next_step = (t // self.step_tokens + 1) * self.step_tokens

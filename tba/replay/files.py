@@ -92,24 +92,9 @@ def is_segment(name: str) -> bool:
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:
     """Write groups to a file, in their order."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    values = [t.value for t in trajectories if t.value is not None]
-    arrays = {
-        "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
-        "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
-        "references": np.array([g.reference for g in groups], np.int64),
-        "sizes": np.array([len(g.trajectories) for g in groups], np.int64),
-        "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
-        "tokens": _joined([t.tokens for t in trajectories], np.int32),
-        "behavior_logp": _joined([t.behavior_logp for t in trajectories], np.float32),
-        "ref_logp": _joined([t.ref_logp for t in trajectories], np.float32),
-        "value": _joined(values, np.float32),
-        "valued": np.array([t.value is not None for t in trajectories], np.bool_),
-        "reward": np.array([t.reward for t in trajectories], np.float64),
-        "version": np.array([t.version for t in trajectories], np.int64),
-        "finished": np.array([t.finished for t in trajectories], np.bool_),
-    }
     prompts = json.dumps([asdict(g.prompt) for g in groups])
+    trajectories = [t for g in groups for t in g.trajectories]
+    arrays = _head_arrays(groups) | _trajectory_arrays(trajectories)
     save_file(arrays, file, {"prompts": prompts})
 
 
@@ -127,24 +112,45 @@ def load_groups(file: Path) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def _head_arrays(groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    lengths = [len(g.prompt_tokens) for g in groups]
+    sizes = [len(g.trajectories) for g in groups]
+    return {
+        "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
+        "prompt_lengths": np.array(lengths, np.int64),
+        "references": np.array([g.reference for g in groups], np.int64),
+        "sizes": np.array(sizes, np.int64),
+    }
+
+
+def _trajectory_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name in ("tokens", "behavior_logp", "ref_logp"):
+        kind = np.int32 if name == "tokens" else np.float32
+        arrays[name] = _joined([getattr(t, name) for t in trajectories], kind)
+    arrays["lengths"] = np.array([len(t.tokens) for t in trajectories], np.int64)
+    arrays["value"] = _joined([t.value for t in trajectories if t.value is not None], np.float32)
+    arrays["valued"] = np.array([t.value is not None for t in trajectories], np.bool_)
+    arrays["reward"] = np.array([t.reward for t in trajectories], np.float64)
+    arrays["version"] = np.array([t.version for t in trajectories], np.int64)
+    arrays["finished"] = np.array([t.finished for t in trajectories], np.bool_)
+    return arrays
+
+
 def _trajectories(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
     lengths, valued = arrays["lengths"], arrays["valued"]
     tokens = _parted(arrays["tokens"], lengths)
     behavior = _parted(arrays["behavior_logp"], lengths)
     ref = _parted(arrays["ref_logp"], lengths)
     values = _parted(arrays["value"], lengths * valued)
+    rewards, versions = arrays["reward"].tolist(), arrays["version"].tolist()
+    finished = arrays["finished"].tolist()
     trajectories = []
-    for i in range(len(lengths)):
-        trajectory = Trajectory(
-            tokens[i],
-            behavior[i],
-            ref[i],
-            reward=float(arrays["reward"][i]),
-            version=int(arrays["version"][i]),
-            finished=bool(arrays["finished"][i]),
-            value=values[i] if valued[i] else None,
-        )
-        trajectories.append(trajectory)
+    for i, has_value in enumerate(valued.tolist()):
+        value = values[i] if has_value else None
+        logps = behavior[i], ref[i]
+        one = Trajectory(tokens[i], *logps, rewards[i], versions[i], finished[i], value)
+        trajectories.append(one)
     return trajectories
 
 

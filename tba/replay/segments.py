@@ -243,5 +243,6 @@ def _room(size: int, kind: DTypeLike) -> np.ndarray:
 
     The heap would keep them, because small objects are allocated in between.
     """
-    pages = mmap.mmap(-1, max(1, size * np.dtype(kind).itemsize))
+    length = max(1, size * np.dtype(kind).itemsize)
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, kind, size)

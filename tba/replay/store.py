@@ -109,11 +109,13 @@ class Store:
     def columns(self) -> Columns:
         """Return the view for strategies; the next change of the store invalidates it."""
         columns = self.rows.columns()
+        shown = {name: _read_only(columns[name]) for name in SHOWN}
+        prompts, latest = self.prompts.by_arrival(), self.prompts.latest
         return Columns(
-            prompts=_read_only(self.prompts.by_arrival()),
+            prompts=_read_only(prompts),
             rows=lambda prompt: _read_only(self.rows_of(int(prompt))),
-            latest=_read_only(self.prompts.latest),
-            **{name: _read_only(columns[name]) for name in SHOWN},
+            latest=_read_only(latest),
+            **shown,
         )
 
     def restore(self, prompts: Sequence[Group], segments: Sequence[Segment | None]) -> None:
@@ -126,7 +128,7 @@ class Store:
         rows = self.rows
         order = np.argsort(rows.prompt, kind="stable")
         ends = np.cumsum(np.bincount(rows.prompt, minlength=len(prompts)))
-        parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=False)]
+        parts = np.split(order, ends[:-1]) if prompts else []
         by_arrival = sorted((part[-1], i) for i, part in enumerate(parts) if len(part))
         for _, i in by_arrival:
             prompt = self.prompts.number(prompts[i])
@@ -184,16 +186,10 @@ class Store:
             segment = self.segments[number]
             part = slice(starts[i], starts[i] + lengths[i])
             value = segment.value[part] if segment.value is not None and valued[i] else None
-            trajectory = Trajectory(
-                segment.tokens[part],
-                segment.behavior_logp[part],
-                segment.ref_logp[part],
-                rewards[i],
-                versions[i],
-                finished[i],
-                value,
-            )
-            trajectories.append(trajectory)
+            tokens = segment.tokens[part]
+            logps = segment.behavior_logp[part], segment.ref_logp[part]
+            one = Trajectory(tokens, *logps, rewards[i], versions[i], finished[i], value)
+            trajectories.append(one)
         return trajectories
 
 

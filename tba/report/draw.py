@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from io import BytesIO
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ COLOURS = (
     "#22262d", "#8c5a3c", "#7f8c1f", "#e8a0bf", "#17a2a2",
 )  # fmt: skip
 GREY, RULE = "#5b6472", "#e4e8ee"
-TEMPLATES = Path(__file__).parent / "templates"
+Figures = dict[str, Figure]
 
 
 def dress(axes: Axes, title: str, below: str) -> None:
@@ -56,28 +55,23 @@ def number(value: float, form: str) -> str:
 
 def with_stderr(mean: float, stderr: float, form: str) -> str:
     """Format a mean and its standard error, each of which may be missing (NaN)."""
-    text = number(mean, form)
-    return (
-        text
-        if isnan(stderr)
-        else f"{text}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{form.format(stderr)}"
-    )
+    error = "" if isnan(stderr) else f" ± {form.format(stderr)}"
+    return number(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def png(figure: Figure, path: Path) -> str:
-    """Save the figure, and return it in base64 for the page."""
-    image = BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    path.write_bytes(image.getvalue())
-    return base64.b64encode(image.getvalue()).decode()
-
-
-def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
+def write_page(folder: Path, template: str, values: Mapping[str, Any], figures: Figures) -> Path:
+    """Write `index.html`, which contains the figures, and each figure as `NAME.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=150)
+        pictures[name] = base64.b64encode(path.read_bytes()).decode()
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    text = environment.get_template(template).render(values)
+    text = environment.get_template(template).render(**values, pictures=pictures)
     page = folder / "index.html"
     page.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # for half surrogate pairs
     return page

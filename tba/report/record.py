@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, nan
@@ -13,7 +12,7 @@ import pandas as pd
 
 from tba.report.draw import with_stderr
 from tba.runs.log import CONFIG, SAMPLES, SUMMARY, read
-from tba.studies.results import Row, read_metrics
+from tba.studies.results import Row, read_json, read_metrics
 
 MODES = ("sampled", "greedy")
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
@@ -54,26 +53,31 @@ class Record:
     totals: Row
 
     def facts(self, measure: Measure) -> Mapping[str, str]:
-        totals, newest = self.totals, self.steps.iloc[-1]
-        planned, tenth = self.config["run"]["steps"], ceil(len(self.steps) / 10)
-        reward, (lag_mean, lag_max) = self.steps["reward"], (self.steps[name] for name in LAG)
-        first, last = reward.head(tenth).mean(), reward.tail(tenth).mean()
+        totals, steps = self.totals, self.steps
+        newest, tenth = steps.iloc[-1], ceil(len(steps) / 10)
+        planned = self.config["run"]["steps"]
+        first = steps["reward"].head(tenth).mean()
+        last = steps["reward"].tail(tenth).mean()
+        lag_mean, lag_max = (steps[name] for name in LAG)
         evaluations = self.evaluation_rows()
         ends = evaluations[:1] + evaluations[1:][-1:]
-        facts = {"Objective": self.config["objective"]["use"]}
-        facts["Steps"] = f"{newest['step']:,.0f} of {planned:,} ({totals['status']})"
-        facts["Time"] = f"{totals['seconds']:,.1f} s"
+        held_out = {}
         for mode in MODES:
             texts = [measure.text(e, mode) for e in ends]
-            facts[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
-        facts["Training reward, first → last tenth"] = f"{first:.3f} → {last:.3f}"
-        facts["Lag"] = f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}"
-        facts["Trainer waited"] = f"{totals['trainer_wait_fraction']:.2%}"
-        facts["Searchers waited"] = f"{totals['searcher_wait_fraction']:.2%}"
-        facts["Samples generated"] = f"{totals['samples_generated']:,.0f}"
-        facts["Samples trained on"] = f"{totals['samples_trained']:,.0f}"
-        facts["Samples rejected"] = f"{newest['searchers/rejected']:,.0f}"
-        return facts
+            held_out[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
+        return {
+            "Objective": self.config["objective"]["use"],
+            "Steps": f"{newest['step']:,.0f} of {planned:,} ({totals['status']})",
+            "Time": f"{totals['seconds']:,.1f} s",
+            **held_out,
+            "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
+            "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
+            "Trainer waited": f"{totals['trainer_wait_fraction']:.2%}",
+            "Searchers waited": f"{totals['searcher_wait_fraction']:.2%}",
+            "Samples generated": f"{totals['samples_generated']:,.0f}",
+            "Samples trained on": f"{totals['samples_trained']:,.0f}",
+            "Samples rejected": f"{newest['searchers/rejected']:,.0f}",
+        }
 
     def evaluation_rows(self) -> list[Row]:
         rows: list[Row] = self.evaluations.to_dict("records")
@@ -99,14 +103,13 @@ class Record:
 
 
 def read_record(path: Path, name: str, colour: str) -> Record:
-    if not (path / CONFIG).is_file():
-        nearby = [*path.glob(f"*/{CONFIG}"), path.parent / CONFIG]
-        near = sorted(str(p.parent) for p in nearby if p.is_file())
-        instead = "RUN` with the run folder that `tba train` printed at its start"
-        if near:
-            instead = f"{' '.join(near[:3])}`"
+    config = read_json(path / CONFIG)
+    if config is None:
+        near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
+        instead = " ".join(near[:3]) or "RUN"
         raise ValueError(
-            f"{path} is not a run folder: it has no {CONFIG}; type `tba report {instead}"
+            f"{path} is not a run folder: it has no {CONFIG}; type `tba report {instead}`"
+            " with the folder that `tba train` printed at its start"
         )
     metrics = read_metrics(path, "samples_generated", "searchers/rejected", *LAG, *WAITS)
     is_step = metrics["samples_generated"].notna()
@@ -120,23 +123,19 @@ def read_record(path: Path, name: str, colour: str) -> Record:
     at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
     samples = np.interp(evaluations["step"], at, generated)
     evaluations = evaluations.assign(samples_generated=samples)
-    config = json.loads((path / CONFIG).read_text())
     totals = _totals(path, steps)
     return Record(name, colour, config, steps, evaluations, read(path / SAMPLES), totals)
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
     """Return the contents of `summary.json`; while a run is not at its end, sums of its steps."""
-    newest = steps.iloc[-1].to_dict()
+    newest, summary = steps.iloc[-1].to_dict(), read_json(path / SUMMARY)
     waits = {
         "trainer_wait_fraction": _share(steps, "wait/trainer"),
         "searcher_wait_fraction": _share(steps, "wait/searchers"),
     }
-    if (path / SUMMARY).is_file():
-        summary = json.loads((path / SUMMARY).read_text())
-        if summary["steps"] == newest["step"]:  # else it is that of an earlier session
-            status = "finished" if summary["finished"] else "stopped"
-            return {**waits, **summary, "status": status}
+    if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
+        return {**waits, **summary, "status": "finished" if summary["finished"] else "stopped"}
     return {**newest, **waits, "seconds": newest["time"], "status": "unfinished"}
 
 

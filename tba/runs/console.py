@@ -8,18 +8,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from rich import live, progress
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
-from rich.live import Live as RichLive
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -72,8 +64,8 @@ class Console:
         if 2 < step < self._steps and now - self._last_line < self.EVERY:
             return
         self._last_line = now
-        values = [f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN]
-        self._write(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {'  '.join(values)}")
+        values = "  ".join(f"{label} {value}" for label, value in _formatted(metrics))
+        self._write(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
     def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
         """Show the scores of an evaluation."""
@@ -97,19 +89,19 @@ class LiveConsole(Console):
 
     def __init__(self, steps: int):
         super().__init__(steps, partial(print, flush=True))
-        self._progress = Progress(
-            TextColumn("step"),
-            BarColumn(None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._progress = progress.Progress(
+            progress.TextColumn("step"),
+            progress.BarColumn(None),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
         )
         self._task = self._progress.add_task("steps", total=steps)
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[str] = []
         self._sample = ""
-        self._live = RichLive(self._view(), console=Terminal(), refresh_per_second=4)
+        self._live = live.Live(self._view(), console=Terminal(), refresh_per_second=4)
         self._live.start()
 
     def note(self, text: str) -> None:
@@ -121,8 +113,8 @@ class LiveConsole(Console):
         self._live.update(self._view())
 
     def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        self._evaluations.append(f"step {version:>6}  {in_a_line(scores)}")
-        self._evaluations = self._evaluations[-6:]
+        latest = f"step {version:>6}  {in_a_line(scores)}"
+        self._evaluations = [*self._evaluations, latest][-6:]
         self._live.update(self._view())
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
@@ -134,9 +126,8 @@ class LiveConsole(Console):
     def _view(self) -> Panel:
         grid = Table.grid(padding=(0, 3))
         cells: list[Text | str] = []
-        for name, label, form in SHOWN:
-            if name in self._metrics:
-                cells += [Text(label, style="dim"), form.format(self._metrics[name])]
+        for label, value in _formatted(self._metrics):
+            cells += [Text(label, style="dim"), value]
         for start in range(0, len(cells), 4):  # two metrics in a row
             grid.add_row(*cells[start : start + 4])
         evaluations = Text("\n".join(self._evaluations))
@@ -145,25 +136,30 @@ class LiveConsole(Console):
         return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
 
 
+def _formatted(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the label and the text of each metric that is displayed."""
+    shown = [row for row in SHOWN if row[0] in metrics]
+    return [(label, form.format(metrics[name])) for name, label, form in shown]
+
+
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation in a line: pass@1 if the task defines it, otherwise the reward."""
     s = {name.removeprefix("eval/"): value for name, value in scores.items()}
+
+    def with_error(score: str, error: str) -> str:
+        return f"{s[score]:.3f} ± {s[error]:.3f}"
+
     if "sampled_pass@1" in s:
-        line = (
-            f"pass@1 sampled {s['sampled_pass@1']:.3f} ± {s['sampled_stderr']:.3f}"
-            f"  greedy {s['greedy_pass@1']:.3f} ± {s['greedy_stderr']:.3f}"
-        )
-        for name, value in s.items():
-            if name.startswith("pass@") and not name.endswith("stderr"):
-                line += f"  {name} {value:.3f}"
+        parts = [f"pass@1 sampled {with_error('sampled_pass@1', 'sampled_stderr')}"]
+        parts += [f"greedy {with_error('greedy_pass@1', 'greedy_stderr')}"]
+        names = [name for name in s if name.startswith("pass@") and not name.endswith("stderr")]
+        parts += [f"{name} {s[name]:.3f}" for name in names]
     else:
-        line = (
-            f"reward sampled {s['sampled_reward']:.3f} ± {s['sampled_reward_stderr']:.3f}"
-            f"  greedy {s['greedy_reward']:.3f}"
-        )
+        parts = [f"reward sampled {with_error('sampled_reward', 'sampled_reward_stderr')}"]
+        parts += [f"greedy {s['greedy_reward']:.3f}"]
     if s.get("sampled_rejected"):
-        line += f"  rejected {s['sampled_rejected']:.1%}"
-    return line
+        parts += [f"rejected {s['sampled_rejected']:.1%}"]
+    return "  ".join(parts)
 
 
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
@@ -172,18 +168,19 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     outcome = "finished" if s.finished else "stopped"
     rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
     samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
-    rows = [
-        ("samples", f"{samples}; rejected: {rejected}"),
-        ("lag", f"mean {s.lag_mean:.1f}, at most {s.lag_max:.0f} steps"),
-        ("trainer waited", f"{s.trainer_wait_fraction:.2%} of the time after the first fill"),
-        ("searchers restarted", str(s.searcher_restarts)),
-    ]
+    rows = {
+        "samples": f"{samples}; rejected: {rejected}",
+        "lag": f"mean {s.lag_mean:.1f}, at most {s.lag_max:.0f} steps",
+        "trainer waited": f"{s.trainer_wait_fraction:.2%} of the time after the first fill",
+        "searchers restarted": str(s.searcher_restarts),
+    }
     if s.last:
-        rows += [("before", in_a_line(s.first)), ("after", in_a_line(s.last))]
+        rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
     if not s.finished:
-        rows.append(("resume", f"tba train --resume {folder}"))
-    rows += [("summary", str(folder / "summary.json")), ("report", f"tba report {folder}")]
-    lines = [f"  {label:<20} {text}" for label, text in rows]
+        rows["resume"] = f"tba train --resume {folder}"
+    rows["summary"] = str(folder / "summary.json")
+    rows["report"] = f"tba report {folder}"
+    lines = [f"  {label:<20} {text}" for label, text in rows.items()]
     return ["", f"{outcome} after {s.steps} steps in {s.seconds:.0f} s", *lines]
 
 

@@ -22,17 +22,12 @@ class RunFolder:
     @classmethod
     def create(cls, config: Config) -> RunFolder:
         """Create the folder of a new run; ValueError if it holds a run already."""
-        name = f"{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
-        path = Path(config.run.folder or f"runs/{name}").expanduser()
-        if (path / "checkpoints").exists():
+        default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
+        path = Path(config.run.folder or default).expanduser()
+        if (path / METRICS).exists() or (path / "checkpoints").exists():
             raise ValueError(
                 f"run.folder = {str(path)!r} holds a run already;"
                 f" continue it with --resume {path}, or choose another folder"
-            )
-        if (path / METRICS).exists():
-            raise ValueError(
-                f"run.folder = {str(path)!r} holds a run without a checkpoint;"
-                " remove the folder, or choose another"
             )
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)

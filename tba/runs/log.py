@@ -6,7 +6,6 @@ import json
 import math
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +39,28 @@ def write_whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
-@dataclass
 class Journal:
     """Writes metrics and samples as they come.
 
-    Every JSONL row is on disk when `row` returns; `close` flushes TensorBoard and W&B.
+    Every JSONL row is on disk when `row` returns; `close` flushes TensorBoard and W&B. `start` is
+    the step at which a resumed run continues; TensorBoard drops what it has after it.
     """
 
-    folder: Path
-    config: Config
-    start: int = 0
-    """Step at which a resumed run continues; TensorBoard drops what it has after it."""
-    _tensorboard: Any = field(default=None, init=False)
-    _wandb: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.config.log.tensorboard:
+    def __init__(self, folder: Path, config: Config, start: int = 0):
+        self._folder = folder
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = self.start + 1 if self.start else None
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge)
-        if self.config.log.wandb:
-            self._wandb = _wandb_run(self.folder, self.config)
+            purge = start + 1 if start else None
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        if config.log.wandb:
+            self._wandb = _wandb_run(folder, config)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
-        _append(self.folder / METRICS, {"step": step, **metrics})
+        _append(self._folder / METRICS, {"step": step, **metrics})
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -76,15 +71,8 @@ class Journal:
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
     ) -> None:
         """Log a completion for a person to read; `kind` is `train` or `eval`."""
-        row = {
-            "step": step,
-            "kind": kind,
-            "version": version,
-            "reward": reward,
-            "prompt": prompt,
-            "completion": completion,
-        }
-        _append(self.folder / SAMPLES, row)
+        row = {"step": step, "kind": kind, "version": version, "reward": reward}
+        _append(self._folder / SAMPLES, {**row, "prompt": prompt, "completion": completion})
 
     def close(self) -> None:
         """Close TensorBoard and W&B."""

@@ -23,7 +23,7 @@ from tba.models.pretrained import (
     load_text,
 )
 from tba.objectives import Objective, head_of, value_rollouts_of
-from tba.runtime.functions import pickled
+from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
 from tba.search.setup import SearchSetup
 from tba.strategies import Strategy

@@ -10,10 +10,7 @@ from typing import Any
 
 
 class Stop:
-    """Context manager that turns the first signal into `requested`.
-
-    The second signal raises KeyboardInterrupt.
-    """
+    """Context manager in which a signal sets `requested`, and a second one interrupts."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -24,10 +21,7 @@ class Stop:
         return self.requested
 
     def install(self) -> None:
-        """Install the signal handlers.
-
-        Only the main thread can; in another thread, the host program decides when to stop.
-        """
+        """Install the signal handlers, which only the main thread can do."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, self._handle)
@@ -45,8 +39,5 @@ class Stop:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print(
-            "\nstopping: finishing this step and saving; interrupt again to stop at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        message = "stopping: finishing this step and saving; interrupt again to stop at once"
+        print(f"\n{message}", file=sys.stderr, flush=True)

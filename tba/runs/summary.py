@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -48,14 +48,15 @@ class Tracker:
 
     def __init__(self) -> None:
         self._sum: defaultdict[str, float] = defaultdict(float)
+        self._spent: defaultdict[str, float] = defaultdict(float)  # since the last step
         self._earlier_seconds = 0.0
         self._lag_max = 0.0
         self._evaluations: list[tuple[int, dict[str, float]]] = []
         self._started: float | None = None
         self._stopped: float | None = None
-        self._before: Mapping[str, float] = {}
+        self._searched: Mapping[str, float] = {}
         self._last = time.perf_counter()
-        self._waited = self._synced = self._idle = 0.0
+        self._idle = 0.0
         self._published = 0
 
     @property
@@ -77,25 +78,24 @@ class Tracker:
     @contextmanager
     def first_fill(self) -> Iterator[None]:
         """Time the wait before the first step, which the other shares of time exclude."""
-        with _timed() as seconds:
+        with self._timed("first_fill"):
             yield
-        self._sum["first_fill"] += seconds()
         self._last = time.perf_counter()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Time the trainer's wait for groups."""
-        with _timed() as seconds:
-            yield
-        self._waited = seconds()
-        self._sum["waited"] += self._waited
+        return self._timed("waited")
+
+    def syncing(self) -> AbstractContextManager[None]:
+        """Time a publication of the weights."""
+        return self._timed("synced")
 
     @contextmanager
-    def syncing(self) -> Iterator[None]:
-        """Time a publication of the weights."""
-        with _timed() as seconds:
-            yield
-        self._synced = seconds()
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._spent[name] = time.perf_counter() - started
+        self._sum[name] += self._spent[name]
 
     def published(self, size: int) -> None:
         """Count the bytes of a publication."""
@@ -106,27 +106,26 @@ class Tracker:
     ) -> dict[str, float]:
         """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now = time.perf_counter()
-        trajectories = [t for g in groups for t in g.trajectories]
-        lags = [step - t.version for t in trajectories]
+        lags = [step - t.version for g in groups for t in g.trajectories]
+        lag = fmean(lags)
         self._sum["steps"] += 1
-        self._sum["samples_trained"] += len(trajectories)
-        self._sum["lag"] += fmean(lags)
+        self._sum["samples_trained"] += len(lags)
+        self._sum["lag"] += lag
         self._lag_max = float(max(self._lag_max, *lags))
-        self._add_searching(dict(stats.seconds))  # a copy: the collector thread goes on adding
         distinct = [len({id(t) for t in g.trajectories}) for g in groups]
         metrics: dict[str, float] = {
             "time": self.seconds,
             "samples_generated": stats.samples,
             "samples_trained": self._sum["samples_trained"],
-            "off_policy/lag_mean": fmean(lags),
+            "off_policy/lag_mean": lag,
             "off_policy/lag_max": max(lags),
             "buffer/size": len(buffer),
             "buffer/prompts": buffer.prompts,
             "buffer/distinct_per_group": fmean(distinct),
             **{f"buffer/{name}": count for name, count in buffer.counts.items()},
-            "wait/trainer": self._waited / max(1e-9, now - self._last),
-            "wait/searchers": self._idle,
-            "sync/seconds": self._synced,
+            "wait/trainer": self._spent["waited"] / max(1e-9, now - self._last),
+            "wait/searchers": self._searchers_idle(dict(stats.seconds)),
+            "sync/seconds": self._spent["synced"],
             "sync/bytes": self._published,
             "sync/logp_gap": stats.logp_gap,
             "searchers/restarts": stats.restarts,
@@ -136,18 +135,17 @@ class Tracker:
             metrics["reward/faulty"] = stats.faulty
         if stats.rollouts:
             metrics["rollouts_generated"] = stats.rollouts
-        self._last, self._synced, self._published = now, 0.0, 0
+        self._last, self._published = now, 0
+        self._spent.clear()
         return metrics
 
-    def _add_searching(self, seconds: Mapping[str, float]) -> None:
-        """Add the searchers' seconds since the last step; a task reports at its end."""
-        spent = {name: total - self._before.get(name, 0.0) for name, total in seconds.items()}
-        self._before = seconds
-        idle, total = spent.get("idle", 0.0), sum(spent.values())
-        self._sum["idle"] += idle
-        self._sum["searching"] += total
-        if total:
-            self._idle = idle / total
+    def _searchers_idle(self, seconds: Mapping[str, float]) -> float:
+        """Return the idle share of the searchers' seconds in the tasks that ended since a step."""
+        spent = {name: total - self._searched.get(name, 0.0) for name, total in seconds.items()}
+        self._searched = seconds
+        if any(spent.values()):  # otherwise no task has ended, and the share stays
+            self._idle = _idle_share(spent)
+        return self._idle
 
     def evaluation(self, version: int, scores: dict[str, float]) -> None:
         """Record the scores of an evaluation."""
@@ -167,18 +165,13 @@ class Tracker:
         self._sum.update(counts)
         self._lag_max = self._sum.pop("lag_max")
         self._earlier_seconds = self._sum.pop("seconds")
-        self._before = dict(stats.seconds)
+        self._searched = dict(stats.seconds)
         self._evaluations = evaluations
 
     def summary(self, steps: int, stats: SearchStats, finished: bool) -> Summary:
         """Return the summary of a run after `steps` steps."""
         training = self.seconds - self._sum["first_fill"]
-        scores = []
-        for version, values in sorted(self._evaluations, key=lambda e: e[0]):
-            plain = {name.removeprefix("eval/"): value for name, value in values.items()}
-            plain["step"] = float(version)
-            plain["stderr"] = plain.get("sampled_stderr", plain["sampled_reward_stderr"])
-            scores.append(plain)
+        evaluations = sorted(self._evaluations, key=lambda evaluation: evaluation[0])
         return Summary(
             finished=finished,
             steps=steps,
@@ -186,17 +179,22 @@ class Tracker:
             samples_generated=stats.samples,
             samples_trained=int(self._sum["samples_trained"]),
             trainer_wait_fraction=self._sum["waited"] / training if training > 0 else 0.0,
-            searcher_wait_fraction=self._sum["idle"] / max(1e-9, self._sum["searching"]),
+            searcher_wait_fraction=_idle_share(stats.seconds),
             lag_mean=self._sum["lag"] / max(1.0, self._sum["steps"]),
             lag_max=self._lag_max,
             searcher_restarts=stats.restarts,
             rejected=dict(stats.rejected),
-            first=scores[0] if scores else {},
-            last=scores[-1] if scores else {},
+            first=_plain(*evaluations[0]) if evaluations else {},
+            last=_plain(*evaluations[-1]) if evaluations else {},
         )
 
 
-@contextmanager
-def _timed() -> Iterator[Callable[[], float]]:
-    started = time.perf_counter()
-    yield lambda: time.perf_counter() - started
+def _idle_share(seconds: Mapping[str, float]) -> float:
+    return seconds.get("idle", 0.0) / max(1e-9, sum(seconds.values()))
+
+
+def _plain(version: int, scores: Mapping[str, float]) -> dict[str, float]:
+    plain = {name.removeprefix("eval/"): value for name, value in scores.items()}
+    plain["step"] = float(version)
+    plain["stderr"] = plain.get("sampled_stderr", plain["sampled_reward_stderr"])
+    return plain

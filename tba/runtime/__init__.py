@@ -1,4 +1,4 @@
-"""Where searchers run. `Searchers` is everything that the train loop knows of them."""
+"""The places where searchers run. `Searchers` is everything that the train loop knows of them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tba.weights import Weights
 
 @dataclass(frozen=True)
 class SearchState:
-    """What a checkpoint needs of the searchers: the prompt cursor, the next task's number, and the weights they
-    search with where those decide what comes next (local); None where searchers go on with the newest (ray).
-
-    `reference` are the weights of the reference if it has been reset.
-    """
+    """State of the searchers that a checkpoint keeps."""
 
     cursor: Cursor
     tasks: int
+    """Number of the next search task."""
     stats: SearchStats
+    """Statistics of all groups that `gather` has returned."""
     weights: Weights | None
+    """Weights to search with; None where searchers continue with the newest (ray)."""
     reference: Weights | None
+    """Weights of the reference, if it has been reset."""
     held: tuple[Group, ...] = ()
     """Groups on their way to the buffer, with a constant lag."""
 
 
 @dataclass(frozen=True)
 class SearchJob:
-    """What a runtime searches, and with which settings."""
+    """Settings from which a runtime searches."""
 
     setup: SearchSetup
     stream: PromptStream
@@ -46,32 +46,40 @@ class SearchJob:
 
 @runtime_checkable
 class Searchers(Protocol):
-    """Everything that searches."""
+    """One searcher or many, in this process or elsewhere."""
 
     @property
-    def stats(self) -> SearchStats: ...
+    def stats(self) -> SearchStats:
+        """Statistics of all groups that `gather` has returned."""
 
     def gather(self, at_least: int) -> list[Group]:
-        """Groups found since the last call; blocks only until there are `at_least` so many, and never past its deadline."""
+        """Return the groups found since the last call.
+
+        Blocks only until there are `at_least` so many; TimeoutError past its deadline.
+        """
 
     def publish(self, weights: Weights) -> None:
-        """Hands out newer weights. Waits for nobody."""
+        """Send newer weights to every searcher, without waiting for one."""
 
     def reset_reference(self, weights: Weights) -> None:
-        """What is searched from now on has these weights for its reference. Waits for nobody."""
+        """Make these weights the reference of every search that begins from now on."""
 
     def evaluate(self) -> None:
-        """Asks for an evaluation of the weights last published. Waits for nobody."""
+        """Request an evaluation of the weights that were published last, without waiting."""
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        """Those that have ended since the last call; with `finish`, waits for all that were asked for."""
+        """Return the evaluations that have ended since the last call.
 
-    def state(self) -> SearchState: ...
+        With `finish`, wait for all that were requested.
+        """
+
+    def state(self) -> SearchState:
+        """Return what a checkpoint keeps."""
 
     def close(self) -> None:
-        """Ends every process, idempotently."""
+        """End every searcher process. It may be called twice."""
 
 
 def task_seed(seed: int, task: int) -> int:
-    """The random seed of a search task: the same for the same run seed and task number, wherever it runs."""
+    """Return the random seed of a search task, which does not depend on where the task runs."""
     return int(np.random.SeedSequence([seed, task]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,23 +1,49 @@
-"""A searcher in a process of its own."""
+"""Searcher in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import ray
 import torch
 
 from tba.runtime.placement import Place
-from tba.search.result import Evaluation, SearchResult
+from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Weights
+from tba.weights import Sent, SharedLock, Transport, Weights
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
+
+    deadline: float
+    """Seconds that weights may take to arrive."""
+
+    def send(self, weights: Weights) -> Sent:
+        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
+        return Sent(weights.version, (ray.put(weights),))
+
+    def receive(self, sent: Sent) -> Weights:
+        (reference,) = sent.parcel
+        weights: Weights = ray.get(reference, timeout=self.deadline)
+        return weights
 
 
 class SearcherActor:
-    """A searcher in its own process. `publish` runs beside a search; what it leaves is adopted before the next one."""
+    """Searcher that runs several searches at once, each in a thread of its own.
+
+    Searches share a lock and newer weights may arrive under them. An evaluation holds it alone,
+    because it needs the same weights to its end, and so does a change of the reference, which
+    searches that have begun keep to their end.
+    """
 
     def __init__(
         self,
@@ -25,51 +51,86 @@ class SearcherActor:
         place: Place,
         bf16: bool,
         path: list[str],
-        newest: Weights | None,
-        reference: Weights | None,
+        transport: Transport,
+        newest: Sent | None,
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
-        torch.set_grad_enabled(False)
-        place.take()
-        self.searcher = setup.build(place.device, bf16)
-        self.newest = newest
-        if reference is not None:
-            self.reset_reference(reference)
-        self.idle_since = time.perf_counter()
+        self._place = place.assigned([str(gpu) for gpu in ray.get_gpu_ids()])
+        self._place.take()
+        self._searcher = setup.build(self._place.device, bf16)
+        self._transport = transport
+        self._searches = SharedLock()
+        self._loading = threading.Lock()
+        self._counting = threading.Lock()  # guards everything below
+        self._unreported = SearchStats()
+        self._working, self._idle_since = 0, time.perf_counter()
+        self._load_newer(newest)
 
-    @ray.method(concurrency_group="control")
     def pid(self) -> int:
-        """This process; answered once it has started."""
+        """Return the process id, once the searcher has started."""
         return os.getpid()
 
-    @ray.method(concurrency_group="control")
-    def publish(self, weights: Weights) -> None:
-        self.newest = weights
+    def publish(self, weights: Sent) -> None:
+        """Load newer weights beside the searches that run."""
+        self._enter()
+        with self._searches.shared():
+            self._load_newer(weights)
 
-    def reset_reference(self, weights: Weights) -> None:
-        """In its turn: what was asked for before is searched with the reference of before."""
-        self.searcher.reference.load_weights(weights)
-
-    def search(self, prompts: list[Prompt], seed: int, weights: Weights | None) -> SearchResult:
-        """Search with `weights`, or else with those last published, if they are newer."""
-        started = time.perf_counter()
-        idle = started - self.idle_since
-        gap = self._load_newer(self.newest if weights is None else weights)
-        loading = time.perf_counter() - started
-        result = self.searcher.search(prompts, seed)
-        result.stats.seconds["idle"] += idle
-        result.stats.seconds["load_weights"] += loading
-        if gap is not None:
-            result.stats.logp_gap = gap
-        self.idle_since = time.perf_counter()
+    def search(
+        self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
+    ) -> SearchResult:
+        """Search with the newest weights, or with `weights` if these are newer."""
+        with self._work(reference), self._searches.shared():
+            self._load_newer(weights)
+            result = self._searcher.search(prompts, seed)
+        with self._counting:
+            result.stats.add(self._unreported)
+            self._unreported = SearchStats()
         return result
 
-    def evaluate(self, weights: Weights | None) -> Evaluation:
-        self._load_newer(weights)
-        evaluation = self.searcher.evaluate()
-        self.idle_since = time.perf_counter()
-        return evaluation
+    def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
+        """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
+        with self._work(reference), self._searches.alone():
+            self._load_newer(weights)
+            return self._searcher.evaluate()
 
-    def _load_newer(self, weights: Weights | None) -> float | None:
-        newer = weights is not None and weights.version > self.searcher.engine.version
-        return self.searcher.engine.load_weights(weights) if newer and weights is not None else None
+    def _enter(self) -> None:
+        """Prepare the calling thread: cores and gradients are settings of a thread."""
+        self._place.take()
+        torch.set_grad_enabled(False)
+
+    @contextmanager
+    def _work(self, reference: Sent | None) -> Iterator[None]:
+        """Surround work, with this reference or a newer one; between it the searcher is idle."""
+        self._enter()
+        with self._counting:
+            if self._working == 0:
+                self._unreported.seconds["idle"] += time.perf_counter() - self._idle_since
+            self._working += 1
+        try:
+            self._load_newer_reference(reference)
+            yield
+        finally:
+            with self._counting:
+                self._working -= 1
+                self._idle_since = time.perf_counter()
+
+    def _load_newer(self, weights: Sent | None) -> None:
+        if weights is None:
+            return
+        with self._loading:
+            if weights.version <= self._searcher.engine.version:
+                return
+            started = time.perf_counter()
+            gap = self._searcher.engine.load_weights(self._transport.receive(weights))
+            with self._counting:
+                self._unreported.seconds["load_weights"] += time.perf_counter() - started
+                self._unreported.logp_gap = self._unreported.logp_gap if gap is None else gap
+
+    def _load_newer_reference(self, weights: Sent | None) -> None:
+        reference = self._searcher.reference
+        if weights is None or weights.version <= reference.version:
+            return
+        with self._searches.alone():
+            if weights.version > reference.version:
+                reference.load_weights(self._transport.receive(weights))

@@ -1,4 +1,4 @@
-"""Searching in the trainer's own process, when it is asked to: synchronous and bit-reproducible."""
+"""Search in the trainer's own process, when groups are asked for: synchronous, bit-reproducible."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class LocalSearchers:
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             self._tasks = resumed.tasks
-            self.stats = resumed.stats
+            self.stats = deepcopy(resumed.stats)
             if resumed.weights is not None:
                 self.publish(resumed.weights)
             if resumed.reference is not None:
                 self.reset_reference(resumed.reference)
 
     def gather(self, at_least: int) -> list[Group]:
-        groups: list[Group] = []
         settings = self._job.settings
-        deadline = time.monotonic() + settings.gather_deadline * max(
-            1.0, at_least / self._job.batch_groups
-        )
+        limit = settings.gather_deadline * max(1.0, at_least / self._job.batch_groups)
+        deadline = time.monotonic() + limit
+        groups: list[Group] = []
         while len(groups) < at_least:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{len(groups)} of {at_least} groups found within runtime.gather_deadline; raise it, or see what is slow"
+                    f"only {len(groups)} of {at_least} groups within runtime.gather_deadline;"
+                    " raise that setting, or see what is slow"
                 )
             prompts = self._stream.take(min(settings.prompts_per_task, at_least - len(groups)))
             result = self._searcher.search(prompts, task_seed(self._job.seed, self._tasks))
@@ -69,13 +69,12 @@ class LocalSearchers:
         self._evaluations.append(self._searcher.evaluate())
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        found, self._evaluations = self._evaluations, []
-        return found
+        evaluations, self._evaluations = self._evaluations, []
+        return evaluations
 
     def state(self) -> SearchState:
-        return SearchState(
-            self._stream.cursor(), self._tasks, deepcopy(self.stats), self._weights, self._reference
-        )
+        cursor, stats = self._stream.cursor(), deepcopy(self.stats)
+        return SearchState(cursor, self._tasks, stats, self._weights, self._reference)
 
     def close(self) -> None:
-        pass
+        """Do nothing: the searcher lives in this process."""

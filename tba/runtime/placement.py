@@ -1,11 +1,13 @@
-"""Which cores and which device each process gets. Two busy processes on the same cores can be 30 times slower than one."""
+"""Cores and device of each process. Two busy processes on the same cores can be 30 times slower."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import psutil
 import torch
@@ -15,21 +17,31 @@ from tba.config.tables import RuntimeTable
 
 @dataclass(frozen=True)
 class Place:
-    """A device (`cpu`, `cuda:0`) and the cores a process may use; no cores: wherever the system puts it."""
+    """A device (`cpu`, `cuda:0`) and the cores that a process may use; no cores: any of them."""
 
     device: str
     cores: tuple[int, ...] = ()
 
+    def assigned(self, gpus: Sequence[str]) -> Place:
+        """Return the place of a process to which Ray has assigned these GPUs.
+
+        Ray hides all other GPUs from such a process, so that its own is the first one.
+        """
+        return replace(self, device="cuda:0") if gpus else self
+
     def take(self) -> None:
-        """Moves this process there: its threads are as many as its cores, and stay on them where the system can do that."""
-        if self.cores:
-            torch.set_num_threads(len(self.cores))
-            if psutil.LINUX or psutil.WINDOWS:
-                psutil.Process().cpu_affinity(list(self.cores))
+        """Move the calling thread to the cores; torch uses one thread for each of them."""
+        if not self.cores:
+            return
+        torch.set_num_threads(len(self.cores))
+        if psutil.LINUX:
+            os.sched_setaffinity(0, self.cores)
+        elif psutil.WINDOWS:
+            psutil.Process().cpu_affinity(list(self.cores))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """There for a while, and back: a program that runs twice finds all its cores the second time."""
+        """Take the place for a while: a program's second run finds all cores again."""
         threads, cores = torch.get_num_threads(), available_cores()
         self.take()
         try:
@@ -37,49 +49,72 @@ class Place:
         finally:
             torch.set_num_threads(threads)
             if psutil.LINUX:
-                psutil.Process().cpu_affinity(cores)
+                os.sched_setaffinity(0, cores)
 
 
 def available_cores() -> list[int]:
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if psutil.LINUX else list(range(os.cpu_count() or 1))
-
-
-def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list[Place]]:
-    """The trainer's place and each searcher's.
-
-    GPUs: the first for the trainer and the rest for searchers in turn; one GPU, or none, is shared. Cores: half for the
-    trainer, or as many as leave one for each searcher, and the rest for searchers; where there are too few, searchers share theirs.
-    """
-    if not cores:
-        return Place("cuda:0" if gpus else "cpu"), [Place(d) for d in _devices(gpus, searchers)]
-    half = max(1, min(len(cores) // 2, len(cores) - searchers))
-    rest = list(cores[half:]) or list(cores)
-    each = max(1, len(rest) // searchers)
-    slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
-    places = [
-        Place(device, slots[i % len(slots)]) for i, device in enumerate(_devices(gpus, searchers))
-    ]
-    return Place("cuda:0" if gpus else "cpu", tuple(cores[:half])), places
-
-
-def _devices(gpus: int, searchers: int) -> list[str]:
-    names = (
-        ["cpu"] if gpus == 0 else ["cuda:0"] if gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
-    )
-    return [names[i % len(names)] for i in range(searchers)]
 
 
 def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def places_for(settings: RuntimeTable) -> tuple[Place, list[Place]]:
-    """Return where trainer and searchers run.
+def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list[Place]]:
+    """Return the trainer's place and each searcher's on one machine.
 
-    On a cluster Ray gives each searcher a GPU of its own, which is then its first.
+    GPUs: the first is the trainer's and searchers take turns at the rest; a single one is shared.
+    Cores: half are the trainer's, or as many as leave one for each searcher; searchers divide the
+    rest, and share where there are too few.
     """
-    if settings.address is not None:
-        device = "cuda:0" if gpu_count() else "cpu"
-        return Place(device), [Place(device)] * settings.searchers
+    device, devices = "cpu", ["cpu"]
+    if gpus:
+        first = min(1, gpus - 1)
+        device, devices = "cuda:0", [f"cuda:{gpu}" for gpu in range(first, gpus)]
+    own: tuple[int, ...] = ()
+    slots = [own]
+    if cores:
+        half = max(1, min(len(cores) // 2, len(cores) - searchers))
+        rest = cores[half:] or cores
+        each = max(1, len(rest) // searchers)
+        ends = range(each, len(rest) + 1, each)
+        own, slots = tuple(cores[:half]), [tuple(rest[end - each : end]) for end in ends]
+    pairs = zip(cycle(devices), cycle(slots))
+    return Place(device, own), [Place(*pair) for pair in islice(pairs, searchers)]
+
+
+def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
     cores = available_cores() if settings.cores == "divide" else []
     return divide(cores, gpu_count(), settings.searchers)
+
+
+def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:
+    """Return the GPUs to reserve for the trainer and those that each searcher requests of Ray.
+
+    `gpus` is how many the cluster has; `trainer` is 1 if the trainer computes on one of them. A
+    searcher gets one of its own if there are enough, or else an equal share of one. A single GPU is
+    shared by all, and then not reserved.
+    """
+    reserved = min(trainer, max(0, gpus - 1))
+    left = gpus - reserved
+    if left == 0:
+        return 0, 0.0
+    sharing = math.ceil(searchers / left)
+    return reserved, math.floor(10_000 / sharing) / 10_000  # Ray rounds to so many places
+
+
+def reserved_device(gpu: str, visible: str | None) -> str:
+    """Return torch's name of a GPU that Ray reserved on this machine.
+
+    `visible` is CUDA_VISIBLE_DEVICES of this process, by which torch counts.
+    """
+    if visible is None:
+        return f"cuda:{gpu}"
+    names = [name.strip() for name in visible.split(",")]
+    if gpu not in names:
+        raise ValueError(
+            f"Ray reserved GPU {gpu} for the trainer, but CUDA_VISIBLE_DEVICES={visible} hides it;"
+            f" unset CUDA_VISIBLE_DEVICES, or add {gpu} to it"
+        )
+    return f"cuda:{names.index(gpu)}"

@@ -7,12 +7,14 @@ import math
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any
 
+from tba.search.result import Rejected
 from tba.tasks import WrongLength
 from tba.types import Answer, Prompt
 
@@ -22,16 +24,7 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past a call's deadline after which the event loop itself counts as blocked."""
 
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a call gave an answer no score: `raised`, `timeout` or `wrong_length`."""
-
-    reason: str
-    detail: str
-
-
-BLOCKED = Failure(
+BLOCKED = Rejected(
     "timeout",
     "an async scoring function blocked the event loop for longer than its deadline; `await` an"
     " async client in it, or write a sync function",
@@ -40,98 +33,103 @@ BLOCKED = Failure(
 Group = tuple[Prompt, Sequence[Answer]]
 
 
-class Calls:
-    """The scoring of one search's groups, on an event loop in a thread of its own.
+class EventLoop:
+    """An event loop in a daemon thread. It ends when nothing refers to this object any more."""
 
-    A sync function runs in one more thread, for one group at a time. Threads that hang are
-    daemons and are left behind, because Python cannot end them.
+    def __init__(self, concurrency: int):
+        self.loop = asyncio.new_event_loop()
+        self.slots = asyncio.Semaphore(concurrency)
+        """One for each group that is being scored."""
+        self.turn = asyncio.Lock()
+        """Held while a sync function runs: it has one group at a time."""
+        threading.Thread(target=_run, args=[self.loop], daemon=True, name="scoring").start()
+        weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
+
+
+class Calls:
+    """The scoring of one search's groups on a searcher's event loop.
+
+    A sync function runs in one more thread. Threads that hang are daemons and are left behind,
+    because Python cannot end them.
     """
 
     def __init__(
-        self, score: Callable[..., Any], groups: Sequence[Group], deadline: float, concurrency: int
+        self, events: EventLoop, score: Callable[..., Any], groups: Sequence[Group], deadline: float
     ):
+        self.events = events
         self._score = score
         self._groups = groups
         self._deadline = deadline
-        self._slots = asyncio.Semaphore(concurrency)
-        self._turn = asyncio.Lock()
-        self._results: dict[int, list[Any]] = {}
-        self._done = threading.Event()
-        self._due: dict[int, float] = {}
-        """Group being scored -> time at which its current call must have ended."""
+        self._scores: list[Any] = [BLOCKED] * len(groups)
         self._timeouts = 0
         """Timeouts in a row: of calls during which no other call ended in time."""
         self._last_end = -math.inf
+        self.blocked = False
+        """Set when a function has blocked the event loop: other searches need a new one."""
 
     def run(self) -> list[list[Any]]:
-        """Return for each answer its score as the function returned it, or a Failure."""
-        threading.Thread(target=self._in_thread, daemon=True, name="scoring").start()
-        while not self._done.wait(GRACE):
-            if any(time.monotonic() > due + GRACE for due in list(self._due.values())):
+        """Return for each answer its score as the function returned it, or a rejection."""
+        longest = self._deadline * max((len(answers) for _, answers in self._groups), default=0)
+        loop = self.events.loop
+        scoring = asyncio.run_coroutine_threadsafe(self._all(), loop)
+        while not wait([scoring], GRACE).done:
+            sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            if not wait([sign_of_life], longest + GRACE).done:
+                self.blocked = True
                 break
+        if not self.blocked:
+            scoring.result()  # an error of our own, which no search may hide
         results = []
-        for i, (_, answers) in enumerate(self._groups):
-            results.append(self._results.get(i, [BLOCKED] * len(answers)))
+        for scores, (_, answers) in zip(list(self._scores), self._groups, strict=True):
+            results.append([scores] * len(answers) if isinstance(scores, Rejected) else scores)
         return results
 
-    def _in_thread(self) -> None:
-        try:
-            asyncio.run(self._run())
-        finally:
-            self._done.set()
-
-    async def _run(self) -> None:
+    async def _all(self) -> None:
         await asyncio.gather(*(self._group(i) for i in range(len(self._groups))))
-        self._done.set()  # before asyncio waits for calls that ignore their cancellation
 
     async def _group(self, index: int) -> None:
         """Score a group; if the call raises, score each of its answers alone."""
         prompt, answers = self._groups[index]
-        async with self._slots:
-            scores = await self._call(index, prompt, answers)
-            raised = isinstance(scores, Failure) and scores.reason == "raised"
+        async with self.events.slots:
+            scores = await self._call(prompt, answers)
+            raised = isinstance(scores, Rejected) and scores.reason == "raised"
             if raised and len(answers) > 1:
-                alone: list[Any] = []
+                scores = []
                 for answer in answers:
-                    one = await self._call(index, prompt, [answer])
-                    alone += [one] if isinstance(one, Failure) else one
-                scores = alone
-        if isinstance(scores, Failure):
-            scores = [scores] * len(answers)
-        self._results[index] = scores
+                    one = await self._call(prompt, [answer])
+                    scores += [one] if isinstance(one, Rejected) else one
+        self._scores[index] = scores
 
-    async def _call(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Any:
-        """Return a list of as many scores as there are answers, or a Failure."""
+    async def _call(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
+        """Return a list of as many scores as there are answers, or a rejection."""
         if not answers:
             return []
-        async with self._turn:
-            if self._timeouts >= TIMEOUTS:
-                why = f"not tried: {TIMEOUTS} calls in a row timed out before"
-                return Failure("timeout", why)
+        async with self.events.turn:
+            if self._timeouts >= TIMEOUTS or self.blocked:
+                return Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
             began = time.monotonic()
             seconds = self._deadline * len(answers)
-            self._due[index] = began + seconds
             scores = await _within(seconds, _threaded(lambda: self._score(prompt, answers)))
         if isawaitable(scores):
             left = began + seconds - time.monotonic()
             scores = await _within(left, _finished(scores))
-        del self._due[index]
         if scores is None:
-            return self._timed_out(began, len(answers))
+            if self._last_end < began:
+                self._timeouts += 1
+            return Rejected(
+                "timeout",
+                f"scoring of {len(answers)} answers did not return within {seconds:g} s"
+                f" (reward.deadline = {self._deadline:g} s for each)",
+            )
         self._timeouts, self._last_end = 0, time.monotonic()
         if isinstance(scores, list) and len(scores) != len(answers):
-            detail = f"{len(scores)} rewards for {len(answers)} answers"
-            return Failure("wrong_length", detail)
+            return Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
         return scores
 
-    def _timed_out(self, began: float, answers: int) -> Failure:
-        if self._last_end < began:
-            self._timeouts += 1
-        return Failure(
-            "timeout",
-            f"scoring of {answers} answers did not return within {self._deadline * answers:g} s"
-            f" (reward.deadline = {self._deadline:g} s for each)",
-        )
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop):  # cancels what is left, and closes the loop
+        loop.run_forever()
 
 
 async def _within(seconds: float, call: Awaitable[Any]) -> Any:
@@ -146,7 +144,7 @@ async def _within(seconds: float, call: Awaitable[Any]) -> Any:
 
 
 def _threaded(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Start the call in a daemon thread; its result is a list, an awaitable or a Failure."""
+    """Start the call in a daemon thread; its result is a list, an awaitable or a rejection."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -159,7 +157,7 @@ def _threaded(call: Callable[[], Any]) -> asyncio.Future[Any]:
             returned = call()
             result: Any = returned if isawaitable(returned) else list(returned)
         except BaseException as error:  # a daemon thread must not end silently
-            result = _failure(error)
+            result = _rejection(error)
         with suppress(RuntimeError):  # the loop is closed when the deadline has long passed
             loop.call_soon_threadsafe(finish, result)
 
@@ -170,11 +168,11 @@ def _threaded(call: Callable[[], Any]) -> asyncio.Future[Any]:
 async def _finished(scores: Awaitable[Any]) -> Any:
     try:
         return list(await scores)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # untrusted code
-        return _failure(error)
+    except BaseException as error:  # untrusted: even SystemExit must not end the event loop
+        return _rejection(error)
 
 
-def _failure(error: BaseException) -> Failure:
+def _rejection(error: BaseException) -> Rejected:
     if isinstance(error, WrongLength):
-        return Failure("wrong_length", str(error))
-    return Failure("raised", "".join(traceback.format_exception(error)))
+        return Rejected("wrong_length", str(error))
+    return Rejected("raised", "".join(traceback.format_exception(error)))

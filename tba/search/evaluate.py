@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
+from itertools import chain
+from math import comb, isnan, nan, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
+from jaxtyping import Float64
 
 from tba.config.tables import EvalTable
 from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example
-from tba.search.rewards import Guard, Rejected, Verdict
+from tba.search.result import Evaluation, Example, Rejected, Verdict
+from tba.search.rewards import Guard
 from tba.types import Completion, Prompt, Sampling
 
 EXAMPLES = 8
@@ -24,10 +26,10 @@ EXAMPLES = 8
 
 @dataclass(frozen=True)
 class Answered:
-    """Completions of every prompt, and the verdict on each."""
+    """Completions of every prompt, and their rewards: NaN for an answer that was rejected."""
 
     completions: list[list[Completion]]
-    verdicts: list[list[Verdict]]
+    rewards: Float64[np.ndarray, "P S"]
 
 
 def evaluate(
@@ -51,7 +53,8 @@ def evaluate(
     def answered(sampling: Sampling) -> Answered:
         completions = engine.generate(tokens, sampling, settings.seed)
         answers = [[text.answer(c) for c in group] for group in completions]
-        return Answered(completions, guard(prompts, answers))
+        rewards = [list(map(_number, group)) for group in guard(prompts, answers)]
+        return Answered(completions, np.array(rewards))
 
     pass_reward = guard.task.pass_reward
     greedy = answered(Sampling(1, 0.0, max_tokens))
@@ -63,7 +66,11 @@ def evaluate(
     if reference is not None:
         scores["sampled_kl"] = _kl(tokens, sampled.completions, reference)
     if pass_reward is not None:
-        scores |= _pass_at_each_k(sampled.verdicts, pass_reward, settings)
+        correct = (sampled.rewards >= pass_reward).sum(1).tolist()
+        for k in settings.k:
+            passed = [pass_at_k(settings.samples, c, k) for c in correct]
+            scores[f"pass@{k}"] = fmean(passed)
+            scores[f"pass@{k}_stderr"] = stderr(passed)
     examples = _examples(prompts, greedy, text)
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(engine.version, scores, examples)
@@ -83,31 +90,19 @@ def stderr(values: Sequence[float]) -> float:
 
 
 def _summary(answered: Answered, pass_reward: float | None) -> dict[str, float]:
+    rejected = np.isnan(answered.rewards)
+    reward = np.where(rejected, 0.0, answered.rewards).mean(1).tolist()
     completions = [c for group in answered.completions for c in group]
-    verdicts = [v for group in answered.verdicts for v in group]
-    reward = [fmean(map(_reward, group)) for group in answered.verdicts]
     scores = {
         "reward": fmean(reward),
         "reward_stderr": stderr(reward),
-        "rejected": fmean(isinstance(v, Rejected) for v in verdicts),
+        "rejected": float(rejected.mean()),
     }
     if pass_reward is not None:
-        correct = [_correct(g, pass_reward) / len(g) for g in answered.verdicts]
+        correct = (answered.rewards >= pass_reward).mean(1).tolist()
         scores |= {"pass@1": fmean(correct), "stderr": stderr(correct)}
     scores["length"] = fmean(len(c.tokens) for c in completions)
     scores["finished"] = fmean(c.finished for c in completions)
-    return scores
-
-
-def _pass_at_each_k(
-    verdicts: Sequence[Sequence[Verdict]], pass_reward: float, settings: EvalTable
-) -> dict[str, float]:
-    scores = {}
-    correct = [_correct(group, pass_reward) for group in verdicts]
-    for k in settings.k:
-        passed = [pass_at_k(settings.samples, c, k) for c in correct]
-        scores[f"pass@{k}"] = fmean(passed)
-        scores[f"pass@{k}_stderr"] = stderr(passed)
     return scores
 
 
@@ -116,33 +111,21 @@ def _kl(
 ) -> float:
     """Return the mean of log(pi / ref) over samples of pi: an unbiased estimate of KL(pi, ref)."""
     logp, _ = reference.logp(prompts, [[c.tokens for c in group] for group in completions])
-    ratios = []
-    for group, rows in zip(completions, logp, strict=True):
-        for completion, ref_logp in zip(group, rows, strict=True):
-            ratios.append(float((completion.logp - ref_logp).sum()))
-    return fmean(ratios)
+    pairs = zip(chain(*completions), chain(*logp), strict=True)
+    return fmean(float((completion.logp - ref_logp).sum()) for completion, ref_logp in pairs)
 
 
 def _examples(prompts: Sequence[Prompt], greedy: Answered, text: Text) -> list[Example]:
     examples = []
     for i, prompt in enumerate(prompts[:EXAMPLES]):
-        verdict = greedy.verdicts[i][0]
-        reward = None if isinstance(verdict, Rejected) else verdict
+        shown = prompt.text
+        if not isinstance(shown, str):
+            shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
+        reward = float(greedy.rewards[i, 0])
         completion = text.decode(greedy.completions[i][0].tokens)
-        examples.append(Example(_shown(prompt), completion, reward))
+        examples.append(Example(shown, completion, None if isnan(reward) else reward))
     return examples
 
 
-def _reward(verdict: Verdict) -> float:
-    return 0.0 if isinstance(verdict, Rejected) else verdict
-
-
-def _correct(verdicts: Sequence[Verdict], pass_reward: float) -> int:
-    """Return how many answers have at least the reward of a correct one."""
-    return sum(not isinstance(v, Rejected) and v >= pass_reward for v in verdicts)
-
-
-def _shown(prompt: Prompt) -> str:
-    if isinstance(prompt.text, str):
-        return prompt.text
-    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
+def _number(verdict: Verdict) -> float:
+    return nan if isinstance(verdict, Rejected) else verdict

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tba.config.tables import FaultsTable
-from tba.search.rewards import Rejected, Verdict, verdict_on
+from tba.search.result import Rejected, Verdict
+from tba.search.rewards import verdict_on
 from tba.tasks import Scores, Task
 from tba.types import Answer, Prompt
 

@@ -1,4 +1,4 @@
-"""Results of a search: groups, the one record of its statistics, and evaluations."""
+"""Results of a search: verdicts, groups, the one record of its statistics, and evaluations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tba.types import Group
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The reason why a sample has no reward, and the error message.
+
+    Reasons are `raised`, `timeout`, `not_finite`, `not_a_number`, `none` and `wrong_length`.
+    """
+
+    reason: str
+    detail: str
+
+
+Verdict = float | Rejected
 
 
 @dataclass

@@ -6,10 +6,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
-from tba.search.calls import Calls, Failure
-from tba.search.result import SearchStats
+from tba.search.calls import Calls, EventLoop
+from tba.search.result import Rejected, SearchStats, Verdict
 from tba.tasks import Task
 from tba.types import Answer, Prompt
 
@@ -17,55 +18,52 @@ WINDOW = 64
 """Samples that must have been scored before their rejections count."""
 
 
-@dataclass(frozen=True)
-class Rejected:
-    """The reason why a sample has no reward, and the error message.
-
-    Reasons are `raised`, `timeout`, `not_finite`, `not_a_number`, `none` and `wrong_length`.
-    """
-
-    reason: str
-    detail: str
-
-
-Verdict = float | Rejected
-
-
-@dataclass(frozen=True)
 class Guard:
     """Scores groups by a task, and gives a verdict on each answer whatever the task does.
 
-    A call that raises is repeated for each answer of the group, so that one bad sample does not
-    cost its neighbours. A call that times out is not repeated: its group is rejected. After two
-    timeouts in a row, the remaining groups of the search are rejected without being tried.
+    A call has `deadline` seconds for each of its answers. A sync task scores one group at a time,
+    an async one `concurrency` groups at once, however many searches use the guard. A call that
+    raises is repeated for each answer of the group, so that one bad sample does not cost its
+    neighbours. A call that times out is not repeated: its group is rejected. After two timeouts
+    in a row, the remaining groups of the search are rejected without being tried.
     """
 
-    task: Task
-    deadline: float
-    """Seconds for each answer of a call."""
-    concurrency: int = 8
-    """Groups that an async task scores at once."""
+    def __init__(self, task: Task, deadline: float, concurrency: int = 8):
+        self.task = task
+        self._deadline = deadline
+        self._concurrency = concurrency
+        self._events = EventLoop(concurrency)
+        self._lock = Lock()
 
     def __call__(
-        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]]
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Sequence[Answer]],
+        task: Task | None = None,
     ) -> list[list[Verdict]]:
-        """Return one verdict for each answer; `answers` has a group for each prompt."""
+        """Return one verdict for each answer; `answers` has a group for each prompt.
+
+        `task`, if given, scores in place of the guard's own.
+        """
+        score = (task or self.task).score
         groups = list(zip(prompts, answers, strict=True))
-        calls = Calls(self.task.score, groups, self.deadline, self.concurrency)
-        return [[verdict_on(score) for score in scores] for scores in calls.run()]
+        calls = Calls(self._events, score, groups, self._deadline)
+        scores = calls.run()
+        with self._lock:
+            if calls.blocked and calls.events is self._events:
+                self._events = EventLoop(self._concurrency)
+        return [[verdict_on(score) for score in group] for group in scores]
 
 
 def verdict_on(score: Any) -> Verdict:
     """Return the score as a finite float, or the reason why it is none."""
-    if isinstance(score, Failure):
-        return Rejected(score.reason, score.detail)
+    if isinstance(score, Rejected):
+        return score
     if score is None:
         return Rejected("none", "no reward function gave this sample a reward")
     try:
         value = float(score)
-    except (
-        Exception
-    ):  # untrusted: a tensor of two numbers raises RuntimeError, 10**400 OverflowError
+    except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
         return Rejected("not_a_number", f"a reward is {score!r}")
     return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
 

@@ -8,33 +8,16 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32
 
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
-from tba.search.rewards import Guard, Rejected, Verdict
-from tba.types import Answer, Completion, Prompt, Sampling
+from tba.search.result import Rejected, Verdict
+from tba.search.rewards import Guard
+from tba.types import Answer, Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
 """Index of a group, and the response tokens so far."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A completion with its reward, and with values if the objective needs them."""
-
-    completion: Completion
-    reward: float
-    value: Float32[np.ndarray, " T"] | None = None
-
-
-@dataclass(frozen=True)
-class SampleGroup:
-    """The samples of one prompt that have a reward."""
-
-    prompt: Prompt
-    prompt_tokens: Int32[np.ndarray, " P"]
-    samples: tuple[Sample, ...]
 
 
 @runtime_checkable
@@ -56,9 +39,7 @@ class Rollouts:
     sampling: Sampling
     request: ValueRollouts
 
-    def estimate(
-        self, groups: Sequence[SampleGroup], seed: int
-    ) -> tuple[list[SampleGroup], list[Verdict]]:
+    def estimate(self, groups: Sequence[Group], seed: int) -> tuple[list[Group], list[Verdict]]:
         """Return the groups with values, and the verdict on each rollout.
 
         A state that several responses share is rolled out once. The first state's value is the
@@ -68,62 +49,59 @@ class Rollouts:
         values: dict[State, float] = {}
         verdicts: list[Verdict] = []
         for start, states in self._states(groups).items():
-            for state, endings in self._roll_out(groups, start, states, seed):
-                rewards = [v for v in endings if not isinstance(v, Rejected)]
+            endings = self._roll_out(groups, start, states, seed)
+            for state, judged in zip(states, endings, strict=True):
+                rewards = [v for v in judged if not isinstance(v, Rejected)]
                 values[state] = fmean(rewards) if rewards else float("nan")
-                verdicts += endings
+                verdicts += judged
         valued = []
-        for place, group in enumerate(groups):
-            samples = []
-            for i, sample in enumerate(group.samples):
-                value = self._value(group, place, i, values)
+        for i, group in enumerate(groups):
+            kept = []
+            for trajectory in group.trajectories:
+                value = self._value(group, i, trajectory, values)
                 if np.isfinite(value).all():
-                    samples.append(replace(sample, value=value))
-            if samples:
-                valued.append(replace(group, samples=tuple(samples)))
+                    kept.append(replace(trajectory, value=value))
+            if kept:
+                valued.append(replace(group, trajectories=tuple(kept)))
         return valued, verdicts
 
-    def _states(self, groups: Sequence[SampleGroup]) -> dict[int, list[State]]:
+    def _states(self, groups: Sequence[Group]) -> dict[int, list[State]]:
         """Return the distinct states to roll out, by the number of tokens that lead to them."""
         by_length: dict[int, dict[State, None]] = {}
-        for place, group in enumerate(groups):
-            for sample in group.samples:
-                tokens = sample.completion.tokens
-                for n in self._starts(tokens):
-                    by_length.setdefault(n, {})[place, tokens[:n].tobytes()] = None
+        for i, group in enumerate(groups):
+            for t in group.trajectories:
+                for n in self._starts(t.tokens):
+                    by_length.setdefault(n, {})[i, t.tokens[:n].tobytes()] = None
         return {n: list(by_length[n]) for n in sorted(by_length)}
 
     def _roll_out(
-        self, groups: Sequence[SampleGroup], start: int, states: Sequence[State], seed: int
-    ) -> list[tuple[State, list[Verdict]]]:
+        self, groups: Sequence[Group], start: int, states: Sequence[State], seed: int
+    ) -> list[list[Verdict]]:
         """Return `request.rollouts` verdicts for each state, `start` tokens into its response."""
+        origins = [groups[i] for i, _ in states]
         heads = [np.frombuffer(tokens, np.int32) for _, tokens in states]
-        contexts = []
-        for (place, _), head in zip(states, heads, strict=True):
-            contexts.append(np.concatenate([groups[place].prompt_tokens, head]))
+        pairs = zip(origins, heads, strict=True)
+        contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in pairs]
         max_tokens = self.sampling.max_tokens - start
         sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
         endings = self.engine.generate(contexts, sampling, seed + start)
-        answers = [
-            [self._answer(head, ending) for ending in of_state]
-            for head, of_state in zip(heads, endings, strict=True)
-        ]
-        prompts = [groups[place].prompt for place, _ in states]
-        return list(zip(states, self.guard(prompts, answers), strict=True))
+        answers = []
+        for head, of_state in zip(heads, endings, strict=True):
+            answers.append([self._answer(head, ending) for ending in of_state])
+        return self.guard([group.prompt for group in origins], answers)
 
     def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
         whole = np.concatenate([head, ending.tokens])
         return Answer(self.text.decode(whole), ending.finished)
 
     def _value(
-        self, group: SampleGroup, place: int, index: int, values: dict[State, float]
+        self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]
     ) -> Float32[np.ndarray, " T"]:
         """Return the value of each token's state; NaN where no rollout has a reward."""
-        sample = group.samples[index]
-        tokens = sample.completion.tokens
-        others = [s.reward for s in group.samples if s is not sample]
-        steps = [fmean(others or [sample.reward])]
-        steps += [values[place, tokens[:n].tobytes()] for n in self._starts(tokens)]
+        tokens = trajectory.tokens
+        others = [t.reward for t in group.trajectories if t is not trajectory]
+        steps = [fmean(others or [trajectory.reward])]
+        steps += [values[index, tokens[:n].tobytes()] for n in self._starts(tokens)]
         return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]
 
     def _starts(self, tokens: np.ndarray) -> range:

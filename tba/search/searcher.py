@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -16,12 +16,12 @@ from tba.objectives import ValueRollouts
 from tba.search.evaluate import evaluate
 from tba.search.faults import FaultyTask
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.rewards import Guard, Rejected, Verdict
-from tba.search.rollouts import Rollouts, Sample, SampleGroup
+from tba.search.result import Evaluation, Rejected, SearchResult, SearchStats, Verdict
+from tba.search.rewards import Guard
+from tba.search.rollouts import Rollouts
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
 
-STAGES = ("generate", "reward", "rollouts", "reference")
+STAGES = ("generate", "reward", "reference", "rollouts")
 """Stages of a search, whose seconds are counted."""
 
 
@@ -50,10 +50,13 @@ class Searcher:
         times.append(time.perf_counter())
         verdicts, faulty = self._score(prompts, completions, seed)
         times.append(time.perf_counter())
-        rewarded = _rewarded(prompts, tokens, completions, verdicts)
-        rewarded, rollouts = self._add_values(rewarded, seed)
+        groups = self._groups(prompts, tokens, completions, verdicts)
         times.append(time.perf_counter())
-        groups = self._finish(rewarded)
+        rollouts: list[Verdict] = []
+        if self.value_rollouts is not None:
+            request = self.value_rollouts
+            values = Rollouts(self.engine, self.text, self.guard, self.sampling, request)
+            groups, rollouts = values.estimate(groups, seed)
         times.append(time.perf_counter())
         stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts), faulty=faulty)
         for verdict in chain(*verdicts, rollouts):
@@ -81,60 +84,40 @@ class Searcher:
         if self.faults.kind == "none":
             return self.guard(prompts, answers), 0
         task = FaultyTask(self.guard.task, self.faults, seed, answers)
-        verdicts = replace(self.guard, task=task)(prompts, answers)
+        verdicts = self.guard(prompts, answers, task)
         return verdicts, sum(task.count(*group) for group in zip(answers, verdicts, strict=True))
 
-    def _add_values(
-        self, groups: list[SampleGroup], seed: int
-    ) -> tuple[list[SampleGroup], list[Verdict]]:
-        """Add values if the objective needs them; return the verdicts on the rollouts as well."""
-        request = self.value_rollouts
-        if request is None:
-            return groups, []
-        rollouts = Rollouts(self.engine, self.text, self.guard, self.sampling, request)
-        return rollouts.estimate(groups, seed)
-
-    def _finish(self, groups: Sequence[SampleGroup]) -> list[Group]:
-        """Turn samples into trajectories, with the reference's log-probs."""
-        prompts = [g.prompt_tokens for g in groups]
-        responses = [[s.completion.tokens for s in g.samples] for g in groups]
-        logp, version = self.reference.logp(prompts, responses)
-        finished = []
-        for group, rows in zip(groups, logp, strict=True):
-            pairs = zip(group.samples, rows, strict=True)
-            trajectories = tuple(_trajectory(sample, ref_logp) for sample, ref_logp in pairs)
-            finished.append(Group(group.prompt, group.prompt_tokens, trajectories, version))
-        return finished
+    def _groups(
+        self,
+        prompts: Sequence[Prompt],
+        tokens: Sequence[np.ndarray],
+        completions: Sequence[Sequence[Completion]],
+        verdicts: Sequence[Sequence[Verdict]],
+    ) -> list[Group]:
+        """Return the samples that have a reward, by prompt, with the reference's log-probs."""
+        rewarded = list(map(_rewarded, completions, verdicts))
+        kept = [i for i, samples in enumerate(rewarded) if samples]
+        responses = [[c.tokens for c, _ in rewarded[i]] for i in kept]
+        logp, version = self.reference.logp([tokens[i] for i in kept], responses)
+        groups = []
+        for i, rows in zip(kept, logp, strict=True):
+            trajectories = []
+            for (completion, reward), ref_logp in zip(rewarded[i], rows, strict=True):
+                trajectory = Trajectory(
+                    tokens=completion.tokens,
+                    behavior_logp=completion.logp,
+                    ref_logp=ref_logp,
+                    reward=reward,
+                    version=completion.version,
+                    finished=completion.finished,
+                )
+                trajectories.append(trajectory)
+            groups.append(Group(prompts[i], tokens[i], tuple(trajectories), version))
+        return groups
 
 
 def _rewarded(
-    prompts: Sequence[Prompt],
-    tokens: Sequence[np.ndarray],
-    completions: Sequence[Sequence[Completion]],
-    verdicts: Sequence[Sequence[Verdict]],
-) -> list[SampleGroup]:
-    """Return the samples that have a reward, by prompt; prompts without any are left out."""
-    groups = []
-    for prompt, encoded, sampled, judged in zip(
-        prompts, tokens, completions, verdicts, strict=True
-    ):
-        samples = []
-        for completion, verdict in zip(sampled, judged, strict=True):
-            if not isinstance(verdict, Rejected):
-                samples.append(Sample(completion, verdict))
-        if samples:
-            groups.append(SampleGroup(prompt, encoded, tuple(samples)))
-    return groups
-
-
-def _trajectory(sample: Sample, ref_logp: np.ndarray) -> Trajectory:
-    c = sample.completion
-    return Trajectory(
-        tokens=c.tokens,
-        behavior_logp=c.logp,
-        ref_logp=ref_logp,
-        reward=sample.reward,
-        version=c.version,
-        finished=c.finished,
-        value=sample.value,
-    )
+    completions: Sequence[Completion], verdicts: Sequence[Verdict]
+) -> list[tuple[Completion, float]]:
+    pairs = zip(completions, verdicts, strict=True)
+    return [(c, v) for c, v in pairs if not isinstance(v, Rejected)]

@@ -17,9 +17,8 @@ class Difficulty(Counted):
 
     MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is
     drawn anew at each choice (Thompson sampling). A group with s right and f wrong answers updates
-    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f,
-    because the policy changes. An answer is right if its reward is at least the task's
-    `pass_reward`.
+    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f.
+    An answer is right if its reward is at least the task's `pass_reward`.
     """
 
     target: float = 0.5
@@ -36,25 +35,18 @@ class Difficulty(Counted):
     def __post_init__(self) -> None:
         if self.pass_reward is None:
             raise ValueError(
-                "selection.use = 'difficulty' needs to know which answers are right, but the task"
-                " has no pass_reward; set task.pass_reward if the task has that option, or use"
-                " selection=cyclic"
+                "selection.use = 'difficulty', but the task has no pass_reward;"
+                " set task.pass_reward if it has that option, or use selection=cyclic"
             )
         for name, share in (("target", self.target), ("forgetting", self.forgetting)):
             if not 0 <= share <= 1:
-                raise ValueError(
-                    f"selection.{name} = {share}: give a number from 0 to 1, for example 0.5"
-                )
+                raise ValueError(f"selection.{name} = {share}: give a number from 0 to 1")
         if self.candidates < 1:
             raise ValueError(
-                f"selection.candidates = {self.candidates}: give 1 (no choice) or more,"
-                " for example 8"
+                f"selection.candidates = {self.candidates}: give 1 (no choice) or more"
             )
         if not min(self.prior) > 0:
-            raise ValueError(
-                f"selection.prior = {list(self.prior)}: give two numbers above 0,"
-                " for example [1.0, 1.0]"
-            )
+            raise ValueError(f"selection.prior = {list(self.prior)}: give two numbers above 0")
 
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen, 2])
@@ -72,10 +64,10 @@ class Difficulty(Counted):
         assert self.pass_reward is not None
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
         wrong = len(group.trajectories) - right
-        old_alpha, old_beta = self._posterior.get(group.prompt.id, self.prior)
-        prior_alpha, prior_beta = self.prior
-        alpha = self.forgetting * old_alpha + (1 - self.forgetting) * prior_alpha + right
-        beta = self.forgetting * old_beta + (1 - self.forgetting) * prior_beta + wrong
+        old = self._posterior.get(group.prompt.id, self.prior)
+        kept = [self.forgetting * count for count in old]
+        fresh = [(1 - self.forgetting) * count for count in self.prior]
+        alpha, beta = kept[0] + fresh[0] + right, kept[1] + fresh[1] + wrong
         self._posterior[group.prompt.id] = (alpha, beta)
 
     def state(self) -> dict[str, Any]:
@@ -84,6 +76,4 @@ class Difficulty(Counted):
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
-        self._posterior = {}
-        for prompt, (alpha, beta) in state["posterior"].items():
-            self._posterior[prompt] = (alpha, beta)
+        self._posterior = {prompt: (a, b) for prompt, (a, b) in state["posterior"].items()}

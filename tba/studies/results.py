@@ -18,8 +18,8 @@ from tba.runs.log import CONFIG, METRICS, SUMMARY, read, write_whole
 
 STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
-DIVERGED = "NotFinite"
 SEED = "run.seed"
+ESS, LAG = "off_policy/ess", "off_policy/lag_mean"
 MEASURES = ["last", "peak", "peak_step", "drop", "kl", "ess", "lag_mean"]
 TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
 
@@ -46,7 +46,7 @@ class Trial:
     @property
     def diverged(self) -> bool:
         """Return whether it diverged (non-finite): recorded as a result, not as an error."""
-        return self.error is not None and self.error.startswith(DIVERGED)
+        return self.error is not None and self.error.startswith("NotFinite")
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,28 @@ class Ledger:
 
 
 def read_ledger(folder: Path) -> Ledger:
-    if not (folder / STUDY).is_file():
+    study = read_json(folder / STUDY)
+    if study is None:
         raise ValueError(
             f"{folder} is not the folder of a study: it has no {STUDY};"
             " run a study with `tba sweep STUDY.toml`"
         )
-    study = json.loads((folder / STUDY).read_text())
     names = [f.name for f in fields(Trial)]
     runs = [Trial(**{name: run[name] for name in names}) for run in study["runs"]]
     return Ledger(study["name"], study["metric"], runs)
+
+
+def read_json(path: Path) -> Any:
+    """Return the contents of a JSON file; None if there is no file."""
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def standing(run: Path) -> tuple[Status, str | None]:
     """Return the status of a run by the files in its folder, and the error of a failed one."""
     if finished(run) is not None:
         return "finished", None
-    if (run / FAILED).is_file():
-        return "failed", json.loads((run / FAILED).read_text())["error"]
-    return "pending", None
+    failed = read_json(run / FAILED)
+    return ("pending", None) if failed is None else ("failed", failed["error"])
 
 
 def write_failed(run: Path, error: str, traceback: str | None = None) -> None:
@@ -89,10 +93,8 @@ def write_failed(run: Path, error: str, traceback: str | None = None) -> None:
 
 def finished(run: Path) -> Row | None:
     """Return the summary of a run that has finished."""
-    if not (run / SUMMARY).is_file():
-        return None
-    summary: Row = json.loads((run / SUMMARY).read_text())
-    return summary if summary["finished"] else None
+    summary: Row | None = read_json(run / SUMMARY)
+    return summary if summary is not None and summary["finished"] else None
 
 
 def scores(run: Path) -> dict[str, float]:
@@ -156,8 +158,7 @@ def write_results(folder: Path) -> pd.DataFrame:
     metric = metric_of(next(filter(None, known), {}), ledger.metric)
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
     write_whole(folder / RESULTS, json.dumps(rows, indent=1) + "\n")
-    table = pd.DataFrame(rows)
-    return table.astype(dict.fromkeys(MEASURES + TOTALS, float))
+    return pd.DataFrame(rows).astype(dict.fromkeys(MEASURES + TOTALS, float))
 
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
@@ -165,34 +166,27 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
 
     `kl` is the mean over the last tenth of the steps.
     """
-    config = json.loads((run / CONFIG).read_text()) if (run / CONFIG).is_file() else None
-    row = asdict(trial)
+    config, last = read_json(run / CONFIG), scores(run)
+    row = asdict(trial) | dict.fromkeys([*MEASURES, *TOTALS])
     del row["axes"]
     row["objective"] = config and config["objective"]["use"]
     row["seed"] = config and config["run"]["seed"]
-    last = scores(run)
-    row |= {"metric": metric, "last": last.get(metric)}
-    ess, lag = "off_policy/ess", "off_policy/lag_mean"
-    metrics = read_metrics(run, "samples_trained", "kl", ess, lag)
-    row |= _peak(curve(metrics, metric)["score"]) | last
+    row |= {"metric": metric, **last, "last": last.get(metric)}
+    metrics = read_metrics(run, "samples_trained", "kl", ESS, LAG)
+    by_step = curve(metrics, metric)["score"]
+    if not by_step.empty:
+        peak, at = float(by_step.max()), by_step.idxmax()
+        lowest = float(by_step.loc[at:].min())
+        row |= {"peak": peak, "peak_step": int(at), "drop": peak - lowest}
     steps = metrics.dropna(subset="samples_trained")
-    row["kl"] = _mean(steps["kl"].tail(ceil(len(steps) / 10)))
-    row |= {"ess": _mean(steps[ess]), "lag_mean": _mean(steps[lag])}
+    means = {
+        "kl": steps["kl"].tail(ceil(len(steps) / 10)).mean(),
+        "ess": steps[ESS].mean(),
+        "lag_mean": steps[LAG].mean(),
+    }
+    row |= {name: None if isnan(mean) else float(mean) for name, mean in means.items()}
     totals = finished(run)
     if totals is None and len(steps):
         totals = steps.iloc[-1].to_dict()
         totals |= {"seconds": totals["time"], "steps": totals["step"]}
     return row | {name: totals and totals[name] for name in TOTALS}
-
-
-def _peak(by_step: pd.Series) -> Row:
-    if by_step.empty:
-        return {"peak": None, "peak_step": None, "drop": None}
-    peak, at = float(by_step.max()), by_step.idxmax()
-    return {"peak": peak, "peak_step": int(at), "drop": peak - float(by_step.loc[at:].min())}
-
-
-def _mean(values: pd.Series) -> float | None:
-    """Return the mean of the values that are there, as JSON has it."""
-    mean = float(values.mean())
-    return None if isnan(mean) else mean

@@ -5,44 +5,33 @@ Only `check_study` imports torch, so that mistakes in the file are reported at o
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from tba.config.loading import assign_all, override_all, parse, parse_as, read_toml
 from tba.config.schema import PLUGGED, Config
 from tba.config.table import Positive, Table
-from tba.studies.grid import Grid, read_grids, setting_keys
-from tba.studies.results import Trial
+from tba.studies.results import SEED, Settings, Trial, phrase
 
 READ = ("policy", "task", "engine", "sampling", "eval", "selection")
 """Tables that decide which models and data are read from disk, and how prompts are chosen."""
 
 
 class StudyTable(Table):
-    folder: str = Field(
-        "",
-        description="folder of the runs; default: runs/<name of the file, or of its folder if the"
-        " file is study.toml>",
-    )
-    parallel: Positive = Field(1, description="runs at the same time, each on its own cores")
-    keep_checkpoints: bool = Field(
-        True, description="false: a finished run keeps only its metrics, samples and summary"
-    )
-    metric: str | None = Field(
-        None,
-        description="metric that selects the best run, one of eval/last; default:"
-        " sampled_pass@1, or sampled_reward without it",
-    )
-    base: str | None = Field(
-        None, description="a config file, relative to this one; [base] overrides it"
-    )
+    """Table [study] of the file; `docs/studies.md` describes each key."""
+
+    folder: str = ""
+    parallel: Positive = 1
+    keep_checkpoints: bool = True
+    metric: str | None = None
+    base: str | None = None
 
 
 class StudyFile(Table):
@@ -56,7 +45,8 @@ class Study:
     name: str
     table: StudyTable
     base: Mapping[str, Any]
-    grids: Mapping[str, Grid]
+    trials: Sequence[Trial]
+    """The runs of all grids, in the order of the file."""
 
     @property
     def folder(self) -> Path:
@@ -64,9 +54,6 @@ class Study:
 
     def path(self, trial: Trial) -> Path:
         return self.folder / trial.folder
-
-    def trials(self) -> list[Trial]:
-        return [trial for grid in self.grids.values() for trial in grid.trials()]
 
     def config(self, trial: Trial) -> Config:
         """Return the config of the trial's run; ValueError in one line, with the trial's name."""
@@ -92,7 +79,7 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
             f"{path}: unknown table [{next(iter(tables))}];"
             " a study has [study], [base] and one or more [[grid]]"
         )
-    if not (isinstance(study, dict) and isinstance(base, dict) and isinstance(grids, list)):
+    if not (isinstance(study, dict) and isinstance(base, dict) and _are_tables(grids)):
         raise ValueError(
             f"{path}: write [study] and [base] once, with single brackets, and each grid as"
             " [[grid]]"
@@ -105,33 +92,26 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     merged: dict[str, Any] = {"log": {"console": "off", "tensorboard": False}}
     if table.base is not None:
         below = read_toml(path.parent / table.base, "config")
-        assign_all(merged, setting_keys(below, table.base))
-    assign_all(merged, setting_keys(base, "[base]"))
+        assign_all(merged, _by_key(below, table.base))
+    assign_all(merged, _by_key(base, "[base]"))
     override_all(merged, of_base)
-    name = path.resolve().parent.name if path.stem == "study" else path.stem
-    result = Study(name, table, merged, read_grids(grids))
+    trials = _read_grids(grids)
     for setting in of_base:
-        _check_effect(setting, result)
-    return result
+        key = setting.partition("=")[0].strip()
+        key = f"{key}.use" if key in PLUGGED else key
+        if all(key in trial.settings for trial in trials):
+            raise ValueError(
+                f"{setting!r} would change nothing: every grid sets {key}; change it in the grids"
+            )
+    name = path.resolve().parent.name if path.stem == "study" else path.stem
+    return Study(name, table, merged, trials)
 
 
 def check_study(study: Study) -> list[Config]:
     """Return the config of every trial, after all checks that need no run."""
-    trials = study.trials()
-    count = Counter(t.folder for t in trials)
-    for trial in trials:
-        if count[trial.folder] > 1:
-            raise ValueError(
-                f"{_where(trial)}: two runs have this name; remove the repeated value,"
-                " or give each variant a label"
-            )
-        if len(trial.folder.partition("/")[2]) > 200:
-            raise ValueError(
-                f"{_where(trial)}: the name is too long for a folder; give each variant a label"
-            )
-    configs = [study.config(t) for t in trials]
+    configs = [study.config(trial) for trial in study.trials]
     checked: set[str] = set()
-    for trial, config in zip(trials, configs, strict=True):
+    for trial, config in zip(study.trials, configs, strict=True):
         try:
             _check(config, checked)
         except ValueError as error:
@@ -140,30 +120,135 @@ def check_study(study: Study) -> list[Config]:
 
 
 def _check(config: Config, checked: set[str]) -> None:
-    """Check what no earlier config had: reading models and data takes long."""
+    """Check a config; models and data are read once, which takes long."""
     from tba.config.plugins import resolve_all
     from tba.runs.parts import check
 
     tables = config.nested()
     read = json.dumps([tables[name] for name in READ], sort_keys=True)
-    plugged = json.dumps([tables[name] for name in PLUGGED], sort_keys=True)
     if read not in checked:
         check(config)
-    elif plugged not in checked:
+        checked.add(read)
+    else:
         plugins = resolve_all(config)
         plugins.objective.at(0)
         plugins.strategy.build()
-    checked |= {read, plugged}
-
-
-def _check_effect(setting: str, study: Study) -> None:
-    key = setting.partition("=")[0].strip()
-    key = f"{key}.use" if key in PLUGGED else key
-    if all(key in grid.keys for grid in study.grids.values()):
-        raise ValueError(
-            f"{setting!r} would change nothing: every grid sets {key}; change it in the grids"
-        )
 
 
 def _where(trial: Trial) -> str:
     return f"grid {trial.grid!r}, {trial.folder.partition('/')[2]}"
+
+
+def _read_grids(tables: Sequence[dict[str, Any]]) -> list[Trial]:
+    if not tables:
+        raise ValueError(
+            'a study needs a grid: write [[grid]] with name = "..." and lists of values to vary,'
+            ' such as "run.seed" = [0, 1]'
+        )
+    names = Counter(repr(table.get("name")) for table in tables)
+    trials = [trial for table in tables for trial in _grid(table)]
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"two grids are called {name}; rename one of them")
+    folders = Counter(trial.folder for trial in trials)
+    for trial in trials:
+        if folders[trial.folder] > 1:
+            raise ValueError(
+                f"{_where(trial)}: two runs have this name; remove the repeated value,"
+                " or give each variant a label"
+            )
+        if len(trial.folder) > len(trial.grid) + 200:
+            raise ValueError(f"{_where(trial)}: the name is too long; give each variant a label")
+    return trials
+
+
+def _grid(table: Mapping[str, Any]) -> Iterator[Trial]:
+    """Yield a trial for each combination of the values of each axis, and of the variants."""
+    name, bundles = table.get("name"), table.get("variants", [{}])
+    valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name)
+    if not valid or name == "report":
+        raise ValueError(
+            f'grid name = {name!r}: write name = "..." of letters, digits, dots, _ and -,'
+            ' and not "report"; it names a folder'
+        )
+    where = f"grid {name!r}"
+    settings = _by_key({k: v for k, v in table.items() if k not in ("name", "variants")}, where)
+    variants = _variants(bundles, where)
+    for key in itertools.chain(settings, *(own for _, own in variants)):
+        if key == "run.folder":
+            raise ValueError(
+                f"{where}: remove 'run.folder'; each run has a folder of its own in study.folder"
+            )
+        if settings.get(key) == []:
+            raise ValueError(f"{where}: {key!r} = [] has no values; write one, or remove the key")
+        if key in settings and any(key in own for _, own in variants):
+            raise ValueError(f"{where}: {key!r} is in the grid and in a variant; remove one")
+    axes = {key: value for key, value in settings.items() if isinstance(value, list)}
+    for *values, (label, own) in itertools.product(*axes.values(), variants):
+        varied = dict(zip(axes, values, strict=True))
+        shown = {**varied, **own} if label is None else varied
+        yield _trial(str(name), shown, {**settings, **varied, **own}, label)
+
+
+def _variants(bundles: Any, where: str) -> Sequence[tuple[str | None, Settings]]:
+    """Return settings that are changed together, with their label."""
+    if not (bundles and _are_tables(bundles)):
+        raise ValueError(
+            f"{where}: variants = {bundles!r}: write a list of tables,"
+            ' such as [{ "run.steps" = 10, "sampling.samples" = 4 }]'
+        )
+    variants = []
+    for bundle in bundles:
+        own = _by_key({k: v for k, v in bundle.items() if k != "label"}, where)
+        variants.append((str(bundle["label"]) if "label" in bundle else None, own))
+    labelled = {label is not None for label, _ in variants}
+    keys = {frozenset(own) for _, own in variants}
+    if len(labelled) > 1 or (labelled == {False} and len(keys) > 1):
+        raise ValueError(
+            f'{where}: give each variant a label = "...", or have all of them set the same keys'
+        )
+    return variants
+
+
+def _trial(grid: str, axes: Settings, settings: Settings, label: str | None) -> Trial:
+    count = Counter(key.rpartition(".")[2] for key in axes)
+    slug, words = [], []
+    for key, value in axes.items():
+        last = key.rpartition(".")[2]
+        slug.append(f"{last if count[last] == 1 else key}={_safe(value)}")
+        if key != SEED:
+            words.append(phrase(key, value))
+    if label is not None:
+        slug.insert(0, _safe(label))
+        words.insert(0, label)
+        axes = {**axes, "variant": label}
+    folder = f"{grid}/{','.join(slug) or 'run'}"
+    return Trial(grid, folder, ", ".join(words) or grid, settings, axes)
+
+
+def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values by `table.key`, with or without quotes; `objective` is `objective.use`."""
+    keys: dict[str, Any] = {}
+    for key, value in table.items():
+        if "." in key:
+            keys[key] = value
+        elif isinstance(value, dict):
+            keys |= {f"{key}.{inner}": v for inner, v in value.items()}
+        elif key in PLUGGED:
+            keys[f"{key}.use"] = value
+        else:
+            raise ValueError(
+                f'{where}: {key!r} is no setting; write "table.key" = [values],'
+                ' for example "trainer.learning_rate" = [1e-4, 3e-4]'
+            )
+    return keys
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _safe(value: Any) -> str:
+    """Return text for a file's name that needs no quotes in a shell."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text.strip("{}[]/ ")) or "-"

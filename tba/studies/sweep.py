@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,22 +19,11 @@ from tba.config.schema import Config
 from tba.runs.log import CONFIG
 from tba.runs.stop import Stop
 from tba.runtime.placement import available_cores
-from tba.studies import workers
-from tba.studies.results import (
-    FAILED,
-    RESULTS,
-    Ledger,
-    Trial,
-    finished,
-    flat,
-    metric_of,
-    scores,
-    standing,
-    write_failed,
-    write_results,
-)  # fmt: skip
+from tba.studies import results
+from tba.studies.results import FAILED, RESULTS, Ledger, Trial, flat, standing
 from tba.studies.study import Study, check_study, read_study
 
+Worker = subprocess.Popen[str]
 INTERRUPTED = 130
 """Exit status of a command that was ended by a signal, as in shells."""
 
@@ -43,60 +35,58 @@ class Sweep:
     study: Study
     trials: dict[str, Trial]
     configs: dict[str, Config]
-    running: dict[int, tuple[Trial, workers.Worker]] = field(default_factory=dict)
+    running: dict[int, tuple[Trial, Worker]] = field(default_factory=dict)
     """At most `study.parallel`. The number of each one decides its cores and its log."""
     died: set[str] = field(default_factory=set)
     """Folders of runs whose process died once."""
-    started: float = field(default_factory=time.monotonic)
-    ended_here: int = 0
+
+    def pending(self) -> list[Trial]:
+        """Return the trials without an outcome, including those that run."""
+        return [trial for trial in self.trials.values() if trial.status == "pending"]
 
     def carry_out(self) -> bool:
         """Run everything; return False if a signal stopped it before."""
         self.write()
-        asked = False
         with Stop() as stop:
             try:
-                while True:
-                    if stop.requested and not asked:
-                        asked = True
-                        for _, process in self.running.values():
-                            process.terminate()
-                    if not asked:
-                        self.start()
-                    if not self.running:
-                        return all(t.status != "pending" for t in self.trials.values())
+                while self.pending() and not stop.requested:
+                    self.start()
                     time.sleep(0.1)
-                    self.collect(asked)
+                    self.collect(stop.requested)
+                for _, process in self.running.values():
+                    process.terminate()
+                while self.running:
+                    time.sleep(0.1)
+                    self.collect(asked=True)
             finally:
-                workers.close([process for _, process in self.running.values()])
+                close_workers([process for _, process in self.running.values()])
+        return not self.pending()
 
     def start(self) -> None:
         """Start as many runs as there is room for, in the order of the study."""
         cores, parallel = available_cores(), self.study.table.parallel
         each = max(1, len(cores) // parallel)
-        shares = [cores[i : i + each] for i in range(0, each * (len(cores) // each), each)]
         under_way = [trial.folder for trial, _ in self.running.values()]
-        pending = [t for t in self.trials.values() if t.status == "pending"]
-        waiting = [t for t in pending if t.folder not in under_way]
+        waiting = [trial for trial in self.pending() if trial.folder not in under_way]
         idle = [number for number in range(parallel) if number not in self.running]
         for number, trial in zip(idle, waiting, strict=False):
             path = self.study.path(trial)
             resume = path if any((path / "checkpoints").glob("step-*")) else None
             if resume is None:
                 shutil.rmtree(path, ignore_errors=True)
-            share = shares[number % len(shares)]
-            config = self.configs[trial.folder]
-            self.running[number] = trial, workers.start(config, resume, share, self.log(number))
+            first = each * (number % (len(cores) // each))
+            share, log = cores[first : first + each], self.log(number)
+            process = start_worker(self.configs[trial.folder], resume, share, log)
+            self.running[number] = trial, process
 
     def collect(self, asked: bool) -> None:
-        """Record the runs whose process has ended."""
+        """Record the runs whose process has ended; `asked` if the sweep is to stop."""
         for number, (trial, process) in list(self.running.items()):
-            if workers.has_ended(process):
+            if process.poll() is not None:
+                process.communicate()  # closes its standard input
                 del self.running[number]
-                code = process.returncode
-                self.end(
-                    trial, f"its process died (exit code {code}); see {self.log(number)}", asked
-                )
+                code, log = process.returncode, self.log(number)
+                self.end(trial, f"its process died (exit code {code}); see {log}", asked)
 
     def end(self, trial: Trial, death: str, asked: bool) -> None:
         """Record the outcome of a run; if its process died, it gets a second try."""
@@ -109,10 +99,9 @@ class Sweep:
                 self.died.add(trial.folder)
                 print(f"{trial.folder}: {death}; trying once more", flush=True)
                 return
-            write_failed(path, death)
+            results.write_failed(path, death)
             status, error = "failed", death
         self.trials[trial.folder] = ended = replace(trial, status=status, error=error)
-        self.ended_here += 1
         self.announce(ended)
         if status == "finished" and not self.study.table.keep_checkpoints:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
@@ -120,20 +109,15 @@ class Sweep:
 
     def announce(self, trial: Trial) -> None:
         """Print the outcome of a run. ValueError if it has scores, but not the study's metric."""
-        summary = finished(self.study.path(trial))
-        if summary is None:
-            outcome = f"failed: {trial.error}"
-        else:
-            known = scores(self.study.path(trial))
-            metric = metric_of(known, self.study.table.metric)
+        outcome = f"failed: {trial.error}"
+        summary = results.finished(self.study.path(trial))
+        if summary is not None:
+            known = results.scores(self.study.path(trial))
+            metric = results.metric_of(known, self.study.table.metric)
             value = f"{known[metric]:.3f}" if metric in known else "–"
             outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
-        pending = sum(t.status == "pending" for t in self.trials.values())
-        if pending:
-            seconds = pending * (time.monotonic() - self.started) / self.ended_here
-            outcome += f"  about {_duration(seconds)} left"
         total = len(self.trials)
-        print(f"[{total - pending}/{total}] {trial.folder}  {outcome}", flush=True)
+        print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
 
     def log(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
@@ -151,23 +135,21 @@ def sweep(
     ValueError before anything starts if one of the runs cannot work.
     """
     study = read_study(path, settings)
-    trials, configs = study.trials(), check_study(study)
+    configs = {t.folder: c for t, c in zip(study.trials, check_study(study), strict=True)}
     if dry_run:
-        for trial in trials:
-            print(trial.folder)
-        print(f"config OK (dry run): {len(trials)} runs in {study.folder}")
+        print(*configs, sep="\n")
+        print(f"config OK (dry run): {len(configs)} runs in {study.folder}")
         return 0
     with _lock(study.folder):
-        for trial in trials:
+        for trial in study.trials:
             if retry_failed and (study.path(trial) / FAILED).is_file():
                 shutil.rmtree(study.path(trial))
-        left = [as_left(study, t, c) for t, c in zip(trials, configs, strict=True)]
-        by_folder = {t.folder: c for t, c in zip(trials, configs, strict=True)}
-        carried = Sweep(study, {t.folder: t for t in left}, by_folder)
-        ended = sum(t.status != "pending" for t in left)
+        left = {t.folder: as_left(study, t, configs[t.folder]) for t in study.trials}
+        carried = Sweep(study, left, configs)
+        ended = len(left) - len(carried.pending())
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
         done = carried.carry_out()
-        write_results(study.folder)
+        results.write_results(study.folder)
     return _farewell(carried, done, " ".join(["tba sweep", str(path), *settings]))
 
 
@@ -178,17 +160,17 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     """
     path = study.path(trial)
     status, error = standing(path)
-    saved = status != "pending" or (path / "checkpoints").is_dir()
-    if saved and (path / CONFIG).is_file():
+    stored = results.read_json(path / CONFIG)
+    if stored is not None and (status != "pending" or (path / "checkpoints").is_dir()):
         from tba.config.plugins import with_defaults
 
-        there = flat(with_defaults(parse(json.loads((path / CONFIG).read_text()))).nested())
+        there = flat(with_defaults(parse(stored)).nested())
         here = flat(with_defaults(config).nested())
-        keys = [k for k in {**there, **here} if k != "run.folder" and not k.startswith("log.")]
         differing = [
-            f"{k} = {there.get(k, 'default')!r} there, {here.get(k, 'default')!r} here"
-            for k in keys
-            if there.get(k) != here.get(k)
+            f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
+            for key in {**there, **here}
+            if key != "run.folder" and not key.startswith("log.")
+            if there.get(key) != here.get(key)
         ]
         if differing:
             raise ValueError(
@@ -196,6 +178,46 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
                 " remove that folder to run it again, or change the study back"
             )
     return replace(trial, status=status, error=error)
+
+
+def start_worker(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> Worker:
+    """Start a run, or continue the one in `resume`; its output goes to the file `log`.
+
+    The process has a session of its own, so that Ctrl-C reaches the sweep only, which then asks
+    each run to stop once. It ends when its standard input is closed: a sweep that was killed leaves
+    no runs behind.
+    """
+    threads = str(len(cores))  # read when torch is imported
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    job = {
+        "config": config.nested(),
+        "resume": None if resume is None else str(resume),
+        "cores": list(cores),
+        "paths": sys.path,
+    }
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tba.studies.worker"], stdin=subprocess.PIPE, stdout=file,
+            stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # a process that died at once is noticed by its exit status
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+    return process
+
+
+def close_workers(processes: Sequence[Worker], seconds: float = 30.0) -> None:
+    """Ask the processes to save and to stop, and kill those that have not ended in time."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate(timeout=5.0)
 
 
 @contextmanager
@@ -228,9 +250,3 @@ def _farewell(carried: Sweep, done: bool, command: str) -> int:
         print(f"stopped; continue with `{command}`", flush=True)
         return INTERRUPTED
     return 2 if broken else 0
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tba.search.rewards import Guard, Rejected
+from tba.search.result import Rejected
+from tba.search.rewards import Guard
 from tba.tasks.custom import Custom
 from tba.types import Answer
 

@@ -1,0 +1,107 @@
+"""Ray of a run, private or a cluster's, and the places of trainer and searchers on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tba.config.tables import RuntimeTable
+from tba.runtime.placement import (
+    Place,
+    gpu_count,
+    places_on_one_machine,
+    reserved_device,
+    share_gpus,
+)
+from tba.runtime.reaper import Reaper
+
+
+@dataclass
+class Cluster:
+    """A running Ray, and where the trainer and the searchers run on it."""
+
+    trainer: Place
+    searchers: list[Place]
+    searcher_gpus: float = 0.0
+    """GPUs that a searcher requests of Ray; 0 on one machine, where its place names the device."""
+    reservation: Any = None
+    """Actor that holds the trainer's GPU as long as this handle exists."""
+    reaper: Reaper | None = None
+
+    def close(self) -> None:
+        """Leave the cluster, or end the private Ray with all of its processes."""
+        try:
+            ray.shutdown()
+        finally:
+            if self.reaper is not None:
+                self.reaper.finish()
+
+
+class Reservation:
+    """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""
+
+    def gpus(self) -> list[str]:
+        """Return the ids of the GPUs that Ray has assigned to this actor."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def open_cluster(settings: RuntimeTable) -> Cluster:
+    """Join the cluster at `runtime.address`, or start a private Ray on loopback.
+
+    A private Ray ends with this process, however that ends.
+    """
+    if settings.address is None:
+        trainer, searchers = places_on_one_machine(settings)
+        return Cluster(trainer, searchers, reaper=_start_private(settings.searchers))
+    ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        return _join(settings)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _join(settings: RuntimeTable) -> Cluster:
+    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
+    node_id = ray.get_runtime_context().get_node_id()
+    gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
+    sees_gpu = gpu_count() > 0
+    trainer = int(sees_gpu and gpus[node_id] > 0)
+    reserved, each = share_gpus(sum(gpus.values()), trainer, settings.searchers)
+    searchers = [Place("cuda:0" if each else "cpu")] * settings.searchers
+    if not reserved:
+        return Cluster(Place("cuda:0" if sees_gpu else "cpu"), searchers, each)
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": here}
+    remote: Any = ray.remote(**options)(Reservation)
+    reservation = remote.remote()
+    try:
+        (gpu,) = ray.get(reservation.gpus.remote(), timeout=settings.start_deadline)
+    except GetTimeoutError:
+        raise TimeoutError(
+            f"no GPU of this machine became free for the trainer within runtime.start_deadline ="
+            f" {settings.start_deadline:g} s; end the job that has it, or start on another machine"
+        ) from None
+    device = reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Cluster(Place(device), searchers, each, reservation)
+
+
+def _start_private(searchers: int) -> Reaper:
+    # searchers choose their device themselves: Ray must not hide the GPUs from them
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # at Ray's default of 15, any other program on its core starves a searcher
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    context: Any = ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=searchers,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    return Reaper(context.address_info["session_dir"])

@@ -1,0 +1,226 @@
+"""A searcher runs searches side by side, and keeps weights and reference fixed where it must."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from tba.runtime.actor import SearcherActor
+from tba.runtime.placement import Place
+from tba.search.result import Evaluation, SearchResult, SearchStats
+from tba.search.setup import SearchSetup
+from tba.types import Prompt
+from tba.weights import Sent, SharedLock, Weights
+
+SECONDS = 20
+"""Deadline of every wait in these tests."""
+
+
+class Direct:
+    """Transport within a process."""
+
+    def send(self, weights: Weights) -> Sent:
+        return Sent(weights.version, weights)
+
+    def receive(self, sent: Sent) -> Weights:
+        return sent.parcel
+
+
+@dataclass
+class Versioned:
+    """Engine or reference of which only the version matters."""
+
+    version: int = 0
+
+    def load_weights(self, weights: Weights) -> float | None:
+        self.version = weights.version
+        return 0.25
+
+
+@dataclass
+class Steps:
+    """A searcher whose every search and evaluation ends when the test lets it."""
+
+    engine: Versioned = field(default_factory=Versioned)
+    reference: Versioned = field(default_factory=Versioned)
+    begun: dict[Any, threading.Event] = field(default_factory=dict)
+    ended: dict[Any, threading.Event] = field(default_factory=dict)
+    seen: dict[Any, Any] = field(default_factory=dict)
+    gradients: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("evaluation", *range(5)):
+            self.begun[name], self.ended[name] = threading.Event(), threading.Event()
+
+    def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
+        self._step(seed)
+        return SearchResult([], SearchStats(samples=1))
+
+    def evaluate(self) -> Evaluation:
+        self._step("evaluation")
+        return Evaluation(self.engine.version, {}, [])
+
+    def _step(self, name: Any) -> None:
+        before = (self.engine.version, self.reference.version)
+        self.gradients.append(torch.is_grad_enabled())
+        self.begun[name].set()
+        assert self.ended[name].wait(SECONDS)
+        self.seen[name] = (before, (self.engine.version, self.reference.version))
+
+
+def weights(version: int) -> Sent:
+    return Sent(version, Weights(version, {}))
+
+
+class Setup(SearchSetup):
+    """Settings that build this searcher."""
+
+    def __init__(self, searcher: Steps):
+        object.__setattr__(self, "searcher", searcher)
+
+    def build(self, device: str, bf16: bool) -> Any:
+        return self.searcher
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
+    return SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def search(
+    threads: ThreadPoolExecutor, actor: SearcherActor, number: int, reference: Sent | None = None
+) -> Future:
+    return threads.submit(actor.search, [], number, None, reference)
+
+
+def wait(event: threading.Event) -> None:
+    assert event.wait(SECONDS)
+
+
+def test_searches_run_at_once_and_weights_arrive_under_them(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    running = [search(threads, actor, number) for number in (0, 1)]
+    for number in (0, 1):
+        wait(steps.begun[number])
+    threads.submit(actor.publish, weights(3)).result(SECONDS)
+    for number in (1, 0):
+        steps.ended[number].set()
+        assert running[number].result(SECONDS).stats.samples == 1
+    assert steps.seen[0] == ((0, 0), (3, 0))
+    assert steps.gradients == [False, False]  # in every thread, not only in the first
+
+
+def test_older_weights_are_never_loaded(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    threads.submit(actor.publish, weights(3)).result(SECONDS)
+    threads.submit(actor.publish, weights(2)).result(SECONDS)
+    assert steps.engine.version == 3
+
+
+def test_searches_end_with_the_reference_that_they_began_with(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    first = search(threads, actor, 0)
+    wait(steps.begun[0])
+    second = search(threads, actor, 1, reference=weights(5))
+    assert not steps.begun[1].wait(0.1)
+    steps.ended[0].set()
+    wait(steps.begun[1])
+    steps.ended[1].set()
+    first.result(SECONDS), second.result(SECONDS)
+    assert steps.seen == {0: ((0, 0), (0, 0)), 1: ((0, 5), (0, 5))}
+
+
+def test_an_evaluation_has_the_same_weights_to_its_end(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    evaluation = threads.submit(actor.evaluate, weights(4), None)
+    wait(steps.begun["evaluation"])
+    publication = threads.submit(actor.publish, weights(6))
+    later = search(threads, actor, 0)
+    assert not steps.begun[0].wait(0.1)
+    steps.ended["evaluation"].set()
+    assert evaluation.result(SECONDS).version == 4
+    assert steps.seen["evaluation"] == ((4, 0), (4, 0))
+    publication.result(SECONDS)
+    steps.ended[0].set()
+    later.result(SECONDS)
+    assert steps.engine.version == 6
+
+
+def test_idle_time_and_loads_are_counted_once(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    for number in range(4):
+        steps.ended[number].set()
+    threads.submit(actor.publish, weights(1)).result(SECONDS)
+    first = search(threads, actor, 0).result(SECONDS).stats
+    second = search(threads, actor, 1).result(SECONDS).stats
+    assert first.seconds["load_weights"] > 0 and first.logp_gap == 0.25
+    assert second.seconds["load_weights"] == 0 and np.isnan(second.logp_gap)
+    assert first.seconds["idle"] > 0 and second.seconds["idle"] > 0
+
+
+def test_a_busy_searcher_is_not_idle(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    """A search that begins beside another was not waited for."""
+    running = search(threads, actor, 0)
+    wait(steps.begun[0])
+    steps.ended[1].set()
+    assert search(threads, actor, 1).result(SECONDS).stats.seconds["idle"] > 0  # of the first one
+    steps.ended[2].set()
+    assert search(threads, actor, 2).result(SECONDS).stats.seconds["idle"] == 0
+    steps.ended[0].set()
+    running.result(SECONDS)
+
+
+def test_who_waits_to_be_alone_goes_before_those_that_share_later(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Or an endless row of batches would keep newer weights out."""
+    lock, order = SharedLock(), []
+    inside, leave = threading.Event(), threading.Event()
+
+    def share(name: str) -> None:
+        with lock.shared():
+            order.append(name)
+            inside.set()
+            assert leave.wait(SECONDS)
+
+    def alone() -> None:
+        with lock.alone():
+            order.append("alone")
+
+    first = threads.submit(share, "first")
+    wait(inside)
+    waiting = threads.submit(alone)
+    while not lock._waiting:
+        pass
+    later = threads.submit(share, "later")
+    leave.set()
+    for future in (first, waiting, later):
+        future.result(SECONDS)
+    assert order == ["first", "alone", "later"]

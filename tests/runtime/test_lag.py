@@ -1,0 +1,92 @@
+"""Searchers with a constant lag deliver every group, in order, a fixed number of groups late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from tba.runtime import Searchers, SearchState
+from tba.runtime.lag import LaggedSearchers
+from tba.search.prompts import Cursor
+from tba.search.result import Evaluation, SearchStats
+from tba.types import Group, Prompt
+from tba.weights import Weights
+
+
+@dataclass
+class Numbered:
+    """Searchers that find groups 0, 1, 2, ...; `most` of them in a call, as after a stop."""
+
+    numbers: count = field(default_factory=count)
+    most: int = 1_000
+    calls: list[str] = field(default_factory=list)
+    stats: SearchStats = field(default_factory=SearchStats)
+
+    def gather(self, at_least: int) -> list[Group]:
+        numbers = [next(self.numbers) for _ in range(min(at_least, self.most))]
+        return [Group(Prompt(str(n), "?"), np.array([n], np.int32), ()) for n in numbers]
+
+    def publish(self, weights: Weights) -> None:
+        self.calls.append(f"publish {weights.version}")
+
+    def reset_reference(self, weights: Weights) -> None:
+        self.calls.append(f"reset_reference {weights.version}")
+
+    def evaluate(self) -> None:
+        self.calls.append("evaluate")
+
+    def evaluations(self, finish: bool = False) -> list[Evaluation]:
+        return [Evaluation(int(finish), {}, [])]
+
+    def state(self) -> SearchState:
+        cursor = Cursor(selection="", state={}, outstanding=[], data="")
+        return SearchState(cursor, 3, self.stats, None, None)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def test_groups_arrive_in_order_and_late() -> None:
+    searchers = LaggedSearchers(Numbered(), behind=4, held=())
+    assert ids(searchers.gather(2)) == ["0", "1"]  # 0 to 5 were found
+    assert ids(searchers.gather(2)) == ["2", "3"]
+    assert ids(list(searchers.state().held)) == ["4", "5", "6", "7"]
+    assert searchers.gather(0) == []
+    assert ids(list(searchers.state().held)) == ["4", "5", "6", "7"]
+
+
+def test_held_groups_survive_a_resume() -> None:
+    first = Numbered()
+    before = LaggedSearchers(first, behind=3, held=())
+    delivered = ids(before.gather(2))
+    resumed = LaggedSearchers(first, behind=3, held=before.state().held)
+    delivered += ids(resumed.gather(2)) + ids(resumed.gather(1))
+    assert delivered == ["0", "1", "2", "3", "4"]
+
+
+def test_a_stop_during_the_search_delivers_nothing_and_loses_nothing() -> None:
+    inner = Numbered(most=1)
+    searchers = LaggedSearchers(inner, behind=3, held=())
+    assert searchers.gather(2) == []
+    inner.most = 1_000
+    assert ids(searchers.gather(2)) == ["0", "1"]
+
+
+def test_everything_else_is_passed_on() -> None:
+    inner = Numbered()
+    searchers = LaggedSearchers(inner, behind=3, held=())
+    assert isinstance(searchers, Searchers)
+    searchers.publish(Weights(7, {}))
+    searchers.reset_reference(Weights(8, {}))
+    searchers.evaluate()
+    assert searchers.evaluations(finish=True)[0].version == 1
+    assert searchers.stats is inner.stats
+    assert searchers.state().tasks == 3
+    searchers.close()
+    assert inner.calls == ["publish 7", "reset_reference 8", "evaluate", "close"]

@@ -1,0 +1,104 @@
+"""Cores and GPUs are divided between trainer and searchers, on one machine and on a cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from tba.config.tables import RuntimeTable
+from tba.runtime.bind import bind_ray
+from tba.runtime.placement import Place, divide, reserved_device, share_gpus
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "searchers", "trainer", "places"),
+    [
+        (2, 0, 1, Place("cpu", (0,)), [Place("cpu", (1,))]),
+        (0, 0, 2, Place("cpu"), [Place("cpu")] * 2),
+        (2, 0, 3, Place("cpu", (0,)), [Place("cpu", (1,))] * 3),
+        (8, 0, 2, Place("cpu", (0, 1, 2, 3)), [Place("cpu", (4, 5)), Place("cpu", (6, 7))]),
+        (1, 0, 1, Place("cpu", (0,)), [Place("cpu", (0,))]),
+        (8, 0, 6, Place("cpu", (0, 1)), [Place("cpu", (core,)) for core in range(2, 8)]),
+        (4, 1, 1, Place("cuda:0", (0, 1)), [Place("cuda:0", (2, 3))]),
+        (
+            8,
+            4,
+            3,
+            Place("cuda:0", (0, 1, 2, 3)),
+            [Place("cuda:1", (4,)), Place("cuda:2", (5,)), Place("cuda:3", (6,))],
+        ),
+        (0, 3, 3, Place("cuda:0"), [Place("cuda:1"), Place("cuda:2"), Place("cuda:1")]),
+    ],
+)
+def test_cores_and_devices_of_one_machine_are_divided(
+    cores: int, gpus: int, searchers: int, trainer: Place, places: list[Place]
+) -> None:
+    assert divide(list(range(cores)), gpus, searchers) == (trainer, places)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "searchers", "expected"),
+    [
+        (0, 0, 3, (0, 0.0)),
+        (4, 1, 3, (1, 1.0)),
+        (4, 0, 3, (0, 1.0)),  # the trainer's machine has none, the others have
+        (3, 1, 4, (1, 0.5)),
+        (3, 0, 7, (0, 0.3333)),  # three times this is still less than 1
+        (1, 1, 2, (0, 0.5)),  # a single one is shared by all
+        (1, 0, 1, (0, 1.0)),
+        (0, 1, 1, (0, 0.0)),  # torch sees one that Ray was not told of
+    ],
+)
+def test_gpus_of_a_cluster_are_shared(
+    gpus: int, trainer: int, searchers: int, expected: tuple[int, float]
+) -> None:
+    assert share_gpus(gpus, trainer, searchers) == expected
+
+
+def test_the_reserved_gpu_is_named_as_torch_counts() -> None:
+    assert reserved_device("2", None) == "cuda:2"
+    assert reserved_device("2", "3, 2") == "cuda:1"
+    with pytest.raises(ValueError, match="add 2 to it"):
+        reserved_device("2", "0,1")
+
+
+def test_a_searcher_computes_where_ray_has_put_it() -> None:
+    assert Place("cpu").assigned([]) == Place("cpu")
+    assert Place("cuda:1", (3,)).assigned([]) == Place("cuda:1", (3,))
+    assert Place("cuda:1", (3,)).assigned(["2"]) == Place("cuda:0", (3,))
+
+
+def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray of two nodes that are told to have one GPU and two; the driver is on the first.
+
+    Where the driver has no GPU, the searchers have theirs all the same.
+    """
+    bind_ray(None)
+    import ray
+    from ray.cluster_utils import Cluster as Nodes
+
+    from tba.runtime import cluster
+    from tba.runtime.cluster import Reservation, open_cluster
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
+    try:
+        nodes.add_node(num_cpus=1, num_gpus=2)
+        settings = RuntimeTable(address=nodes.address, searchers=2)
+
+        monkeypatch.setattr(cluster, "gpu_count", lambda: 1)
+        opened = open_cluster(settings)
+        assert (opened.trainer, opened.searcher_gpus) == (Place("cuda:0"), 1.0)
+        assert (ray.cluster_resources()["GPU"], opened.reservation is None) == (3, False)
+        requesting = ray.remote(num_cpus=0, num_gpus=opened.searcher_gpus)(Reservation)
+        searchers = [requesting.remote() for _ in opened.searchers]
+        assigned = ray.get([searcher.gpus.remote() for searcher in searchers], timeout=60)
+        assert sorted(assigned) == [["0"], ["1"]]  # both of the second node
+        opened.close()
+
+        monkeypatch.setattr(cluster, "gpu_count", lambda: 0)
+        opened = open_cluster(settings)
+        assert (opened.trainer, opened.searchers) == (Place("cpu"), [Place("cuda:0")] * 2)
+        assert (opened.searcher_gpus, opened.reservation) == (1.0, None)
+        opened.close()
+    finally:
+        nodes.shutdown()
