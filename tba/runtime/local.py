@@ -35,8 +35,8 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         settings = self._job.settings
-        batches = max(1.0, at_least / self._job.batch_groups)
-        deadline = time.monotonic() + settings.gather_deadline * batches
+        limit = settings.gather_deadline * max(1.0, at_least / self._job.batch_groups)
+        deadline = time.monotonic() + limit
         groups: list[Group] = []
         while len(groups) < at_least:
             if time.monotonic() > deadline:
