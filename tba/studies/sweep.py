@@ -39,6 +39,8 @@ class Sweep:
     """At most `study.parallel`. The number of each one decides its cores and its log."""
     died: set[str] = field(default_factory=set)
     """Folders of runs whose process died once."""
+    began: float = field(default_factory=time.monotonic, init=False)
+    ended: int = field(default=0, init=False)
 
     def pending(self) -> list[Trial]:
         """Return the trials without an outcome, including those that run."""
@@ -116,8 +118,11 @@ class Sweep:
             metric = results.metric_of(known, self.study.table.metric)
             value = f"{known[metric]:.3f}" if metric in known else "–"
             outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
-        total = len(self.trials)
-        print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
+        total, left = len(self.trials), len(self.pending())
+        self.ended += 1
+        minutes = left * (time.monotonic() - self.began) / self.ended / 60
+        outcome += f"  about {minutes:.0f} min left" if left else ""
+        print(f"[{total - left}/{total}] {trial.folder}  {outcome}", flush=True)
 
     def log(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
