@@ -14,6 +14,7 @@ import ray
 import torch
 
 from tba.runtime.placement import Place
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
@@ -92,7 +93,7 @@ class SearcherActor:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         with self._work(reference), self._searches.alone():
             self._load_newer(weights)
-            return self._searcher.evaluate()
+            return evaluate_held_out(self._searcher)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""

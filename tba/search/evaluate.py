@@ -18,6 +18,7 @@ from tba.models.pretrained import Text
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.rewards import Guard
+from tba.search.searcher import Searcher
 from tba.types import Completion, Prompt, Sampling
 
 EXAMPLES = 8
@@ -30,6 +31,15 @@ class Answered:
 
     completions: list[list[Completion]]
     rewards: Float64[np.ndarray, "P S"]
+
+
+def evaluate_held_out(searcher: Searcher) -> Evaluation:
+    """Evaluate the weights of a searcher's engine on its held-out prompts, as `[eval]` says."""
+    s, settings = searcher, searcher.evaluation
+    same = settings.temperature == s.sampling.temperature
+    reference = s.reference if same else None  # the reference has one temperature
+    tokens = s.sampling.max_tokens
+    return evaluate(s.engine, s.text, s.guard, s.held_out, settings, tokens, reference)
 
 
 def evaluate(
