@@ -51,11 +51,8 @@ class Scripted:
             drawn = np.zeros(size, int)
         else:
             drawn = rng.integers(len(self.answers), size=size)
-        completions = []
-        for row in drawn:
-            answers = [self.answers[i] for i in row]
-            completions.append([self._completion(a, sampling.max_tokens, version) for a in answers])
-        return completions
+        completions = [self._completion(a, sampling.max_tokens, version) for a in self.answers]
+        return [[completions[answer] for answer in row] for row in drawn]
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version

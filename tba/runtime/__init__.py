@@ -40,8 +40,11 @@ class SearchJob:
     stream: PromptStream
     settings: RuntimeTable
     batch_groups: int
-    """Groups in a batch; `gather_deadline` is for so many."""
     seed: int
+
+    def gather_deadline(self, groups: int) -> float:
+        """Return the seconds in which so many groups must arrive: the setting is for a batch."""
+        return self.settings.gather_deadline * max(1.0, groups / self.batch_groups)
 
 
 @runtime_checkable

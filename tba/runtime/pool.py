@@ -112,7 +112,6 @@ class Pool:
         self.handles = [self._start(place) for place in cluster.searchers]
 
     def least_busy_first(self) -> list[Handle]:
-        """Return the searchers, those with the least work first."""
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 
     def search(self, handle: Handle, prompts: list[Prompt], seed: int) -> None:
@@ -121,15 +120,14 @@ class Pool:
         In lockstep it has the weights of its turn, and nothing is published beside it.
         """
         weights = None if self._settings.lag is None else self.newest
-        search = handle.actor.search.options(concurrency_group=SEARCH)
-        ref = search.remote(prompts, seed, weights, self._reference)
+        call = handle.actor.search.options(concurrency_group=SEARCH)
+        ref = call.remote(prompts, seed, weights, self._reference)
         version = 0 if self._reference is None else self._reference.version
         handle.tasks.append(Task("search", ref, tuple(prompts), reference=version))
 
     def evaluate(self, handle: Handle, weights: Sent | None) -> None:
-        """Ask for an evaluation of these weights."""
-        evaluate = handle.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = evaluate.remote(weights, self._reference)
+        call = handle.actor.evaluate.options(concurrency_group=SEARCH)
+        ref = call.remote(weights, self._reference)
         handle.tasks.append(Task("evaluate", ref, weights=weights))
 
     def publish(self, weights: Weights) -> None:
@@ -176,7 +174,6 @@ class Pool:
         return [task for task in handle.tasks if task.kind in ("search", "evaluate")]
 
     def kill(self) -> None:
-        """Kill all searchers."""
         for handle in self.handles:
             ray.kill(handle.actor)
 

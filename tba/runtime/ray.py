@@ -43,12 +43,11 @@ class RaySearchers:
     ):
         self._job, self._settings, self._stream = job, job.settings, job.stream
         self._stopping = stopping
-        self._lockstep = job.settings.lag is not None
         self._in_flight = job.settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._changed = threading.Condition()  # guards everything below, and the stream
-        self._stats = SearchStats()
-        self._number = 0
+        self._stats = SearchStats() if resumed is None else deepcopy(resumed.stats)
+        self._number = 0 if resumed is None else resumed.tasks
         self._owed = 0
         self._tray: list[tuple[tuple[Prompt, ...], SearchResult]] = []
         self._requested: deque[Sent | None] = deque()  # weights to evaluate
@@ -57,12 +56,9 @@ class RaySearchers:
         self._restarts_left = job.settings.max_restarts
         self._failure: Exception | None = None
         self._closing = False
-        self._reference: Weights | None = None
+        self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-            self._number = resumed.tasks
-            self._stats = deepcopy(resumed.stats)
-            self._reference = resumed.reference
         self._pool = Pool(job, cluster, bf16, newest, self._reference)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
@@ -74,7 +70,7 @@ class RaySearchers:
             return deepcopy(self._stats)
 
     def gather(self, at_least: int) -> list[Group]:
-        limit = self._settings.gather_deadline * max(1.0, at_least / self._job.batch_groups)
+        limit = self._job.gather_deadline(at_least)
         what = f"runtime.gather_deadline: {at_least} groups from the searchers"
         groups: list[Group] = []
         with self._changed:
@@ -188,12 +184,9 @@ class RaySearchers:
             self._pool.search(handle, prompts, seed)
 
     def _due(self) -> int:
-        """Return how many prompts the next search has.
-
-        In lockstep that is an even share of what is waited for and not yet asked for.
-        """
+        """Return the prompts of the next search; in lockstep, a share of those still owed."""
         most = self._settings.prompts_per_task
-        if not self._lockstep:
+        if self._settings.lag is None:
             return most
         handles = self._pool.handles
         asked = sum(len(task.prompts) for handle in handles for task in handle.tasks)
