@@ -1,7 +1,5 @@
 """The replay buffer: distinct trajectories of each prompt, newest copy kept, oldest dropped."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

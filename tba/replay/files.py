@@ -1,7 +1,5 @@
 """Files of the replay buffer: groups end to end, and the state that goes with the segments."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,7 +47,7 @@ class State:
         return {f"{SEGMENTS}/{file.name}": file.sha256 for file in files}
 
     @classmethod
-    def read(cls, folder: Path) -> State:
+    def read(cls, folder: Path) -> "State":
         """Return what `write` wrote."""
         path = folder / FOLDER
         plain = json.loads((path / STATE).read_text())

@@ -1,7 +1,5 @@
 """Segments: flat arrays with the tokens of many trajectories, in memory and as files."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -44,7 +42,7 @@ class Segment:
     """The file that this segment was last written to or read from."""
 
     @classmethod
-    def empty(cls, size: int) -> Segment:
+    def empty(cls, size: int) -> "Segment":
         """Return a segment with room for `size` tokens."""
         tokens = _room(size, np.int32)
         behavior, ref = _room(size, np.float32), _room(size, np.float32)
@@ -89,7 +87,7 @@ class Segment:
         return self.file
 
     @classmethod
-    def read(cls, folder: Path, file: SegmentFile) -> Segment | None:
+    def read(cls, folder: Path, file: SegmentFile) -> "Segment | None":
         """Return the segment of a file; None if it is missing or not as it was written."""
         try:
             content = (folder / file.name).read_bytes()

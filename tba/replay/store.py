@@ -1,7 +1,5 @@
 """Storage of distinct trajectories in columns, without a policy on what to keep."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

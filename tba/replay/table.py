@@ -1,7 +1,5 @@
 """Tables whose rows are used again, and the order in which rows arrived."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

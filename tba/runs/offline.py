@@ -1,7 +1,5 @@
 """Evaluating and exporting a run's newest checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

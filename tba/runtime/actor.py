@@ -1,7 +1,5 @@
 """Searcher in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

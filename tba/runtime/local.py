@@ -1,7 +1,5 @@
 """Search in the trainer's own process, when groups are asked for: synchronous, bit-reproducible."""
 
-from __future__ import annotations
-
 import time
 from copy import deepcopy
 

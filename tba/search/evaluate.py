@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts: reward, pass@1 and pass@k, with standard errors."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

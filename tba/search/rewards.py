@@ -1,7 +1,5 @@
 """Guarded scoring: each call has a deadline, and what has no finite reward is rejected."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

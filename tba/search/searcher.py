@@ -1,7 +1,5 @@
 """Search: from prompts to groups that any objective can learn from."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
