@@ -1,7 +1,5 @@
 """Searcher in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -13,6 +11,7 @@ import ray
 import torch
 
 from tba.runtime.placement import Place
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
@@ -74,7 +73,7 @@ class SearcherActor:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         with self._work(reference), self._searches.alone():
             self._load_newer(weights)
-            return self._searcher.evaluate()
+            return evaluate_held_out(self._searcher)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""

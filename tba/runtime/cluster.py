@@ -1,7 +1,5 @@
 """Ray of a run, private or a cluster's, and the places of trainer and searchers on it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass

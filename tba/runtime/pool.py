@@ -1,7 +1,5 @@
 """The searcher processes, the calls to them that have not returned, and when these are late."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ loop only empties its tray. Every call to a searcher has a deadline. A searcher 
 one is restarted: its prompts are issued again, and its late results are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
