@@ -45,13 +45,10 @@ def train(
     the options of the same names in `[task]`, which may then be left out of the config.
     ValueError before any process starts if something cannot work.
     """
-    from pathlib import Path
+    from tba.runs.result import Result
 
-    from tba.run import carry_out
-    from tba.tasks._memory import in_memory
-
-    memory = in_memory(data, held_out_data, reward)
-    return carry_out(config, None if resume is None else Path(resume), memory)
+    with open_run(config, resume, data=data, reward=reward, held_out_data=held_out_data) as run:
+        return Result(run.train(), run.folder.path)
 
 
 def open_run(

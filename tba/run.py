@@ -1,20 +1,18 @@
 """A run: its parts put together, trained, and closed again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tba import loop
 from tba.config.loading import parse
 from tba.config.schema import Config
 from tba.learn import Trainer
-from tba.loop import due, train
-from tba.models.pretrained import computes_in_bf16
+from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.checkpoint import Checkpoints, Progress
@@ -22,7 +20,6 @@ from tba.runs.console import Console, open_console
 from tba.runs.folder import RunFolder
 from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
-from tba.runs.result import Result
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
@@ -58,16 +55,13 @@ class Run:
     """Groups to wait for before the next step: the first fill, or what a stop kept from coming."""
     evaluating: int
     """Evaluations that were requested and have not been logged."""
-    _saved: int | None = field(default=None, init=False)
     _shown: str | None = field(default=None, init=False)
     """Held-out prompt whose answer the console shows at each evaluation."""
 
     def sample(self) -> list[Group]:
         """Draw the groups of the next batch from the buffer."""
-        t = self.config.trainer
-        return self.buffer.sample(
-            t.groups, t.group_size, self.parts.strategy, now=self.step, rng=self.rng
-        )
+        t, strategy = self.config.trainer, self.parts.strategy
+        return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
 
     def gather(self, at_least: int) -> list[Group]:
         """Return the groups found since the last call; fewer than `at_least` only after a stop."""
@@ -88,14 +82,13 @@ class Run:
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a sample now and then."""
-        stats = self.searchers.stats
-        metrics = metrics | self.tracker.step(self.step - 1, groups, self.buffer, stats)
-        metrics |= self.checkpoints.metrics()
-        self.journal.row(self.step, metrics)
-        self.console.step(self.step, metrics)
+        totals = self.tracker.step(self.step - 1, groups, self.buffer, self.searchers.stats)
+        row = {**metrics, **totals, **self.checkpoints.metrics()}
+        self.journal.row(self.step, row)
+        self.console.step(self.step, row)
         self.log_evaluations()
         every = self.config.log.sample_every
-        if due(self.step, every) or (every and self.step == 1):
+        if loop.due(self.step, every) or (every and self.step == 1):
             self._log_sample(groups[0])
 
     def evaluate(self) -> None:
@@ -118,32 +111,30 @@ class Run:
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
-        if self.step == self._saved:
-            return
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        self.checkpoints.save(
-            self.trainer,
-            self.parts.text,
-            self.buffer,
-            self.searchers.state(),
-            Progress(self.step, self.missing, self.evaluating, rng, counts),
-        )
-        self._saved = self.step
+        progress = Progress(self.step, self.missing, self.evaluating, rng, counts)
+        search = self.searchers.state()
+        self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress)
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
-        # at the beginning; of a resumed run, those that were lost with the searchers
-        wanted, self.evaluating = self.evaluating, 0
-        steps = self.config.run.steps
+        try:
+            return self._train()
+        except ValueError as error:  # the config was checked: show where this one comes from
+            raise RuntimeError(f"the run failed: {error}") from error
+
+    def _train(self) -> Summary:
+        last = self.config.run.steps
+        unlogged, self.evaluating = self.evaluating, 0
         with self.tracker.clock():
-            if wanted and self.step < steps:
+            if unlogged and self.step < last:  # at the beginning, or lost with the last session
                 self.evaluate()
-            train(self)
+            loop.train(self)
         self.save()
-        complete = self.step == steps
+        complete = self.step == last
         if complete:
-            if not due(steps, self.config.runtime.publish_every):  # else the loop has just done so
-                self.searchers.publish(self.trainer.weights(version=steps))
+            if not loop.due(last, self.config.runtime.publish_every):
+                self.publish()  # else the loop has just done so
             self.evaluate()
         self.log_evaluations(finish=complete)
         self.checkpoints.wait()
@@ -162,31 +153,18 @@ class Run:
 
     def _show_example(self, examples: Sequence[Example]) -> None:
         """Show the answer to the prompt that had the lowest reward at the first evaluation."""
-        scored = [x for x in examples if x.reward is not None]
-        if self._shown is None and scored:
-            self._shown = min(scored, key=lambda x: x.reward or 0.0).prompt
-        for x in scored:
-            if x.prompt == self._shown:
-                self.console.sample(x.prompt, x.completion, x.reward or 0.0)
+        rewards = {x.prompt: x.reward for x in examples if x.reward is not None}
+        if self._shown is None and rewards:
+            self._shown = min(rewards, key=rewards.__getitem__)
+        for x in examples:
+            if x.prompt == self._shown and x.reward is not None:
+                self.console.sample(x.prompt, x.completion, x.reward)
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    return carry_out(config, resume, None, drop_damaged_replay).summary
-
-
-def carry_out(
-    config: Config,
-    resume: Path | None = None,
-    memory: InMemory | None = None,
-    drop_damaged_replay: bool = False,
-) -> Result:
-    """Carry out a whole run, with rows and functions that were passed from Python."""
-    with open_run(config, resume, memory, drop_damaged_replay) as opened:
-        try:
-            return Result(opened.train(), opened.folder.path)
-        except ValueError as error:  # the config was checked: show where this one comes from
-            raise RuntimeError(f"the run failed: {error}") from error
+    with open_run(config, resume, None, drop_damaged_replay) as opened:
+        return opened.train()
 
 
 @contextmanager
@@ -222,20 +200,12 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
-    tracker, rng, resumed = Tracker(), np.random.default_rng([c.run.seed, 7]), None
-    progress = Progress(0, c.first_fill, 1, rng.bit_generator.state, {})
+    tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
+    progress, search = Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
-        progress, resumed = checkpoint.restore(generation, trainer, buffer)
-        if progress.step > c.run.steps:
-            raise ValueError(
-                f"run.steps = {c.run.steps}, but the run is at step {progress.step};"
-                f" set run.steps={progress.step} or more"
-            )
-        parts.prompt_stream().check(resumed.cursor)  # before anything is written
+        progress, search = checkpoint.restore(generation, trainer, buffer)
+        _continue(parts, folder, progress, search, tracker)
         rng.bit_generator.state = progress.rng
-        folder.rewind(progress.step)
-        folder.write_config(c)  # with what was changed on resuming
-        tracker.resume(progress.counts, resumed.stats, folder.evaluations())
         console.note(f"resumed from {generation.name}")
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
     checkpoints = closing.enter_context(
@@ -243,7 +213,10 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     )
     journal = Journal(folder.path, c, progress.step)
     closing.callback(journal.close)
-    searchers = _searchers(parts, place.device, cluster, trainer, stop, resumed, progress.step)
+    searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
+    if c.runtime.lag:
+        held = () if search is None else search.held
+        searchers = LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)
     closing.callback(searchers.close)
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
@@ -251,7 +224,22 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
     )  # fmt: skip
 
 
-def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Cluster | None]:
+def _continue(
+    parts: Parts, folder: RunFolder, progress: Progress, search: SearchState, tracker: Tracker
+) -> None:
+    """Continue a run's files and totals; ValueError, before anything is written, if it cannot."""
+    step, steps = progress.step, parts.config.run.steps
+    if step > steps:
+        raise ValueError(
+            f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
+        )
+    parts.prompt_stream().check(search.cursor)
+    folder.rewind(step)
+    folder.write_config(parts.config)  # with what was changed on resuming
+    tracker.resume(progress.counts, search.stats, folder.evaluations())
+
+
+def _places(config: Config, stop: Stop, closing: ExitStack) -> "tuple[Place, Cluster | None]":
     """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
     if config.runtime.use == "local":
         return places_on_one_machine(config.runtime)[0], None
@@ -268,28 +256,20 @@ def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Clus
 
 
 def _searchers(
-    parts: Parts, device: str, cluster: Cluster | None, trainer: Trainer, stop: Stop,
-    resumed: SearchState | None, start: int,
+    parts: Parts, place: Place, cluster: "Cluster | None", trainer: SingleTrainer, stop: Stop,
+    search: SearchState | None, step: int,
 ) -> Searchers:  # fmt: skip
-    c = parts.config
-    bf16 = computes_in_bf16(c.policy, device)
-    job = SearchJob(
-        parts.search_setup(), parts.prompt_stream(), c.runtime, c.trainer.groups, c.run.seed
-    )
-    searchers: Searchers
-    if cluster is None:
-        from tba.runtime.local import LocalSearchers
+    """Open the searchers of the runtime, with the weights that they had at this step."""
+    c, stream = parts.config, parts.prompt_stream()
+    job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)
+    newest = trainer.weights(version=step) if step else None
+    bf16 = trainer.bf16_weights
+    if cluster is not None:
+        from tba.runtime.ray import RaySearchers
 
-        searchers = LocalSearchers(job, job.setup.build(device, bf16), resumed)
-        was_on_ray = resumed is not None and resumed.weights is None
-        if was_on_ray and start >= c.runtime.publish_every:
-            searchers.publish(trainer.weights(version=start))
-    else:
-        from tba.runtime.ray import start_searchers
+        return RaySearchers(job, cluster, bf16, stop.is_requested, search, newest)
+    from tba.runtime.local import LocalSearchers
 
-        newest = trainer.weights(version=start) if start else None
-        searchers = start_searchers(job, cluster, bf16, stop.is_requested, resumed, newest)
-    if c.runtime.lag:
-        held = () if resumed is None else resumed.held
-        return LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)
-    return searchers
+    if search is not None and search.weights is None and step >= c.runtime.publish_every:
+        search = replace(search, weights=newest)  # a run on Ray saves none
+    return LocalSearchers(job, job.setup.build(place.device, bf16), search)

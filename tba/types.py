@@ -1,10 +1,8 @@
 """The nouns of the package: what flows from a prompt to a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -146,25 +144,21 @@ class TokenBatch:
 
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
         """Return these groups, with padding trimmed to their lengths."""
-        i = torch.as_tensor(list(index))
-        p = int(self.prompt_mask[i].sum(-1).max())
-        t = int(self.mask[i].sum(-1).max())
-        changed = {}
-        for name, tensor in self.tensors().items():
-            changed[name] = tensor[i]
+        chosen = {name: tensor[list(index)] for name, tensor in self.tensors().items()}
+        p = int(chosen["prompt_mask"].sum(-1).max())
+        t = int(chosen["mask"].sum(-1).max())
+        for name, tensor in chosen.items():
             if name in PROMPT_FIELDS:
-                changed[name] = tensor[i, -p:]
+                chosen[name] = tensor[:, -p:]
             elif tensor.ndim == 3:
-                changed[name] = tensor[i, :, :t]
-        return replace(self, **changed)
+                chosen[name] = tensor[..., :t]
+        return replace(self, **chosen)
 
     def slice(self: AnyBatch, k: slice) -> AnyBatch:
         """Return the same groups with only the responses `k` of each."""
-        changed = {}
-        for name, tensor in self.tensors().items():
-            if name not in PROMPT_FIELDS:
-                changed[name] = tensor[:, k]
-        return replace(self, **changed)
+        tensors = self.tensors()
+        chosen = {name: tensors[name][:, k] for name in tensors.keys() - set(PROMPT_FIELDS)}
+        return replace(self, **chosen)
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
         """Return the batch on a device."""
@@ -198,13 +192,14 @@ def collate_tokens(
     sizes = {len(group) for group in responses}
     if len(sizes) != 1:
         raise ValueError(f"groups of unequal size {sorted(sizes)}: every group needs the same K")
-    shape = (len(responses), sizes.pop())
+    shape = (len(responses), sizes.pop(), -1)
     rows = [tokens for group in responses for tokens in group]
-    prompt_tokens = _left([tokens.astype(np.int64) for tokens in prompts])
-    prompt_mask = _left([np.ones(len(tokens), bool) for tokens in prompts])
-    response_tokens = _right([tokens.astype(np.int64) for tokens in rows], shape)
-    mask = _right([np.ones(len(tokens), bool) for tokens in rows], shape)
-    return TokenBatch(prompt_tokens, prompt_mask, response_tokens, mask)
+    return TokenBatch(
+        prompt_tokens=_pad(prompts, "left").long(),
+        prompt_mask=_pad([np.ones(len(tokens), bool) for tokens in prompts], "left"),
+        tokens=_pad(rows).long().view(shape),
+        mask=_pad([np.ones(len(tokens), bool) for tokens in rows]).view(shape),
+    )
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -216,22 +211,17 @@ def collate(groups: Sequence[Group]) -> Batch:
     for t in rows:
         absent = np.full(len(t.tokens), np.nan, np.float32)
         values.append(absent if t.value is None else t.value)
-    shape = (len(tokens), tokens.samples)
-    behavior_logp = _right([t.behavior_logp for t in rows], shape)
-    ref_logp = _right([t.ref_logp for t in rows], shape)
-    reward = torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape)
+    shape = tokens.mask.shape
+    reward = torch.tensor([t.reward for t in rows], dtype=torch.float32)
     return Batch(
         **tokens.tensors(),
-        behavior_logp=behavior_logp,
-        ref_logp=ref_logp,
-        reward=reward,
-        value=_right(values, shape),
+        behavior_logp=_pad([t.behavior_logp for t in rows]).view(shape),
+        ref_logp=_pad([t.ref_logp for t in rows]).view(shape),
+        reward=reward.view(shape[:2]),
+        value=_pad(values).view(shape),
     )
 
 
-def _left(rows: Sequence[np.ndarray]) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
-
-
-def _right(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).view(*shape, -1)
+def _pad(rows: Sequence[np.ndarray], side: Literal["left", "right"] = "right") -> Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_side=side)

@@ -1,7 +1,5 @@
 """Model weights as they travel from the trainer to a searcher: whole, versioned, with a probe."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -72,16 +70,23 @@ def load_weights(model: Any, weights: Weights) -> None:
 
     ValueError, before anything is written, when a name or a shape differs.
     """
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != weights.arrays.keys():
-        different = sorted(parameters.keys() ^ weights.arrays.keys())
-        raise ValueError(f"weights of another model: {different[:3]} are on one side only")
-    for name, array in weights.arrays.items():
-        shape = tuple(parameters[name].shape)
-        if shape != array.shape:
-            raise ValueError(f"weights of another model: {name} is {array.shape}, not {shape}")
+    check_same_model(model, weights.arrays, "the weights are of")
+    parameters = model.state_dict()
     for name, array in weights.arrays.items():
         parameters[name].copy_(as_tensor(array))
+
+
+def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
+    """ValueError unless the names and shapes are those of the model; `source` begins the error."""
+    own = model.state_dict()
+    untied = {name for name, _ in model.named_parameters()}  # a tied weight has its first name
+    shared = own.keys() & given.keys()
+    reshaped = {name for name in shared if tuple(own[name].shape) != tuple(given[name].shape)}
+    differing = sorted((given.keys() - own.keys()) | (untied - given.keys()) | reshaped)
+    if differing:
+        raise ValueError(
+            f"{source} another model than policy.model: {differing[:3]} differ in name or shape"
+        )
 
 
 @dataclass(frozen=True)

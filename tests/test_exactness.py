@@ -43,11 +43,6 @@ def distance_after_run(config: Config) -> float:
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-def test_local_on_policy(toy_model: Path, tmp_path: Path) -> None:
-    config = by_tb(toy_model, tmp_path / "run", "strategy=recent")
-    assert distance_after_run(config) < LIMIT
-
-
 def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path) -> None:
     config = by_tb(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
     assert distance_after_run(config) < LIMIT

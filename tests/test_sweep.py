@@ -19,7 +19,6 @@ from toy import Ones
 
 from tba.runs.log import read
 from tba.runtime.placement import available_cores
-from tba.studies import worker
 from tba.studies.results import FAILED, read_ledger, write_results
 from tba.studies.study import Study, check_study, read_study
 from tba.studies.sweep import INTERRUPTED, Sweep, sweep
@@ -196,7 +195,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             [sys.executable, "-S", "-c", SCRIPT, *arguments], stdin=subprocess.PIPE, text=True
         )
 
-    monkeypatch.setattr(worker, "start", start)
+    monkeypatch.setattr("tba.studies.sweep.start_worker", start)
     yield started
 
 

@@ -1,7 +1,5 @@
 """Fake engine that ships with the package: fixed answers with seeded latencies."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -51,11 +49,8 @@ class Scripted:
             drawn = np.zeros(size, int)
         else:
             drawn = rng.integers(len(self.answers), size=size)
-        completions = []
-        for row in drawn:
-            answers = [self.answers[i] for i in row]
-            completions.append([self._completion(a, sampling.max_tokens, version) for a in answers])
-        return completions
+        completions = [self._completion(a, sampling.max_tokens, version) for a in self.answers]
+        return [[completions[answer] for answer in row] for row in drawn]
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version

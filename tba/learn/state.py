@@ -3,11 +3,10 @@
 Safetensors and JSON only; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,85 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tba.learn.policy import Policy
+from tba.weights import check_same_model
 
 MODEL, TRAINER = "model", "trainer.json"
 OPTIMIZER, HEAD = "optimizer.safetensors", "head.safetensors"
 
 SAMPLED = 1024
 """Elements of each parameter that a fingerprint reads: any retraining changes some of them."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Everything of a trainer that a checkpoint holds."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    first_model: str
+    """Fingerprint of the model that the run began with."""
+
+    def save(self, folder: Path) -> Callable[[], None]:
+        """Copy everything now and return the function that writes it into `folder`."""
+        model, readout = self.policy.model, self.policy.readout
+        weights = _copy(model.state_dict())
+        head = {} if readout is None else _copy(readout.state_dict())
+        moments = {"torch_rng": torch.get_rng_state()}
+        for parameter, values in self.optimizer.state_dict()["state"].items():
+            for name, value in values.items():
+                moments[f"{parameter}.{name}"] = torch.as_tensor(value).contiguous()
+        moments = _copy(moments)
+        state = {"first_model": self.first_model, "schedule": self.schedule.state_dict()}
+        text = json.dumps(state)
+
+        def write() -> None:
+            model.save_pretrained(folder / MODEL, state_dict=weights)
+            save_file(moments, folder / OPTIMIZER)
+            if head:
+                save_file(head, folder / HEAD)
+            (folder / TRAINER).write_text(text)
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        """Put model, head, optimizer, schedule and PyTorch's random state back.
+
+        Learning rates, betas and weight decay stay those of `optimizer`: they may have been
+        changed on resuming. ValueError, before anything is changed, if the folder belongs to
+        another model.
+        """
+        weights = read_model(folder)
+        state = json.loads((folder / TRAINER).read_text())
+        check_same_model(self.policy.model, weights, f"{folder} holds")
+        if state["first_model"] != self.first_model:
+            raise ValueError(
+                "policy.model is not the model that this run began with, to which the reference"
+                " log-probs in its replay buffer belong; set policy.model to that model, or start"
+                " a new run"
+            )
+        self.policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
+        if self.policy.readout is not None:
+            self.policy.readout.load_state_dict(load_file(folder / HEAD))
+        tensors = load_file(folder / OPTIMIZER)
+        torch.set_rng_state(tensors.pop("torch_rng"))
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            parameter, _, name = key.partition(".")
+            moments.setdefault(int(parameter), {})[name] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._continue_schedule(state["schedule"])
+
+    def _continue_schedule(self, saved: Mapping[str, Any]) -> None:
+        """Continue at the saved step, with the base rates of this run."""
+        schedule, step = self.schedule, saved["last_epoch"]
+        rates = []
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            rates.append(base * factor(step))
+        schedule.load_state_dict({**saved, "base_lrs": schedule.base_lrs, "_last_lr": rates})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def fingerprint(model: Any) -> str:
@@ -38,92 +110,12 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def snapshot(
-    folder: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
-    first_model: str,
-) -> Callable[[], None]:
-    """Copy everything now and return the function that writes it into `folder`."""
-    weights = _copy(policy.model.state_dict())
-    moments = _copy(_flat(optimizer.state_dict()["state"]))
-    moments["torch_rng"] = torch.get_rng_state()
-    head = None if policy.readout is None else _copy(policy.readout.state_dict())
-    state = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
-
-    def write() -> None:
-        policy.model.save_pretrained(folder / MODEL, state_dict=weights)
-        save_file(moments, folder / OPTIMIZER)
-        if head is not None:
-            save_file(head, folder / HEAD)
-        (folder / TRAINER).write_text(state)
-
-    return write
-
-
-def restore(
-    folder: Path,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
-    first_model: str,
-) -> None:
-    """Put model, head, optimizer, schedule and PyTorch's random state back.
-
-    Learning rates, betas and weight decay stay those of `optimizer`: they may have been changed on
-    resuming. ValueError, before anything is changed, if the folder belongs to another model.
-    """
-    weights = read_model(folder)
-    state = json.loads((folder / TRAINER).read_text())
-    _check_same_model(folder, policy.model, weights)
-    if state["first_model"] != first_model:
-        raise ValueError(
-            "policy.model is not the model that this run began with, to which the reference"
-            " log-probs in its replay buffer belong; set policy.model to that model, or start a"
-            " new run"
-        )
-    policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
-    if policy.readout is not None:
-        policy.readout.load_state_dict(load_file(folder / HEAD))
-    moments = load_file(folder / OPTIMIZER)
-    torch.set_rng_state(moments.pop("torch_rng"))
-    _restore_schedule(schedule, state["schedule"])
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": _unflat(moments), "param_groups": groups})
-    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = rate
-
-
 def read_model(folder: Path) -> dict[str, Tensor]:
     """Return the model's weights in a checkpoint, by name."""
     weights: dict[str, Tensor] = {}
     for file in sorted((folder / MODEL).glob("*.safetensors")):
         weights |= load_file(file)
     return weights
-
-
-def _check_same_model(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
-    own = model.state_dict()
-    untied = {name for name, _ in model.named_parameters()}  # a tied weight has its first name
-    differing = sorted((weights.keys() - own.keys()) | (untied - weights.keys()))
-    if differing:
-        raise ValueError(f"{folder} holds another model than policy.model: {differing[:3]}")
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{folder} holds another model than policy.model: {name} is"
-                f" {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-            )
-
-
-def _restore_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Continue at the saved step, with the base rates of this run."""
-    step = saved["last_epoch"]
-    rates = []
-    for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rates.append(base * factor(step))
-    schedule.load_state_dict({**saved, "base_lrs": schedule.base_lrs, "_last_lr": rates})
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,20 +128,3 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             copies[memory] = tensor.detach().to("cpu", copy=True)
         named[name] = copies[memory]
     return named
-
-
-def _flat(state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return an optimizer's state by `parameter.name`."""
-    tensors = {}
-    for parameter, values in state.items():
-        for name, value in values.items():
-            tensors[f"{parameter}.{name}"] = torch.as_tensor(value).contiguous()
-    return tensors
-
-
-def _unflat(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        parameter, _, name = key.partition(".")
-        state.setdefault(int(parameter), {})[name] = value
-    return state

@@ -1,7 +1,5 @@
 """A trainer in one process: a batch of groups becomes one optimizer step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +10,11 @@ import torch
 from torch import Tensor
 
 from tba.config.plugins import Plugin
-from tba.config.tables import PolicyTable, TrainerTable
+from tba.config.tables import TrainerTable
 from tba.learn import NotFinite
 from tba.learn.policy import Output, Policy
-from tba.learn.state import fingerprint, restore, snapshot
-from tba.models.pretrained import computes_in_bf16, enable_gradient_checkpointing, load_model
-from tba.objectives import HasHead, Loss, Objective, head_of
+from tba.learn.state import TrainerState, fingerprint
+from tba.objectives import HasHead, Loss, Objective
 from tba.types import Batch
 from tba.weights import Probe, Weights, pack
 
@@ -25,25 +22,6 @@ PROBE_TOKENS = 64
 
 GIVEN = ("reward", "ref_logp", "behavior_logp")
 """Numbers of a batch that must be finite. (A value is NaN where there is no estimate.)"""
-
-
-def build_trainer(
-    policy: PolicyTable,
-    settings: TrainerTable,
-    objective: Plugin,
-    temperature: float,
-    steps: int,
-    device: str,
-) -> SingleTrainer:
-    """Load the model in fp32 and return its trainer."""
-    model = load_model(policy, torch.float32).to(device)
-    if policy.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    autocast = computes_in_bf16(policy, device)
-    share_prompt = not policy.gradient_checkpointing
-    head = head_of(objective.at(0))
-    module = Policy(model, temperature, autocast, share_prompt, head)
-    return SingleTrainer(module, objective, settings, steps, autocast)
 
 
 @dataclass
@@ -62,7 +40,7 @@ class SingleTrainer:
     """Whether searchers get weights in bf16."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
-    _first_model: str = field(init=False)
+    _state: TrainerState = field(init=False)
     _probe: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +53,8 @@ class SingleTrainer:
             groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
-        self._first_model = fingerprint(self.policy.model)
+        first_model = fingerprint(self.policy.model)
+        self._state = TrainerState(self.policy, self.optimizer, self.schedule, first_model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one optimizer step on the mean of the groups' losses and return its metrics."""
@@ -102,7 +81,7 @@ class SingleTrainer:
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the whole state now and return the function that writes it into `folder`."""
-        return snapshot(folder, self.policy, self.optimizer, self.schedule, self._first_model)
+        return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, with this run's optimizer settings.
@@ -110,14 +89,14 @@ class SingleTrainer:
         ValueError, before anything is changed, if it belongs to another model, or to a run that
         began with another one.
         """
-        restore(folder, self.policy, self.optimizer, self.schedule, self._first_model)
+        self._state.load(folder)
 
     def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
         """Add the gradients of sum(loss) / groups, and return the metrics of each group.
 
         A chunk above the token budget (one long group) is divided into pieces of its responses.
         These run twice: without gradients, because a loss needs the whole group, and once more to
-        pass on the loss's gradient.
+        pass on the loss's gradient. Only one piece then has its activations in memory.
         """
         pieces = list(chunk.pieces(self.settings.token_budget))
         if len(pieces) == 1:
@@ -131,16 +110,12 @@ class SingleTrainer:
         loss, extras = _loss(objective, output, moved)
         (loss.sum() / groups).backward()  # not loss.mean(): the last chunk may be smaller
         if len(pieces) > 1:
-            self._pass_on(pieces, output)
+            sizes = [piece.samples for piece in pieces]
+            gradients = [_divided(tensor.grad, sizes) for tensor in _differentiable(output)]
+            for piece, *own in zip(pieces, *gradients, strict=True):
+                torch.autograd.backward(_differentiable(self.policy(piece)), own)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved)
         return {"loss": loss.detach(), **extras, **metrics}
-
-    def _pass_on(self, pieces: Sequence[Batch], output: Output) -> None:
-        """Run the pieces again and pass them the gradients at the joined output."""
-        sizes = [piece.samples for piece in pieces]
-        gradients = [_divided(tensor.grad, sizes) for tensor in _differentiable(output)]
-        for piece, own in zip(pieces, zip(*gradients, strict=True), strict=True):
-            torch.autograd.backward(_differentiable(self.policy(piece)), own)
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
@@ -237,11 +212,10 @@ def _joined(outputs: Sequence[Output]) -> Output:
     """Join pieces along K. The output of a head on the prompt is the same for each of them."""
     logp = torch.cat([output.logp for output in outputs], 1)
     entropy = torch.cat([output.entropy for output in outputs], 1)
-    heads = [output.head for output in outputs if output.head is not None]
-    if not heads:
-        return Output(logp, entropy, None)
-    on_prompt = heads[0].ndim == 1
-    return Output(logp, entropy, heads[0] if on_prompt else torch.cat(heads, 1))
+    head = outputs[0].head
+    if head is not None and head.ndim > 1:
+        head = torch.cat([output.head for output in outputs if output.head is not None], 1)
+    return Output(logp, entropy, head)
 
 
 def _divided(gradient: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -3,8 +3,6 @@
 This package imports no torch, so that a report is drawn within seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +10,8 @@ from math import nan
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from tba.report.draw import COLOURS, number, write_page
+from tba.report.draw import COLOURS, Figures, number, write_page
 from tba.report.figures import draw_grid, styles_for
 from tba.report.layout import best_table, counts, lay_out, numbers, table
 from tba.report.panels import FIGURES, draw_panels, rewards
@@ -94,7 +91,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     texts = [v for g in layouts if not numbers(g.line_values) for v in g.line_values]
     shared = styles_for(list(dict.fromkeys(texts)))  # an objective looks the same in all grids
     sections = []
-    figures: dict[str, Figure] = {}
+    figures: Figures = {}
     for layout in layouts:
         own = styles_for(layout.line_values) if numbers(layout.line_values) else shared
         drawn = draw_grid(layout, own, metric)

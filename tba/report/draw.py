@@ -1,7 +1,5 @@
 """Parts that all reports share: colours, axes, numbers, pictures and the HTML page."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from math import isnan
@@ -18,6 +16,7 @@ COLOURS = (
     "#22262d", "#8c5a3c", "#7f8c1f", "#e8a0bf", "#17a2a2",
 )  # fmt: skip
 GREY, RULE = "#5b6472", "#e4e8ee"
+Figures = dict[str, Figure]
 
 
 def dress(axes: Axes, title: str, below: str) -> None:
@@ -58,9 +57,7 @@ def with_stderr(mean: float, stderr: float, form: str) -> str:
     return number(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def write_page(
-    folder: Path, template: str, values: Mapping[str, Any], figures: Mapping[str, Figure]
-) -> Path:
+def write_page(folder: Path, template: str, values: Mapping[str, Any], figures: Figures) -> Path:
     """Write `index.html`, which contains the figures, and each figure as `NAME.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {}

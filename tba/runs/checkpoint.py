@@ -5,8 +5,6 @@ the trainer, the replay buffer, the state of search, and a manifest with the sha
 It is written aside and renamed when it is complete. Safetensors and JSON only, no pickles.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -14,7 +12,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import is_segment, load_groups, save_groups
-from tba.runs.manifest import Damaged, commit, verify
+from tba.runs.manifest import commit, damage
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Weights
@@ -54,32 +54,6 @@ class Progress:
     """Counts of the summary."""
 
 
-@dataclass
-class _Save:
-    """A save that is being written by a thread."""
-
-    step: int
-    blocked: float
-    """Seconds that the train loop waited for it."""
-    write: Callable[[], None]
-    seconds: float = field(default=0.0, init=False)
-    error: Exception | None = field(default=None, init=False)
-    thread: threading.Thread = field(init=False)
-
-    def start(self) -> None:
-        name = f"checkpoint of step {self.step}"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        try:
-            self.write()
-        except Exception as error:  # raised in the train loop by `Checkpoints`
-            self.error = error
-        self.seconds = time.perf_counter() - started
-
-
 class Checkpoints:
     """Writer of a run's checkpoints: in the background, one at a time.
 
@@ -91,7 +65,9 @@ class Checkpoints:
         """`deadline` is the most seconds to wait for one save."""
         self.folder = folder
         self._keep, self._deadline = keep, deadline
-        self._current: _Save | None = None
+        self._step: int | None = None
+        self._writing: Future[dict[str, float]] | None = None
+        """The save of step `_step`, which returns its seconds."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def save(
@@ -104,8 +80,10 @@ class Checkpoints:
     ) -> None:
         """Copy everything now and write it in the background as generation `step-N`.
 
-        A save that is still being written is waited for first.
+        A save that is still being written is waited for first. A step is saved once.
         """
+        if progress.step == self._step:
+            return
         started = time.perf_counter()
         self.wait()
         target = self.folder / f"step-{progress.step:08d}"
@@ -115,36 +93,40 @@ class Checkpoints:
         write_trainer = trainer.save(aside)
         older = [g for g in generations(self.folder) if g.name < target.name]
         write_buffer = buffer.save(aside, older[-1] if older else None)
+        copied = time.perf_counter()
 
-        def write() -> None:
+        def write() -> dict[str, float]:
             write_trainer()
             segments = write_buffer()
             text.tokenizer.save_pretrained(aside / "model")
             _write_search(aside, search, progress)
             commit(aside, target, known=segments)
             _prune(self.folder, target, self._keep)
+            seconds = time.perf_counter() - copied
+            return {"checkpoint/seconds": seconds, "checkpoint/blocked": copied - started}
 
-        self._current = _Save(progress.step, time.perf_counter() - started, write)
-        self._current.start()
+        self._step = progress.step
+        self._writing = _in_background(write, f"checkpoint of step {self._step}")
 
     def wait(self) -> None:
         """Wait for the save that is being written; RuntimeError if it failed."""
-        save = self._current
+        save = self._writing
         if save is None:
             return
-        save.thread.join(self._deadline)
-        if save.thread.is_alive():
+        futures.wait([save], self._deadline)
+        if not save.done():
             raise TimeoutError(
-                f"the checkpoint of step {save.step} was not written within checkpoint.deadline ="
+                f"the checkpoint of step {self._step} was not written within checkpoint.deadline ="
                 f" {self._deadline:g} s; raise it, or see why the disk is slow"
             )
-        self._current = None
-        if save.error is not None:
+        self._writing = None
+        error = save.exception()
+        if error is not None:
             raise RuntimeError(
-                f"the checkpoint of step {save.step} was not written: {save.error}"
-            ) from save.error
-        self._seconds["checkpoint/seconds"] += save.seconds
-        self._seconds["checkpoint/blocked"] += save.blocked
+                f"the checkpoint of step {self._step} was not written: {error}"
+            ) from error
+        for name, seconds in save.result().items():
+            self._seconds[name] += seconds
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of the saves that have ended since the last call.
@@ -152,13 +134,13 @@ class Checkpoints:
         `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
         loop waited. RuntimeError if a save failed.
         """
-        if self._current is not None and not self._current.thread.is_alive():
+        if self._writing is not None and self._writing.done():
             self.wait()
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -169,6 +151,20 @@ class Checkpoints:
                 self.wait()
             except (RuntimeError, TimeoutError) as error:  # the run's own error is raised
                 log.error("%s", error)
+
+
+def _in_background(write: Callable[[], dict[str, float]], name: str) -> Future[dict[str, float]]:
+    """Call `write` in a daemon thread, so that an interrupted process does not wait for it."""
+    future: Future[dict[str, float]] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(write())
+        except Exception as error:  # raised in the train loop by `Checkpoints`
+            future.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return future
 
 
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
@@ -220,14 +216,13 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
             " `tba train CONFIG.toml`, or its study with study.keep_checkpoints=true"
         )
     for generation in reversed(complete):
-        try:
-            verify(generation)
-        except Damaged as error:
-            if all(is_segment(name) for name in error.files):
-                without_segments.append(generation)
-            log.error("DAMAGED CHECKPOINT %s: %s; trying the one before", generation.name, error)
-        else:
+        problems = damage(generation)
+        if not problems:
             return generation
+        name, problem = min(problems.items())
+        log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
+        if all(is_segment(name) for name in problems):
+            without_segments.append(generation)
     if without_segments and drop_damaged_replay:
         return without_segments[0]
     if without_segments:

@@ -1,24 +1,13 @@
 """Folders that are written whole or not at all, with a manifest of the sha256 of each file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-
-
-class Damaged(ValueError):
-    """Files are missing or differ from what was written."""
-
-    def __init__(self, problem: str, files: Sequence[str]):
-        super().__init__(problem)
-        self.files = files
-        """Names of all damaged files."""
 
 
 def commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
@@ -41,24 +30,22 @@ def commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
     _sync(target.parent)
 
 
-def verify(folder: Path) -> None:
-    """Raise Damaged unless the files are exactly those of the manifest, with its sha256."""
+def damage(folder: Path) -> dict[str, str]:
+    """Return the problem of each file that is not as the manifest says, by its name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         listed = {str(name): str(digest) for name, digest in manifest.items()}
     except (OSError, ValueError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error})", [MANIFEST]) from error
+        return {MANIFEST: f"cannot be read ({error})"}
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     present = files - {MANIFEST}
-    problems = {name: "is not listed" for name in present - listed.keys()}
+    problems = dict.fromkeys(present - listed.keys(), "is not listed")
     for name, digest in listed.items():
         if name not in present:
             problems[name] = "is missing"
         elif _sha256(folder / name) != digest:
             problems[name] = "differs from what was written"
-    if problems:
-        names = sorted(problems)
-        raise Damaged(f"{names[0]} {problems[names[0]]}", names)
+    return problems
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,5 @@
 """The parts of a run, resolved and checked before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,20 +7,29 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
+import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
-from tba.config.tables import RuntimeTable
-from tba.learn.trainer import SingleTrainer, build_trainer
-from tba.models.pretrained import Text, load_text
-from tba.objectives import HasHead, Objective, head_of, value_rollouts_of
-from tba.runtime.functions import pickled
+from tba.learn.policy import Policy
+from tba.learn.trainer import SingleTrainer
+from tba.models.pretrained import (
+    Text,
+    computes_in_bf16,
+    enable_gradient_checkpointing,
+    load_model,
+    load_text,
+)
+from tba.objectives import Objective, head_of, value_rollouts_of
+from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
 from tba.search.setup import SearchSetup
 from tba.strategies import Strategy
 from tba.tasks import Task
 from tba.tasks._memory import InMemory, build_task, check_same, with_memory
 from tba.types import Prompt
+
+RewardFunctions = tuple[Callable[..., Any], ...] | bytes | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Parts:
     text: Text
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    reward_functions: tuple[Callable[..., Any], ...] | bytes | None
+    reward_functions: RewardFunctions
     """Functions passed from Python, pickled if searchers are processes of their own."""
 
     def prompt_stream(self) -> PromptStream:
@@ -46,10 +53,20 @@ class Parts:
         return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
 
     def trainer(self, device: str) -> SingleTrainer:
-        """Load the model and return its trainer."""
+        """Load the model in fp32 and return its trainer."""
         c = self.config
-        temperature, steps = c.sampling.temperature, c.run.steps
-        return build_trainer(c.policy, c.trainer, self.objective, temperature, steps, device)
+        model = load_model(c.policy, torch.float32).to(device)
+        if c.policy.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        bf16 = computes_in_bf16(c.policy, device)
+        policy = Policy(
+            model,
+            c.sampling.temperature,
+            autocast=bf16,
+            share_prompt=not c.policy.gradient_checkpointing,
+            head=head_of(self.objective.at(0)),
+        )
+        return SingleTrainer(policy, self.objective, c.trainer, c.run.steps, bf16)
 
     def search_setup(self) -> SearchSetup:
         """Return what each searcher process is built from."""
@@ -82,7 +99,11 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     config = with_defaults(config)
     plugins = resolve_all(config)
-    _check_head(plugins.objective, config.run.steps)
+    objective = plugins.objective
+    if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )
     task, text = build_task(plugins.task, memory), load_text(config.policy)
     prompts = task.prompts()
     kept_back = task.held_out() if config.eval.prompts else []
@@ -92,12 +113,11 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
     n = len(prompts)
     _check_disjoint(prompts, tokens[:n], [*tokens[n:], *map(text.encode, unused)])
-    strategy = plugins.strategy.build()
-    functions = None if memory is None else _sendable(memory, config.runtime)
-    parts = Parts(
-        config, task, strategy, plugins.objective, plugins.selection, text, prompts, held_out,
-        functions,
-    )  # fmt: skip
+    functions: RewardFunctions = None if memory is None else memory.reward
+    if isinstance(functions, tuple) and config.runtime.use == "ray":
+        functions = pickled(functions, config.runtime.address)
+    strategy, selection = plugins.strategy.build(), plugins.selection
+    parts = Parts(config, task, strategy, objective, selection, text, prompts, held_out, functions)
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
 
@@ -112,12 +132,17 @@ def check_resumed(config: Config, before: Config) -> None:
             f" {then}; leave it unchanged, or start a new run"
         )
     objective, earlier = (resolve_all(c).objective.at(0) for c in (config, before))
-    _check_same_head(config, objective, earlier)
+    name, owned, had = config.objective.use, _head(objective), _head(earlier)
+    if owned != had:
+        raise ValueError(
+            f"objective.use = {name!r} has {owned}, but the run has {had};"
+            " keep the objective, or start a new run"
+        )
     wanted, there = value_rollouts_of(objective), value_rollouts_of(earlier)
     if wanted is not None and (there is None or there.step_tokens != wanted.step_tokens):
         has = "none" if there is None else f"one every {there.step_tokens} tokens"
         raise ValueError(
-            f"objective.use = {config.objective.use!r} needs values every {wanted.step_tokens}"
+            f"objective.use = {name!r} needs values every {wanted.step_tokens}"
             f" tokens, the run has {has}; keep the objective, or start a new run"
         )
 
@@ -137,30 +162,6 @@ def _check_disjoint(
         )
 
 
-def _sendable(
-    memory: InMemory, runtime: RuntimeTable
-) -> tuple[Callable[..., Any], ...] | bytes | None:
-    """Return the reward functions as the searchers get them; ValueError if that is impossible."""
-    if memory.reward is None or runtime.use == "local":
-        return memory.reward
-    return pickled(memory.reward, runtime.address)
-
-
-def _check_same_head(config: Config, objective: Objective, earlier: Objective) -> None:
-    owned = []
-    for one in (objective, earlier):
-        head = head_of(one)
-        owned.append("no head" if head is None else f"a head on the {head.on}")
-    if owned[0] != owned[1]:
-        raise ValueError(
-            f"objective.use = {config.objective.use!r} has {owned[0]}, but the run has {owned[1]};"
-            " keep the objective, or start a new run"
-        )
-
-
-def _check_head(objective: Plugin, steps: int) -> None:
-    first, last = objective.at(0), objective.at(steps)
-    if isinstance(first, HasHead) and first.head != last.head:
-        raise ValueError(
-            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
-        )
+def _head(objective: Objective) -> str:
+    head = head_of(objective)
+    return "no head" if head is None else f"a head on the {head.on}"

@@ -1,7 +1,5 @@
 """The places where searchers run. `Searchers` is everything that the train loop knows of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -40,8 +38,11 @@ class SearchJob:
     stream: PromptStream
     settings: RuntimeTable
     batch_groups: int
-    """Groups in a batch; `gather_deadline` is for so many."""
     seed: int
+
+    def gather_deadline(self, groups: int) -> float:
+        """Return the seconds in which so many groups must arrive: the setting is for a batch."""
+        return self.settings.gather_deadline * max(1.0, groups / self.batch_groups)
 
 
 @runtime_checkable

@@ -1,21 +1,17 @@
 """Searcher in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 import torch
 
 from tba.runtime.placement import Place
-from tba.runtime.pool import Launch
-from tba.runtime.tasks import CONTROL, SEARCH
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
@@ -46,7 +42,9 @@ class SearcherActor:
         self._transport = transport
         self._searches = SharedLock()
         self._loading = threading.Lock()
-        self._usage = Usage()
+        self._counting = threading.Lock()  # guards everything below
+        self._unreported = SearchStats()
+        self._working, self._idle_since = 0, time.perf_counter()
         self._load_newer(newest)
 
     def pid(self) -> int:
@@ -63,28 +61,40 @@ class SearcherActor:
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
         """Search with the newest weights, or with `weights` if these are newer."""
-        self._enter()
-        with self._usage.working():
-            self._load_newer_reference(reference)
-            with self._searches.shared():
-                self._load_newer(weights)
-                result = self._searcher.search(prompts, seed)
-        self._usage.report(result.stats)
+        with self._work(reference), self._searches.shared():
+            self._load_newer(weights)
+            result = self._searcher.search(prompts, seed)
+        with self._counting:
+            result.stats.add(self._unreported)
+            self._unreported = SearchStats()
         return result
 
     def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
-        self._enter()
-        with self._usage.working():
-            self._load_newer_reference(reference)
-            with self._searches.alone():
-                self._load_newer(weights)
-                return self._searcher.evaluate()
+        with self._work(reference), self._searches.alone():
+            self._load_newer(weights)
+            return evaluate_held_out(self._searcher)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""
         self._place.take()
         torch.set_grad_enabled(False)
+
+    @contextmanager
+    def _work(self, reference: Sent | None) -> Iterator[None]:
+        """Surround work, with this reference or a newer one; between it the searcher is idle."""
+        self._enter()
+        with self._counting:
+            if self._working == 0:
+                self._unreported.seconds["idle"] += time.perf_counter() - self._idle_since
+            self._working += 1
+        try:
+            self._load_newer_reference(reference)
+            yield
+        finally:
+            with self._counting:
+                self._working -= 1
+                self._idle_since = time.perf_counter()
 
     def _load_newer(self, weights: Sent | None) -> None:
         if weights is None:
@@ -94,7 +104,9 @@ class SearcherActor:
                 return
             started = time.perf_counter()
             gap = self._searcher.engine.load_weights(self._transport.receive(weights))
-            self._usage.loaded(time.perf_counter() - started, gap)
+            with self._counting:
+                self._unreported.seconds["load_weights"] += time.perf_counter() - started
+                self._unreported.logp_gap = self._unreported.logp_gap if gap is None else gap
 
     def _load_newer_reference(self, weights: Sent | None) -> None:
         reference = self._searcher.reference
@@ -103,54 +115,3 @@ class SearcherActor:
         with self._searches.alone():
             if weights.version > reference.version:
                 reference.load_weights(self._transport.receive(weights))
-
-
-def launcher(
-    setup: SearchSetup, bf16: bool, transport: Transport, gpus: float, concurrent: int
-) -> Launch:
-    """Return a function that starts such searchers, each of which requests so many GPUs of Ray."""
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "num_gpus": gpus,
-        "max_restarts": 0,
-        "concurrency_groups": {CONTROL: 2, SEARCH: concurrent},
-    }
-    remote: Any = ray.remote(**options)(SearcherActor)
-    return lambda place, newest: remote.remote(setup, place, bf16, sys.path, transport, newest)
-
-
-class Usage:
-    """Seconds that a searcher was idle or loaded weights, until a search reports them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._working = 0
-        self._idle_since = time.perf_counter()
-        self._stats = SearchStats()
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Surround work: the searcher is idle while nothing is surrounded."""
-        with self._lock:
-            if self._working == 0:
-                self._stats.seconds["idle"] += time.perf_counter() - self._idle_since
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._working -= 1
-                self._idle_since = time.perf_counter()
-
-    def loaded(self, seconds: float, gap: float | None) -> None:
-        """Count a load of weights, and the gap that it measured."""
-        with self._lock:
-            self._stats.seconds["load_weights"] += seconds
-            if gap is not None:
-                self._stats.logp_gap = gap
-
-    def report(self, stats: SearchStats) -> None:
-        """Add everything since the last report to the statistics of a search."""
-        with self._lock:
-            stats.add(self._stats)
-            self._stats = SearchStats()

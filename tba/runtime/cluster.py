@@ -1,7 +1,5 @@
 """Ray of a run, private or a cluster's, and the places of trainer and searchers on it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass
@@ -19,7 +17,8 @@ from tba.runtime.placement import (
     reserved_device,
     share_gpus,
 )
-from tba.runtime.reaper import Reaper, watch
+from tba.runtime.reaper import Reaper
+from tba.weights import Sent, Weights
 
 
 @dataclass
@@ -43,6 +42,23 @@ class Cluster:
                 self.reaper.finish()
 
 
+@dataclass(frozen=True)
+class ObjectStore:
+    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
+
+    deadline: float
+    """Seconds that weights may take to arrive."""
+
+    def send(self, weights: Weights) -> Sent:
+        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
+        return Sent(weights.version, (ray.put(weights),))
+
+    def receive(self, sent: Sent) -> Weights:
+        (reference,) = sent.parcel
+        weights: Weights = ray.get(reference, timeout=self.deadline)
+        return weights
+
+
 class Reservation:
     """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""
 
@@ -61,46 +77,35 @@ def open_cluster(settings: RuntimeTable) -> Cluster:
         return Cluster(trainer, searchers, reaper=_start_private(settings.searchers))
     ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        return place_on_cluster(settings, gpu_count() > 0)
+        return _join(settings)
     except BaseException:
         ray.shutdown()
         raise
 
 
-def place_on_cluster(settings: RuntimeTable, trainer_on_gpu: bool) -> Cluster:
+def _join(settings: RuntimeTable) -> Cluster:
     """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
     node_id = ray.get_runtime_context().get_node_id()
     gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
-    trainer = int(trainer_on_gpu and gpus[node_id] > 0)
+    sees_gpu = gpu_count() > 0
+    trainer = int(sees_gpu and gpus[node_id] > 0)
     reserved, each = share_gpus(sum(gpus.values()), trainer, settings.searchers)
-    device = "cuda:0" if trainer_on_gpu else "cpu"
-    reservation = None
-    if reserved:
-        reservation = _reserve(node_id)
-        device = reserved_device(
-            _reserved_gpu(reservation, settings.start_deadline),
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
-        )
     searchers = [Place("cuda:0" if each else "cpu")] * settings.searchers
-    return Cluster(Place(device), searchers, each, reservation)
-
-
-def _reserve(node_id: str) -> Any:
+    if not reserved:
+        return Cluster(Place("cuda:0" if sees_gpu else "cpu"), searchers, each)
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": here}
     remote: Any = ray.remote(**options)(Reservation)
-    return remote.remote()
-
-
-def _reserved_gpu(reservation: Any, deadline: float) -> str:
+    reservation = remote.remote()
     try:
-        (gpu,) = ray.get(reservation.gpus.remote(), timeout=deadline)
+        (gpu,) = ray.get(reservation.gpus.remote(), timeout=settings.start_deadline)
     except GetTimeoutError:
         raise TimeoutError(
             f"no GPU of this machine became free for the trainer within runtime.start_deadline ="
-            f" {deadline:g} s; end the job that has it, or start on another machine"
+            f" {settings.start_deadline:g} s; end the job that has it, or start on another machine"
         ) from None
-    return str(gpu)
+    device = reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return Cluster(Place(device), searchers, each, reservation)
 
 
 def _start_private(searchers: int) -> Reaper:
@@ -115,4 +120,4 @@ def _start_private(searchers: int) -> Reaper:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    return watch(context.address_info["session_dir"])
+    return Reaper(context.address_info["session_dir"])

@@ -1,15 +1,12 @@
 """A constant lag: searchers whose groups arrive a fixed number of groups late."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
 from tba.runtime import Searchers, SearchState
-from tba.search.result import Evaluation, SearchStats
+from tba.search.result import SearchStats
 from tba.types import Group
-from tba.weights import Weights
 
 
 class LaggedSearchers:
@@ -22,6 +19,9 @@ class LaggedSearchers:
     def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
         self._searchers, self._behind = searchers, behind
         self._held = deque(held)
+        self.publish, self.reset_reference = searchers.publish, searchers.reset_reference
+        self.evaluate, self.evaluations = searchers.evaluate, searchers.evaluations
+        self.close = searchers.close
 
     @property
     def stats(self) -> SearchStats:
@@ -33,20 +33,5 @@ class LaggedSearchers:
         ready = len(self._held) - self._behind  # negative when a stop has cut the search short
         return [self._held.popleft() for _ in range(ready)]
 
-    def publish(self, weights: Weights) -> None:
-        self._searchers.publish(weights)
-
-    def reset_reference(self, weights: Weights) -> None:
-        self._searchers.reset_reference(weights)
-
-    def evaluate(self) -> None:
-        self._searchers.evaluate()
-
-    def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        return self._searchers.evaluations(finish)
-
     def state(self) -> SearchState:
         return replace(self._searchers.state(), held=tuple(self._held))
-
-    def close(self) -> None:
-        self._searchers.close()

@@ -1,11 +1,10 @@
 """Search in the trainer's own process, when groups are asked for: synchronous, bit-reproducible."""
 
-from __future__ import annotations
-
 import time
 from copy import deepcopy
 
 from tba.runtime import SearchJob, SearchState, task_seed
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import Searcher
@@ -17,17 +16,15 @@ class LocalSearchers:
     """One searcher. It answers exactly as many prompts as the trainer waits for."""
 
     def __init__(self, job: SearchJob, searcher: Searcher, resumed: SearchState | None):
-        self.stats = SearchStats()
+        self.stats = SearchStats() if resumed is None else deepcopy(resumed.stats)
         self._job, self._searcher, self._stream = job, searcher, job.stream
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
-        self._tasks = 0
+        self._tasks = 0 if resumed is None else resumed.tasks
         self._weights: Weights | None = None
         self._reference: Weights | None = None
         self._evaluations: list[Evaluation] = []
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-            self._tasks = resumed.tasks
-            self.stats = deepcopy(resumed.stats)
             if resumed.weights is not None:
                 self.publish(resumed.weights)
             if resumed.reference is not None:
@@ -35,8 +32,7 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         settings = self._job.settings
-        batches = max(1.0, at_least / self._job.batch_groups)
-        deadline = time.monotonic() + settings.gather_deadline * batches
+        deadline = time.monotonic() + self._job.gather_deadline(at_least)
         groups: list[Group] = []
         while len(groups) < at_least:
             if time.monotonic() > deadline:
@@ -66,7 +62,7 @@ class LocalSearchers:
         self._reference = weights
 
     def evaluate(self) -> None:
-        self._evaluations.append(self._searcher.evaluate())
+        self._evaluations.append(evaluate_held_out(self._searcher))
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         evaluations, self._evaluations = self._evaluations, []

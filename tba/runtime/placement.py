@@ -1,12 +1,11 @@
 """Cores and device of each process. Two busy processes on the same cores can be 30 times slower."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import psutil
 import torch
@@ -21,7 +20,7 @@ class Place:
     device: str
     cores: tuple[int, ...] = ()
 
-    def assigned(self, gpus: Sequence[str]) -> Place:
+    def assigned(self, gpus: Sequence[str]) -> "Place":
         """Return the place of a process to which Ray has assigned these GPUs.
 
         Ray hides all other GPUs from such a process, so that its own is the first one.
@@ -57,7 +56,6 @@ def available_cores() -> list[int]:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this process sees."""
     return torch.cuda.device_count()
 
 
@@ -68,27 +66,23 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     Cores: half are the trainer's, or as many as leave one for each searcher; searchers divide the
     rest, and share where there are too few.
     """
-    device = "cuda:0" if gpus else "cpu"
-    devices = _searcher_devices(gpus, searchers)
-    if not cores:
-        return Place(device), [Place(d) for d in devices]
-    half = max(1, min(len(cores) // 2, len(cores) - searchers))
-    rest = list(cores[half:]) or list(cores)
-    each = max(1, len(rest) // searchers)
-    slots = [tuple(rest[i : i + each]) for i in range(0, each * (len(rest) // each), each)]
-    places = [Place(d, slots[i % len(slots)]) for i, d in enumerate(devices)]
-    return Place(device, tuple(cores[:half])), places
-
-
-def _searcher_devices(gpus: int, searchers: int) -> list[str]:
-    if gpus == 0:
-        return ["cpu"] * searchers
-    first = min(1, gpus - 1)
-    return [f"cuda:{first + i % (gpus - first)}" for i in range(searchers)]
+    device, devices = "cpu", ["cpu"]
+    if gpus:
+        first = min(1, gpus - 1)
+        device, devices = "cuda:0", [f"cuda:{gpu}" for gpu in range(first, gpus)]
+    own: tuple[int, ...] = ()
+    slots = [own]
+    if cores:
+        half = max(1, min(len(cores) // 2, len(cores) - searchers))
+        rest = cores[half:] or cores
+        each = max(1, len(rest) // searchers)
+        ends = range(each, len(rest) + 1, each)
+        own, slots = tuple(cores[:half]), [tuple(rest[end - each : end]) for end in ends]
+    pairs = zip(cycle(devices), cycle(slots))
+    return Place(device, own), [Place(*pair) for pair in islice(pairs, searchers)]
 
 
 def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
-    """Return where trainer and searchers run without a cluster."""
     cores = available_cores() if settings.cores == "divide" else []
     return divide(cores, gpu_count(), settings.searchers)
 
@@ -113,9 +107,9 @@ def reserved_device(gpu: str, visible: str | None) -> str:
 
     `visible` is CUDA_VISIBLE_DEVICES of this process, by which torch counts.
     """
-    names = None if visible is None else [name.strip() for name in visible.split(",")]
-    if names is None:
+    if visible is None:
         return f"cuda:{gpu}"
+    names = [name.strip() for name in visible.split(",")]
     if gpu not in names:
         raise ValueError(
             f"Ray reserved GPU {gpu} for the trainer, but CUDA_VISIBLE_DEVICES={visible} hides it;"

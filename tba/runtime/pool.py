@@ -1,21 +1,80 @@
-"""The searcher processes, and what each has been asked for."""
+"""The searcher processes, the calls to them that have not returned, and when these are late."""
 
-from __future__ import annotations
-
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any, Literal
 
 import ray
 
 from tba.config.tables import RuntimeTable
+from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.placement import Place
-from tba.runtime.tasks import CONTROL, SEARCH, Handle, Kind, Task
+from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Sent, Transport, Weights
+from tba.weights import Sent, Weights
 
-Launch = Callable[[Place, Sent | None], Any]
-"""Starts a searcher's process with these weights, and returns its actor without waiting for it."""
+SEARCH, CONTROL = "search", "control"
+"""Threads of a searcher: those for searches and evaluations, and those for everything else."""
+
+Kind = Literal["start", "search", "evaluate", "publish"]
+
+
+@dataclass(eq=False)
+class Task:
+    """Call to a searcher that has not returned."""
+
+    kind: Kind
+    ref: Any
+    """Ray's reference to the result."""
+    prompts: tuple[Prompt, ...] = ()
+    weights: Sent | None = None
+    """Weights to evaluate."""
+    reference: int = 0
+    """Version of the reference that a search needs."""
+    began: float | None = None
+    """Time at which the searcher could begin it; its deadline counts from there."""
+
+
+@dataclass(eq=False)
+class Handle:
+    """Searcher process as the collector sees it."""
+
+    place: Place
+    actor: Any
+    version: int
+    """Newest version of the weights that it was sent."""
+    tasks: list[Task]
+    """Calls that have not returned, in the order in which it begins them."""
+
+    def work(self) -> list[Task]:
+        """Return all tasks but a publication, which arrives beside them."""
+        return [task for task in self.tasks if task.kind != "publish"]
+
+    def has(self, *kinds: Kind) -> bool:
+        return any(task.kind in kinds for task in self.tasks)
+
+    def accepts_weights(self) -> bool:
+        """Return whether weights can be sent now.
+
+        Of two publications on their way, each would keep a copy of the weights alive. An evaluation
+        is of the weights that were newest when it was requested, so that newer ones wait for it.
+        """
+        return not self.has("publish", "start", "evaluate")
+
+    def begin(self, concurrent: int) -> None:
+        """Begin the deadlines of the tasks that the searcher can work on by now.
+
+        A start and an evaluation run alone; searches wait for those with an older reference.
+        """
+        work = self.work()
+        alike = takewhile(lambda t: t.kind == "search" and t.reference == work[0].reference, work)
+        running = list(islice(alike, concurrent)) or work[:1]
+        for task in self.tasks:
+            if task.began is None and (task.kind == "publish" or task in running):
+                task.began = time.monotonic()
 
 
 class Pool:
@@ -23,23 +82,36 @@ class Pool:
 
     def __init__(
         self,
+        searcher: type[Any],
         settings: RuntimeTable,
-        evaluation_deadline: float,
-        places: Sequence[Place],
-        launch: Launch,
-        transport: Transport,
+        setup: SearchSetup,
+        cluster: Cluster,
+        bf16: bool,
         newest: Weights | None,
         reference: Weights | None,
     ):
-        self._settings, self._evaluation_deadline = settings, evaluation_deadline
-        self._launch, self._transport = launch, transport
-        self.newest = None if newest is None else transport.send(newest)
-        self._reference = None if reference is None else transport.send(reference)
-        self.handles = [self._start(place) for place in places]
+        self._settings, self._setup, self._bf16 = settings, setup, bf16
+        task, evaluation = settings.task_deadline, setup.evaluation.deadline
+        self._deadlines: dict[Kind, float] = {
+            "start": settings.start_deadline,
+            "search": task,
+            "evaluate": evaluation,
+            "publish": task + evaluation,  # an evaluation may have begun before it
+        }
+        self._transport = ObjectStore(task)
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": cluster.searcher_gpus,
+            "max_restarts": 0,
+            "concurrency_groups": {CONTROL: 2, SEARCH: settings.concurrent_searches},
+        }
+        self._actor: Any = ray.remote(**options)(searcher)
+        self.newest = None if newest is None else self._transport.send(newest)
+        self._reference = None if reference is None else self._transport.send(reference)
+        self.handles = [self._start(place) for place in cluster.searchers]
 
     def least_busy_first(self) -> list[Handle]:
-        """Return the searchers, those with the fewest tasks first."""
-        return sorted(self.handles, key=lambda handle: len(handle.tasks))
+        return sorted(self.handles, key=lambda handle: len(handle.work()))
 
     def search(self, handle: Handle, prompts: list[Prompt], seed: int) -> None:
         """Ask for a search with the newest reference.
@@ -47,15 +119,14 @@ class Pool:
         In lockstep it has the weights of its turn, and nothing is published beside it.
         """
         weights = None if self._settings.lag is None else self.newest
-        search = handle.actor.search.options(concurrency_group=SEARCH)
-        ref = search.remote(prompts, seed, weights, self._reference)
+        call = handle.actor.search.options(concurrency_group=SEARCH)
+        ref = call.remote(prompts, seed, weights, self._reference)
         version = 0 if self._reference is None else self._reference.version
         handle.tasks.append(Task("search", ref, tuple(prompts), reference=version))
 
     def evaluate(self, handle: Handle, weights: Sent | None) -> None:
-        """Ask for an evaluation of these weights."""
-        evaluate = handle.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = evaluate.remote(weights, self._reference)
+        call = handle.actor.evaluate.options(concurrency_group=SEARCH)
+        ref = call.remote(weights, self._reference)
         handle.tasks.append(Task("evaluate", ref, weights=weights))
 
     def publish(self, weights: Weights) -> None:
@@ -71,7 +142,7 @@ class Pool:
             if handle.version < self.newest.version and handle.accepts_weights():
                 handle.version = self.newest.version
                 publish = handle.actor.publish.options(concurrency_group=CONTROL)
-                handle.publication = Task("publish", publish.remote(self.newest))
+                handle.tasks.append(Task("publish", publish.remote(self.newest)))
 
     def reset_reference(self, weights: Weights) -> None:
         """Make these weights the reference of every search and evaluation from now on."""
@@ -82,16 +153,15 @@ class Pool:
         owners = {}
         for handle in self.handles:
             handle.begin(self._settings.concurrent_searches)
-            for task in handle.outstanding():
-                owners[task.ref] = (handle, task)
+            owners.update({task.ref: (handle, task) for task in handle.tasks})
         return owners
 
     def late(self) -> Iterator[tuple[Handle, str]]:
         """Yield each searcher that has missed a deadline, and which."""
         now = time.monotonic()
-        for handle in list(self.handles):
-            for task in handle.outstanding():
-                limit = self._deadline(task.kind)
+        for handle in self.handles:
+            for task in handle.tasks:
+                limit = self._deadlines[task.kind]
                 if task.began is not None and now - task.began > limit:
                     yield handle, f"did not finish `{task.kind}` in {limit:g} s"
                     break
@@ -100,31 +170,24 @@ class Pool:
         """Kill a searcher and start another; return the searches and evaluations it had."""
         ray.kill(handle.actor)
         self.handles[self.handles.index(handle)] = self._start(handle.place)
-        return [task for task in handle.tasks if task.kind != "start"]
+        return [task for task in handle.tasks if task.kind in ("search", "evaluate")]
 
     def kill(self) -> None:
-        """Kill all searchers."""
         for handle in self.handles:
             ray.kill(handle.actor)
 
-    @staticmethod
-    def pid(actor: Any) -> Any:
-        """Return Ray's reference to the id of a searcher's process."""
-        return actor.pid.options(concurrency_group=CONTROL).remote()
+    def pids(self) -> list[int]:
+        """Return the process ids of the searchers, each on its own machine."""
+        answers = [_pid(handle.actor) for handle in self.handles]
+        return list(ray.get(answers, timeout=self._settings.start_deadline))
 
     def _start(self, place: Place) -> Handle:
-        actor = self._launch(place, self.newest)
         version = 0 if self.newest is None else self.newest.version
-        return Handle(place, actor, version, [Task("start", self.pid(actor))])
+        actor = self._actor.remote(
+            self._setup, place, self._bf16, sys.path, self._transport, self.newest
+        )
+        return Handle(place, actor, version, [Task("start", _pid(actor))])
 
-    def _deadline(self, kind: Kind) -> float:
-        task, evaluation = self._settings.task_deadline, self._evaluation_deadline
-        match kind:
-            case "start":
-                return self._settings.start_deadline
-            case "search":
-                return task
-            case "evaluate":
-                return evaluation
-            case "publish":
-                return task + evaluation  # an evaluation may have begun before it
+
+def _pid(actor: Any) -> Any:
+    return actor.pid.options(concurrency_group=CONTROL).remote()

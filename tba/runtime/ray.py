@@ -6,53 +6,47 @@ loop only empties its tray. Every call to a searcher has a deadline. A searcher 
 one is restarted: its prompts are issued again, and its late results are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 
-import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
-from tba.runtime.actor import launcher
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
-from tba.runtime.pool import Pool
-from tba.runtime.tasks import Handle, Task
-from tba.runtime.transport import ObjectStore
+from tba.runtime.pool import Handle, Pool, Task
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Prompt
 from tba.weights import Sent, Weights
 
 log = logging.getLogger(__name__)
 
 
 class RaySearchers:
-    """Searchers of a pool, each in a process of its own."""
+    """Searchers on a cluster, each in a process of its own, which start with `newest`."""
 
     def __init__(
         self,
         job: SearchJob,
-        pool: Pool,
+        cluster: Cluster,
+        bf16: bool,
         stopping: Callable[[], bool],
         resumed: SearchState | None,
+        newest: Weights | None,
     ):
         self._job, self._settings, self._stream = job, job.settings, job.stream
-        self._pool = pool
         self._stopping = stopping
-        self._lockstep = job.settings.lag is not None
         self._in_flight = job.settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._changed = threading.Condition()  # guards everything below, and the stream
-        self._stats = SearchStats()
-        self._number = 0
+        self._stats = SearchStats() if resumed is None else deepcopy(resumed.stats)
+        self._number = 0 if resumed is None else resumed.tasks
         self._owed = 0
         self._tray: list[tuple[tuple[Prompt, ...], SearchResult]] = []
         self._requested: deque[Sent | None] = deque()  # weights to evaluate
@@ -61,12 +55,12 @@ class RaySearchers:
         self._restarts_left = job.settings.max_restarts
         self._failure: Exception | None = None
         self._closing = False
-        self._reference: Weights | None = None
+        self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-            self._number = resumed.tasks
-            self._stats = deepcopy(resumed.stats)
-            self._reference = resumed.reference
+        self._pool = Pool(
+            SearcherActor, job.settings, job.setup, cluster, bf16, newest, self._reference
+        )
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -77,17 +71,13 @@ class RaySearchers:
             return deepcopy(self._stats)
 
     def gather(self, at_least: int) -> list[Group]:
-        limit = self._settings.gather_deadline * max(1.0, at_least / self._job.batch_groups)
+        limit = self._job.gather_deadline(at_least)
+        what = f"runtime.gather_deadline: {at_least} groups from the searchers"
+        groups: list[Group] = []
         with self._changed:
             self._owed = at_least
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
-        self._wait(
-            lambda: self._arrived() >= at_least,
-            limit,
-            f"runtime.gather_deadline: {at_least} groups from the searchers",
-        )
-        groups: list[Group] = []
-        with self._changed:
+            self._wait(lambda: self._arrived() >= at_least, limit, what)
             for prompts, result in self._tray:
                 self._stream.done(prompts, result.groups)
                 self._stats.add(result.stats)
@@ -111,12 +101,11 @@ class RaySearchers:
             self._hand_out_evaluations()
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        if finish:
-            evaluations = self._job.setup.evaluation.deadline * max(1, self._evaluating)
-            searches_before = self._settings.task_deadline * self._in_flight
-            limit = evaluations + searches_before
-            self._wait(lambda: self._evaluating == 0, limit, "eval.deadline: an evaluation")
         with self._changed:
+            if finish:
+                limit = self._job.setup.evaluation.deadline * max(1, self._evaluating)
+                limit += self._settings.task_deadline * self._in_flight  # searches before them
+                self._wait(lambda: self._evaluating == 0, limit, "eval.deadline: an evaluation")
             evaluated, self._evaluated = self._evaluated, []
         return evaluated
 
@@ -135,29 +124,23 @@ class RaySearchers:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of the searchers, each on its own machine."""
-        with self._changed:
-            answers = [self._pool.pid(handle.actor) for handle in self._pool.handles]
-        return list(ray.get(answers, timeout=self._settings.start_deadline))
+        return self._pool.pids()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until `enough()`, a stop, or a failure of the collector, which is raised here.
+        """Wait, with the condition held, until `enough()`, a stop, or a failure, which is raised.
 
         TimeoutError, which names the setting, after so many seconds.
         """
         deadline = time.monotonic() + seconds
-        with self._changed:
-            while not enough() and not self._stopping():
-                if self._failure is not None:
-                    raise self._failure
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{what} did not come within {seconds:g} s; raise that setting, or see"
-                        " what is slow"
-                    )
-                self._changed.wait(0.2)
-            if self._failure is not None:
-                raise self._failure
+        while self._failure is None and not enough() and not self._stopping():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{what} did not come within {seconds:g} s; raise that setting, or see what"
+                    " is slow"
+                )
+            self._changed.wait(0.2)
+        if self._failure is not None:
+            raise self._failure
 
     def _arrived(self) -> int:
         return sum(len(result.groups) for _, result in self._tray)
@@ -178,9 +161,8 @@ class RaySearchers:
                 for ref in ready:
                     self._receive(*owners[ref])
                 with self._changed:
-                    late = list(self._pool.late())
-                for handle, why in late:
-                    self._restart(handle, why)
+                    for handle, why in list(self._pool.late()):
+                        self._restart(handle, why)
         except Exception as error:
             with self._changed:
                 self._failure = error
@@ -189,26 +171,23 @@ class RaySearchers:
     def _hand_out_evaluations(self) -> None:
         """Give each searcher an evaluation at most, before and beyond its other tasks."""
         for handle in self._pool.least_busy_first():
-            if self._requested and handle.accepts_evaluation():
+            if self._requested and not handle.has("evaluate"):
                 self._pool.evaluate(handle, self._requested.popleft())
 
     def _hand_out_searches(self) -> None:
         """Give searches to whoever has fewest tasks, so that all work on what is waited for."""
         while count := self._due():
             handle = self._pool.least_busy_first()[0]
-            if len(handle.tasks) >= self._in_flight:
+            if len(handle.work()) >= self._in_flight:
                 return
             prompts, seed = self._stream.take(count), task_seed(self._job.seed, self._number)
             self._number += 1
             self._pool.search(handle, prompts, seed)
 
     def _due(self) -> int:
-        """Return how many prompts the next search has.
-
-        In lockstep that is an even share of what is waited for and not yet asked for.
-        """
+        """Return the prompts of the next search; in lockstep, a share of those still owed."""
         most = self._settings.prompts_per_task
-        if not self._lockstep:
+        if self._settings.lag is None:
             return most
         handles = self._pool.handles
         asked = sum(len(task.prompts) for handle in handles for task in handle.tasks)
@@ -227,11 +206,11 @@ class RaySearchers:
             self._restart(handle, "died")
             return
         with self._changed:
-            handle.done(task)
+            handle.tasks.remove(task)
             if task.kind == "search":
                 self._rejections.add(result.stats)
-                groups = [_owned(group) for group in result.groups]
-                self._tray.append((task.prompts, SearchResult(groups, result.stats)))
+                # a copy: its arrays would keep Ray's shared memory as long as the buffer has them
+                self._tray.append((task.prompts, deepcopy(result)))
             elif task.kind == "evaluate":
                 self._evaluated.append(result)
                 self._evaluating -= 1
@@ -252,40 +231,3 @@ class RaySearchers:
             self._requested.extendleft(t.weights for t in tasks if t.kind == "evaluate")
             for task in tasks:
                 self._stream.put_back(task.prompts)
-
-
-def start_searchers(
-    job: SearchJob,
-    cluster: Cluster,
-    bf16: bool,
-    stopping: Callable[[], bool],
-    resumed: SearchState | None,
-    newest: Weights | None,
-) -> RaySearchers:
-    """Start the searchers of a run on a cluster, with the newest weights."""
-    settings, deadline = job.settings, job.setup.evaluation.deadline
-    transport = ObjectStore(settings.task_deadline)
-    concurrent, gpus = settings.concurrent_searches, cluster.searcher_gpus
-    launch = launcher(job.setup, bf16, transport, gpus, concurrent)
-    reference = None if resumed is None else resumed.reference
-    pool = Pool(settings, deadline, cluster.searchers, launch, transport, newest, reference)
-    return RaySearchers(job, pool, stopping, resumed)
-
-
-def _owned(group: Group) -> Group:
-    """Copy a group: its arrays would keep Ray's shared memory for as long as the buffer has it."""
-    return replace(
-        group,
-        prompt_tokens=np.array(group.prompt_tokens),
-        trajectories=tuple(_owned_trajectory(t) for t in group.trajectories),
-    )
-
-
-def _owned_trajectory(t: Trajectory) -> Trajectory:
-    return replace(
-        t,
-        tokens=np.array(t.tokens),
-        behavior_logp=np.array(t.behavior_logp),
-        ref_logp=np.array(t.ref_logp),
-        value=None if t.value is None else np.array(t.value),
-    )

@@ -5,14 +5,11 @@ end closes, because the run ended or was killed, it kills those that are left an
 session folder.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,32 +18,25 @@ EVERY = 2.0
 """Seconds between two looks at the processes."""
 
 
-@dataclass
 class Reaper:
-    """The watching process, as the run sees it."""
-
-    process: subprocess.Popen[str]
-
-    def finish(self) -> None:
-        """Clean up now, and return when that is done."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-
-
-def watch(session: str) -> Reaper:
-    """Start a watcher over the Ray with this session folder, outside this process group.
+    """A watcher over the Ray with this session folder, outside this process group.
 
     It is started by its path, so that it imports nothing else of the package.
     """
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(os.getpid()), session],
-        stdin=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-    )
-    return Reaper(process)
+
+    def __init__(self, session: str):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(os.getpid()), session],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def finish(self) -> None:
+        """Clean up now, and return when that is done."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
 
 
 def family(driver: int, session: str) -> set[psutil.Process]:
@@ -72,7 +62,7 @@ def main() -> None:
     """Watch until the pipe closes, then clean up."""
     driver, session = int(sys.argv[1]), sys.argv[2]
     known = family(driver, session)
-    while not _closed(sys.stdin.fileno(), EVERY):
+    while not select.select([sys.stdin], [], [], EVERY)[0]:  # readable only when it is closed
         known |= family(driver, session)
     for process in known:
         try:
@@ -82,12 +72,6 @@ def main() -> None:
             continue
     if Path(session).name.startswith("session_"):
         shutil.rmtree(session, ignore_errors=True)
-
-
-def _closed(pipe: int, seconds: float) -> bool:
-    """Wait so long for the pipe to close: only then is it readable, as nothing is written to it."""
-    readable, _, _ = select.select([pipe], [], [], seconds)
-    return bool(readable)
 
 
 if __name__ == "__main__":

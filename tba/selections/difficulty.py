@@ -1,7 +1,5 @@
 """Prompts that are neither too easy nor too hard."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +63,10 @@ class Difficulty(Counted):
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
         wrong = len(group.trajectories) - right
         old = self._posterior.get(group.prompt.id, self.prior)
-        alpha, beta = self.forgetting * np.array(old) + (1 - self.forgetting) * np.array(self.prior)
-        self._posterior[group.prompt.id] = (float(alpha) + right, float(beta) + wrong)
+        kept = [self.forgetting * count for count in old]
+        fresh = [(1 - self.forgetting) * count for count in self.prior]
+        alpha, beta = kept[0] + fresh[0] + right, kept[1] + fresh[1] + wrong
+        self._posterior[group.prompt.id] = (alpha, beta)
 
     def state(self) -> dict[str, Any]:
         posterior = {prompt: list(counts) for prompt, counts in self._posterior.items()}

@@ -1,7 +1,5 @@
 """The draws that strategies share. All are exact, also where prompts have 100,000 responses."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,12 +1,14 @@
 """Carry out a study: all runs of all grids, several at once. A second call continues the first."""
 
-from __future__ import annotations
-
 import fcntl
+import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from tba.config.schema import Config
 from tba.runs.log import CONFIG
 from tba.runs.stop import Stop
 from tba.runtime.placement import available_cores
-from tba.studies import results, worker
+from tba.studies import results
 from tba.studies.results import FAILED, RESULTS, Ledger, Trial, flat, standing
 from tba.studies.study import Study, check_study, read_study
 
+Worker = subprocess.Popen[str]
 INTERRUPTED = 130
 """Exit status of a command that was ended by a signal, as in shells."""
 
@@ -30,10 +33,12 @@ class Sweep:
     study: Study
     trials: dict[str, Trial]
     configs: dict[str, Config]
-    running: dict[int, tuple[Trial, worker.Worker]] = field(default_factory=dict)
+    running: dict[int, tuple[Trial, Worker]] = field(default_factory=dict)
     """At most `study.parallel`. The number of each one decides its cores and its log."""
     died: set[str] = field(default_factory=set)
     """Folders of runs whose process died once."""
+    began: float = field(default_factory=time.monotonic, init=False)
+    ended: int = field(default=0, init=False)
 
     def pending(self) -> list[Trial]:
         """Return the trials without an outcome, including those that run."""
@@ -54,7 +59,7 @@ class Sweep:
                     time.sleep(0.1)
                     self.collect(asked=True)
             finally:
-                worker.close([process for _, process in self.running.values()])
+                close_workers([process for _, process in self.running.values()])
         return not self.pending()
 
     def start(self) -> None:
@@ -71,7 +76,7 @@ class Sweep:
                 shutil.rmtree(path, ignore_errors=True)
             first = each * (number % (len(cores) // each))
             share, log = cores[first : first + each], self.log(number)
-            process = worker.start(self.configs[trial.folder], resume, share, log)
+            process = start_worker(self.configs[trial.folder], resume, share, log)
             self.running[number] = trial, process
 
     def collect(self, asked: bool) -> None:
@@ -111,8 +116,11 @@ class Sweep:
             metric = results.metric_of(known, self.study.table.metric)
             value = f"{known[metric]:.3f}" if metric in known else "–"
             outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
-        total = len(self.trials)
-        print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
+        total, left = len(self.trials), len(self.pending())
+        self.ended += 1
+        minutes = left * (time.monotonic() - self.began) / self.ended / 60
+        outcome += f"  about {minutes:.0f} min left" if left else ""
+        print(f"[{total - left}/{total}] {trial.folder}  {outcome}", flush=True)
 
     def log(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
@@ -173,6 +181,46 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
                 " remove that folder to run it again, or change the study back"
             )
     return replace(trial, status=status, error=error)
+
+
+def start_worker(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> Worker:
+    """Start a run, or continue the one in `resume`; its output goes to the file `log`.
+
+    The process has a session of its own, so that Ctrl-C reaches the sweep only, which then asks
+    each run to stop once. It ends when its standard input is closed: a sweep that was killed leaves
+    no runs behind.
+    """
+    threads = str(len(cores))  # read when torch is imported
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    job = {
+        "config": config.nested(),
+        "resume": None if resume is None else str(resume),
+        "cores": list(cores),
+        "paths": sys.path,
+    }
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tba.studies.worker"], stdin=subprocess.PIPE, stdout=file,
+            stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # a process that died at once is noticed by its exit status
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+    return process
+
+
+def close_workers(processes: Sequence[Worker], seconds: float = 30.0) -> None:
+    """Ask the processes to save and to stop, and kill those that have not ended in time."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate(timeout=5.0)
 
 
 @contextmanager

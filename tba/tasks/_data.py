@@ -1,7 +1,5 @@
 """Rows of a data set: a local JSONL or Parquet file, a folder of them, or a name on the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

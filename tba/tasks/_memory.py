@@ -1,7 +1,5 @@
 """Rows and reward functions that are passed from Python, and how a config refers to them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """A data set and reward functions of the user, in TRL's conventions."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.util

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tba.runtime.placement import Place
-from tba.runtime.tasks import Handle, Kind, Task
+from tba.runtime.pool import Handle, Kind, Task
 from tba.types import Prompt
 
 
-def handle(*tasks: Task, publication: Task | None = None) -> Handle:
-    return Handle(Place("cpu"), None, 0, list(tasks), publication)
+def handle(*tasks: Task) -> Handle:
+    return Handle(Place("cpu"), None, 0, list(tasks))
 
 
 def task(kind: Kind, name: Any, reference: int = 0) -> Task:
@@ -19,7 +19,7 @@ def task(kind: Kind, name: Any, reference: int = 0) -> Task:
 
 def begun(one: Handle, concurrent: int) -> list[Any]:
     one.begin(concurrent)
-    return [t.ref for t in one.outstanding() if t.began is not None]
+    return [t.ref for t in one.tasks if t.began is not None]
 
 
 def test_as_many_searches_begin_as_run_at_once() -> None:
@@ -33,7 +33,7 @@ def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
     one = handle(first, second, third)
     one.begin(2)
     before = first.began
-    one.done(second)
+    one.tasks.remove(second)
     assert begun(one, concurrent=2) == [0, 2]
     assert first.began == before
 
@@ -43,11 +43,11 @@ def test_a_start_and_an_evaluation_run_alone() -> None:
     search, later = task("search", "search"), task("search", "later")
     one = handle(start, search, evaluation, later)
     assert begun(one, concurrent=2) == ["start"]
-    one.done(start)
+    one.tasks.remove(start)
     assert begun(one, concurrent=2) == ["search"]
-    one.done(search)
+    one.tasks.remove(search)
     assert begun(one, concurrent=2) == ["evaluate"]
-    one.done(evaluation)
+    one.tasks.remove(evaluation)
     assert begun(one, concurrent=2) == ["later"]
 
 
@@ -55,16 +55,16 @@ def test_a_search_with_a_newer_reference_waits_for_those_before() -> None:
     old, new = task("search", "old"), task("search", "new", reference=5)
     one = handle(old, new)
     assert begun(one, concurrent=2) == ["old"]
-    one.done(old)
+    one.tasks.remove(old)
     assert begun(one, concurrent=2) == ["new"]
 
 
 def test_weights_are_sent_one_at_a_time_and_not_around_a_start_or_an_evaluation() -> None:
     publication = task("publish", "publish")
-    one = handle(task("search", 0), publication=publication)
+    one = handle(task("search", 0), publication)
     assert begun(one, concurrent=1) == [0, "publish"]
     assert not one.accepts_weights()
-    one.done(publication)
+    one.tasks.remove(publication)
     assert one.accepts_weights()
     assert not handle(task("start", 0)).accepts_weights()
     assert not handle(task("search", 0), task("evaluate", 1)).accepts_weights()
