@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from test_contracts import answered
 from test_loop import config, resumes_exactly
-from test_ray import config as on_ray
 
 from tba.cli import _config
 from tba.run import run
@@ -73,6 +72,25 @@ def test_a_prompt_may_be_out_several_times() -> None:
     assert ids(again) == ids(out[:5])
     stream.done([*again, *out[12:]], [])
     assert stream.cursor()["outstanding"] == []
+
+
+def test_difficulty_learns_from_tasks_in_flight_that_have_prompts_in_common() -> None:
+    """Few prompts, several tasks in flight, answered in another order; then a resume."""
+    prompts = PROMPTS[:3]
+    stream = PromptStream(prompts, Difficulty(prompts, 0, 1.0))
+    tasks = [stream.take(2) for _ in range(4)]
+    outstanding = stream.cursor()["outstanding"]
+    assert len(outstanding) == 8 > len(set(outstanding))
+    for task in (tasks[2], tasks[0], tasks[1]):
+        stream.done(task, [answered(p, right=1, answers=4) for p in task])
+    cursor = stream.cursor()
+    answers = Counter(ids([*tasks[0], *tasks[1], *tasks[2]]))
+    assert cursor["outstanding"] == ids(tasks[3])
+    assert cursor["state"]["posterior"].keys() == answers.keys()
+    resumed = PromptStream(prompts, Difficulty(prompts, 0, 1.0))
+    resumed.seek(json.loads(json.dumps(cursor)))
+    assert ids(resumed.take(2)) == ids(tasks[3])
+    assert resumed.cursor()["state"] == cursor["state"]
 
 
 def test_another_data_set_is_noticed() -> None:
@@ -263,29 +281,3 @@ def test_the_selection_can_be_changed_on_resuming(
             == 4
         )
     assert "starts from its initial state" in caplog.text
-
-
-def test_difficulty_learns_from_what_searchers_of_their_own_found(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Few prompts and two tasks in flight: the same prompt is out several times. Then a resume."""
-    run(
-        on_ray(
-            tiny_model,
-            tmp_path / "run",
-            "run.steps=15",
-            "selection=difficulty",
-            "task.size=5",
-            "runtime.fresh=2",
-        )
-    )
-    cursor = json.loads(
-        (checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text()
-    )["cursor"]
-    assert len(cursor["outstanding"]) > len(set(cursor["outstanding"]))
-    assert cursor["state"]["posterior"].keys() == {f"{i}+1" for i in range(5)}
-    assert run(_config(["run.steps=25"], tmp_path / "run"), tmp_path / "run").steps == 25
-    later = json.loads(
-        (checkpoint.newest(tmp_path / "run" / "checkpoints") / "state.json").read_text()
-    )["cursor"]
-    assert later["state"]["chosen"] > cursor["state"]["chosen"]

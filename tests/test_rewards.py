@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ import torch
 from test_loop import config, without_clock
 
 import tba
-from tba.config.tables import EvalTable, PolicyTable
-from tba.engines.scripted import Scripted
-from tba.models.pretrained import load_text
 from tba.runs.log import METRICS, read
-from tba.search.evaluate import evaluate
+from tba.runs.parts import check
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Rejected, SearchStats, Verdict
 from tba.search.rewards import Guard, RejectionMonitor
 from tba.types import Answer, Prompt
@@ -402,14 +400,20 @@ def test_only_the_last_samples_count() -> None:
         monitor.add(SearchStats(16, rejected=Counter(raised=16)))
 
 
-def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model: Path) -> None:
+def test_what_cannot_be_scored_is_not_right_however_low_the_bar(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """Of the answers -1, 0 and "?", at a bar of -1, the two that have a number are correct."""
-    policy = PolicyTable(model=str(tiny_model))
-    text = load_text(policy)
-    engine = Scripted(policy, text, "cpu", False, answers=("?", "-1", "0"))
+    settings = (
+        "engine=scripted",
+        "engine.answers=['?', '-1', '0']",
+        "eval.samples=4",
+        "eval.k=[4]",
+    )
+    searcher = check(config(tiny_model, tmp_path, *settings)).search_setup().build("cpu", False)
     guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
-    prompts, settings = [Prompt(str(i), "1+1=") for i in range(40)], EvalTable(samples=4, k=(4,))
-    scores = evaluate(engine, text, guard, prompts, settings, 4, None).scores
+    prompts = [Prompt(str(i), "1+1=") for i in range(40)]
+    scores = evaluate_held_out(replace(searcher, guard=guard, held_out=prompts)).scores
     assert scores["greedy_pass@1"] == 0.0 and scores["greedy_rejected"] == 1.0
     assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"])
     assert scores["sampled_pass@1"] == pytest.approx(2 / 3, abs=0.15)

@@ -95,7 +95,10 @@ def values(group: Group) -> list[list[float]]:
 
 
 def test_values_by_hand(text: Text) -> None:
-    """Steps of two tokens, two rollouts: V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122."""
+    """Steps of two tokens, two rollouts.
+
+    V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122.
+    """
     (found,), verdicts, _ = estimate(
         text, [group(text, "1+", "123", "1245-", "7")], rollouts=2, step_tokens=2
     )
@@ -109,7 +112,10 @@ def test_values_by_hand(text: Text) -> None:
 
 
 def test_values_of_each_token_by_hand(text: Text) -> None:
-    """Steps of one token; the state after "12" is the same for two responses, that after "1" for three. Three rollouts."""
+    """Steps of one token, three rollouts.
+
+    The state after "12" is the same for two responses, that after "1" for three.
+    """
     (found,), verdicts, engine = estimate(
         text, [group(text, "1+", "12", "123", "14")], rollouts=3, step_tokens=1
     )
@@ -187,7 +193,7 @@ VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
 
 
 def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> None:
-    """Of every state after one token, by enumeration: within five standard errors of 300 rollouts."""
+    """Every state after one token, by enumeration: within five standard errors of 300 rollouts."""
     settings = (
         *VINE,
         "objective.rollouts=300",
@@ -228,7 +234,7 @@ def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
 
 
 def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path) -> None:
-    """Four for each distinct first token that goes on; and the responses are those found without rollouts."""
+    """Four for each distinct first token that goes on; the responses are those without rollouts."""
     with_values = search(toy_model, tmp_path, 1, *VINE)
     states = {
         (g.prompt.id, int(t.tokens[0]))
@@ -248,7 +254,7 @@ def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path
 
 
 def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Path) -> None:
-    """On their way and in the buffer; a response without values, found for another objective, stays one."""
+    """In files and in the buffer; a response without values, of another objective, stays one."""
     some = [
         replace(
             g,

@@ -10,12 +10,9 @@ from statistics import fmean, stdev
 import numpy as np
 from jaxtyping import Float64
 
-from tba.config.tables import EvalTable
-from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
-from tba.search.rewards import Guard
 from tba.search.searcher import Searcher
 from tba.types import Completion, Prompt, Sampling
 
@@ -32,47 +29,32 @@ class Answered:
 
 
 def evaluate_held_out(searcher: Searcher) -> Evaluation:
-    """Evaluate the weights of a searcher's engine on its held-out prompts, as `[eval]` says."""
-    s, settings = searcher, searcher.evaluation
-    same = settings.temperature == s.sampling.temperature
-    reference = s.reference if same else None  # the reference has one temperature
-    tokens = s.sampling.max_tokens
-    return evaluate(s.engine, s.text, s.guard, s.held_out, settings, tokens, reference)
+    """Score greedy and sampled answers to a searcher's held-out prompts, as `[eval]` says.
 
-
-def evaluate(
-    engine: Engine,
-    text: Text,
-    guard: Guard,
-    prompts: Sequence[Prompt],
-    settings: EvalTable,
-    max_tokens: int,
-    reference: Reference | None,
-) -> Evaluation:
-    """Score greedy and sampled answers to every prompt.
-
-    With a reference, `sampled_kl` is the KL to it of the sampled answers, in nats a response. A
-    standard error is over prompts, because samples of one prompt are not independent. Samples
-    that the task cannot score count as wrong and as reward 0; `rejected` is their share.
+    `sampled_kl` is the KL of the sampled answers to the reference, in nats a response, if both
+    have the same temperature. A standard error is over prompts, because samples of one prompt are
+    not independent. Samples that the task cannot score count as wrong and as reward 0; `rejected`
+    is their share.
     """
     started = time.perf_counter()
+    settings, text, prompts = searcher.evaluation, searcher.text, searcher.held_out
     tokens = [text.encode(p) for p in prompts]
 
-    def answered(sampling: Sampling) -> Answered:
-        completions = engine.generate(tokens, sampling, settings.seed)
+    def answered(samples: int, temperature: float) -> Answered:
+        sampling = Sampling(samples, temperature, searcher.sampling.max_tokens)
+        completions = searcher.engine.generate(tokens, sampling, settings.seed)
         answers = [[text.answer(c) for c in group] for group in completions]
-        rewards = [list(map(_number, group)) for group in guard(prompts, answers)]
+        rewards = [list(map(_number, group)) for group in searcher.guard(prompts, answers)]
         return Answered(completions, np.array(rewards))
 
-    pass_reward = guard.task.pass_reward
-    greedy = answered(Sampling(1, 0.0, max_tokens))
-    sampled = answered(Sampling(settings.samples, settings.temperature, max_tokens))
+    pass_reward = searcher.guard.task.pass_reward
+    greedy, sampled = answered(1, 0.0), answered(settings.samples, settings.temperature)
     scores: dict[str, float] = {}
     for name, one in (("greedy", greedy), ("sampled", sampled)):
         for key, value in _summary(one, pass_reward).items():
             scores[f"{name}_{key}"] = value
-    if reference is not None:
-        scores["sampled_kl"] = _kl(tokens, sampled.completions, reference)
+    if settings.temperature == searcher.sampling.temperature:  # that of the reference
+        scores["sampled_kl"] = _kl(tokens, sampled.completions, searcher.reference)
     if pass_reward is not None:
         correct = (sampled.rewards >= pass_reward).sum(1).tolist()
         for k in settings.k:
@@ -81,7 +63,7 @@ def evaluate(
             scores[f"pass@{k}_stderr"] = stderr(passed)
     examples = _examples(prompts, greedy, text)
     scores["seconds"] = time.perf_counter() - started
-    return Evaluation(engine.version, scores, examples)
+    return Evaluation(searcher.engine.version, scores, examples)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
