@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import ray
 import torch
@@ -16,24 +15,7 @@ from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Sent, SharedLock, Transport, Weights
-
-
-@dataclass(frozen=True)
-class ObjectStore:
-    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
-
-    deadline: float
-    """Seconds that weights may take to arrive."""
-
-    def send(self, weights: Weights) -> Sent:
-        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
-        return Sent(weights.version, (ray.put(weights),))
-
-    def receive(self, sent: Sent) -> Weights:
-        (reference,) = sent.parcel
-        weights: Weights = ray.get(reference, timeout=self.deadline)
-        return weights
+from tba.weights import Sent, SharedLock, Transport
 
 
 class SearcherActor:
