@@ -77,7 +77,6 @@ def measure(shape: str, folder: Path) -> dict[str, str | float]:
         adding += time.perf_counter() - started
         del groups
     memory = psutil.Process().memory_info().rss - before
-    arrays = buffer.nbytes
     assert len(buffer) == total, (len(buffer), total)
     payload = total * (12 * TOKENS + 40)
     sample = sampling(buffer, now, rng)
@@ -89,7 +88,6 @@ def measure(shape: str, folder: Path) -> dict[str, str | float]:
         "adds/s": total / adding,
         "adds/s full": when_full,
         "MB": memory / 1e6,
-        "arrays/payload": max(arrays, buffer.nbytes) / payload,
         "memory/payload": memory / payload,
         **saving(buffer, folder, now + 10_000, rng),
     }

@@ -1,7 +1,5 @@
 """Post-training of language models with Trajectory Balance with Asynchrony (TBA)."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

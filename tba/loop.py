@@ -1,7 +1,5 @@
 """The train loop: synchronous or asynchronous, on one machine or forty."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from tba.types import collate
@@ -10,7 +8,7 @@ if TYPE_CHECKING:
     from tba.run import Run
 
 
-def train(run: Run) -> None:
+def train(run: "Run") -> None:
     """Train until `run.steps` or a stop; runs differ in their searchers and how long they wait."""
     c, clock = run.config, run.tracker
     with clock.first_fill():

@@ -1,7 +1,5 @@
 """A run: its parts put together, trained, and closed again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -241,7 +239,7 @@ def _continue(
     tracker.resume(progress.counts, search.stats, folder.evaluations())
 
 
-def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Cluster | None]:
+def _places(config: Config, stop: Stop, closing: ExitStack) -> "tuple[Place, Cluster | None]":
     """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
     if config.runtime.use == "local":
         return places_on_one_machine(config.runtime)[0], None
@@ -258,7 +256,7 @@ def _places(config: Config, stop: Stop, closing: ExitStack) -> tuple[Place, Clus
 
 
 def _searchers(
-    parts: Parts, place: Place, cluster: Cluster | None, trainer: SingleTrainer, stop: Stop,
+    parts: Parts, place: Place, cluster: "Cluster | None", trainer: SingleTrainer, stop: Stop,
     search: SearchState | None, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""

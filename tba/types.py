@@ -1,7 +1,5 @@
 """The nouns of the package: what flows from a prompt to a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Model weights as they travel from the trainer to a searcher: whole, versioned, with a probe."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Iterator, Mapping

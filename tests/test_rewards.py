@@ -305,7 +305,7 @@ def test_an_async_function_that_blocks_the_event_loop_does_not_hang_the_search(
     hang: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later searches score on another event loop."""
-    monkeypatch.setattr("tba.search.calls.GRACE", 0.1)
+    monkeypatch.setattr("tba.search.rewards.GRACE", 0.1)
     guard = Guard(Asynchronous(length_except("?", hang)), DEADLINE)
     answers = [[Answer("?", True)], [Answer("one", True)]]
     verdicts = guard([Prompt("0", "count"), Prompt("1", "count")], answers)

@@ -1,7 +1,5 @@
 """Reading a config: TOML and `table.key=value` settings become one `Config`, or a clear error."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ A name is a file of this package (`use = "tb"`) or a class on the path
 options: `tba/objectives/tb.py` holds one public dataclass.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

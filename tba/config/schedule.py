@@ -1,7 +1,5 @@
 """A number that changes with the step: an option of an objective given as a table in the config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ other keys are its options. `docs/configuration.md` lists all keys. This module 
 torch, so that a mistake is reported at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,7 +81,7 @@ class Config(Table):
         return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
-    def consistent_sizes(self) -> Config:
+    def consistent_sizes(self) -> "Config":
         t, k, steps = self.trainer, self.trainer.group_size, self.run.steps
         samples, stored = self.sampling.samples, self.replay.per_prompt
         for name, size in (("sampling.samples", samples), ("replay.per_prompt", stored)):
@@ -105,7 +103,7 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
-    def consistent_runtime(self) -> Config:
+    def consistent_runtime(self) -> "Config":
         r = self.runtime
         if r.use == "local" and r.fresh == 0:
             raise ValueError(

@@ -1,7 +1,5 @@
 """The base of all tables of a config, the types of their values, and messages for wrong values."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable

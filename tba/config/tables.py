@@ -1,7 +1,5 @@
 """The tables of a config: every key with its type, default and meaning."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -81,7 +79,7 @@ class TrainerTable(Table):
     token_budget: Positive = key(16_384, "tokens per forward and backward pass, padding included")
 
     @model_validator(mode="after")
-    def whole_groups(self) -> TrainerTable:
+    def whole_groups(self) -> "TrainerTable":
         k, size = self.group_size, self.batch_size
         if k < 2:
             raise ValueError(
@@ -153,7 +151,7 @@ class FaultsTable(Table):
     seed: Count = key(0, "seed; a larger share falsifies the same trajectories and more")
 
     @model_validator(mode="after")
-    def effective(self) -> FaultsTable:
+    def effective(self) -> "FaultsTable":
         if self.kind == "none" and self.share > 0:
             raise ValueError(
                 f"faults.share = {self.share} has no effect with faults.kind = 'none';"
@@ -177,7 +175,7 @@ class EvalTable(Table):
     deadline: PositiveFloat = key(1800.0, "seconds for one evaluation (ray)")
 
     @model_validator(mode="after")
-    def enough_samples(self) -> EvalTable:
+    def enough_samples(self) -> "EvalTable":
         most = max(self.k, default=1)
         if most > self.samples:
             raise ValueError(

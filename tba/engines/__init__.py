@@ -1,7 +1,5 @@
 """Engines generate completions. This module is their contract; each other file is one engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

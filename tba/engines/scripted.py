@@ -1,7 +1,5 @@
 """Fake engine that ships with the package: fixed answers with seeded latencies."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

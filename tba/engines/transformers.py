@@ -1,7 +1,5 @@
 """Generation by Hugging Face transformers: any causal LM, no server, any machine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Contract of a trainer: everything that the train loop and the checkpoint know about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable

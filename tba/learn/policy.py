@@ -1,7 +1,5 @@
 """A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

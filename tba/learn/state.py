@@ -3,8 +3,6 @@
 Safetensors and JSON only; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

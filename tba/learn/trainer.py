@@ -1,7 +1,5 @@
 """A trainer in one process: a batch of groups becomes one optimizer step."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ micro-batches cannot change the result. It may ask the trainer for parameters of
 and search for value estimates (`ValueRollouts`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """The terms that objectives share. Values at padding never count, whatever they are."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """GRPO without its two normalisations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

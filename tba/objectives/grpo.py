@@ -1,7 +1,5 @@
 """Group relative policy optimisation (GRPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

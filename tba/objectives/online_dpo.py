@@ -1,7 +1,5 @@
 """Direct preference optimisation (DPO) on responses of the policy itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

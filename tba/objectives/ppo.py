@@ -1,7 +1,5 @@
 """Proximal policy optimisation (PPO) with a value head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

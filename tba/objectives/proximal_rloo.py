@@ -1,7 +1,5 @@
 """RLOO with the clipping of PPO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

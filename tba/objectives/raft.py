@@ -1,7 +1,5 @@
 """Imitation of the good responses (RAFT)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

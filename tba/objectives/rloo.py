@@ -1,7 +1,5 @@
 """REINFORCE with a leave-one-out baseline (RLOO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

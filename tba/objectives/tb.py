@@ -1,7 +1,5 @@
 """Trajectory balance (TB) with the VarGrad estimate of log Z."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

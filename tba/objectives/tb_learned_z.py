@@ -1,7 +1,5 @@
 """Trajectory balance with a learned log Z."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

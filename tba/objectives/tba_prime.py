@@ -1,7 +1,5 @@
 """TBA': trajectory balance as a policy gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

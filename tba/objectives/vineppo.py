@@ -1,7 +1,5 @@
 """PPO with values from rollouts instead of a value head (VinePPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,11 +1,9 @@
 """Segments: flat arrays with the tokens of many trajectories, in memory and as files."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +11,14 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import DTypeLike
 
-from tba.replay.table import Rows
+from tba.replay.table import EMPTY, Table
 from tba.types import Trajectory
 
 SIZE = 2**18
 """Tokens in a segment; a longer response gets a segment of its own."""
-SUFFIX = ".safetensors"
+KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
+PLACE = ["segment", "offset", "length", "valued", "reward", "version", "finished"]
+"""Columns of a row that its trajectory is made of."""
 
 
 @dataclass(frozen=True)
@@ -33,64 +33,25 @@ class SegmentFile:
 class Segment:
     """Tokens of many trajectories, end to end. What has been written to it never changes."""
 
-    tokens: np.ndarray
-    behavior_logp: np.ndarray
-    ref_logp: np.ndarray
-    value: np.ndarray | None = None
-    """Only if a trajectory has value estimates."""
+    arrays: dict[str, np.ndarray]
+    """By field of a trajectory. There is a `value` only if a trajectory has value estimates."""
     used: int = 0
+    """Tokens written."""
+    live: int = 0
+    """Tokens of rows in use."""
     file: SegmentFile | None = None
     """The file that this segment was last written to or read from."""
 
-    @classmethod
-    def empty(cls, size: int) -> Segment:
-        """Return a segment with room for `size` tokens."""
-        return cls(_room(size, np.int32), _room(size, np.float32), _room(size, np.float32))
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray]) -> Segment:
-        """Return a complete segment of arrays by name."""
-        tokens, value = arrays["tokens"], arrays.get("value")
-        return cls(tokens, arrays["behavior_logp"], arrays["ref_logp"], value, len(tokens))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays().values())
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays by name."""
-        arrays = {
-            "tokens": self.tokens,
-            "behavior_logp": self.behavior_logp,
-            "ref_logp": self.ref_logp,
-        }
-        if self.value is not None:
-            arrays["value"] = self.value
-        return arrays
-
-    def trimmed(self) -> Segment:
-        """Return the segment without room for more."""
-        if self.used == len(self.tokens):
-            return self
-        arrays = {}
-        for name, array in self.arrays().items():
-            arrays[name] = _room(self.used, array.dtype)
-            arrays[name][:] = array[: self.used]
-        return Segment.of(arrays)
-
-    def append(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add trajectories, for which there must be room."""
-        lengths = [len(t.tokens) for t in trajectories]
-        end = self.used + sum(lengths)
-        part = slice(self.used, end)
-        np.concatenate([t.tokens for t in trajectories], out=self.tokens[part])
-        np.concatenate([t.behavior_logp for t in trajectories], out=self.behavior_logp[part])
-        np.concatenate([t.ref_logp for t in trajectories], out=self.ref_logp[part])
-        if any(t.value is not None for t in trajectories):
-            if self.value is None:
-                self.value = _room(len(self.tokens), np.float32)
-            values = [np.zeros(len(t.tokens)) if t.value is None else t.value for t in trajectories]
-            np.concatenate(values, out=self.value[part], casting="same_kind")
+    def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
+        """Add trajectories, which reach up to `end`."""
+        if "value" not in self.arrays and any(t.value is not None for t in trajectories):
+            self.arrays["value"] = _room(len(self.arrays["tokens"]), np.float32)
+        for name, array in self.arrays.items():
+            parts = [getattr(t, name) for t in trajectories]
+            if name == "value":
+                parts = [_value(t) for t in trajectories]
+            np.concatenate(parts, out=array[self.used : end])
+        self.live += end - self.used
         self.used = end
 
     def write(self, folder: Path, older: Path | None) -> SegmentFile:
@@ -102,16 +63,16 @@ class Segment:
                 pass  # not there, or on a file system without hard links: the content is here
             else:
                 return self.file
-        content = safetensors.numpy.save(self.arrays())
+        content = safetensors.numpy.save(self.arrays)
         digest = hashlib.sha256(content).hexdigest()
-        self.file = SegmentFile(f"{digest[:20]}{SUFFIX}", digest)
+        self.file = SegmentFile(f"{digest[:20]}.safetensors", digest)
         path = folder / self.file.name
         path.unlink(missing_ok=True)  # never write into a file that is linked elsewhere
         path.write_bytes(content)
         return self.file
 
     @classmethod
-    def read(cls, folder: Path, file: SegmentFile) -> Segment | None:
+    def read(cls, folder: Path, file: SegmentFile) -> "Segment | None":
         """Return the segment of a file; None if it is missing or not as it was written."""
         try:
             content = (folder / file.name).read_bytes()
@@ -119,123 +80,103 @@ class Segment:
             return None
         if hashlib.sha256(content).hexdigest() != file.sha256:
             return None
-        segment = cls.of(safetensors.numpy.load(content))
-        segment.file = file
-        return segment
+        arrays = safetensors.numpy.load(content)
+        return cls(arrays, used=len(arrays["tokens"]), file=file)
 
 
 class Segments:
-    """All segments of a buffer, by number. The last one is open for more trajectories."""
+    """All segments of a buffer, by number. One of them can be open for more trajectories."""
 
-    def __init__(self) -> None:
-        self._segments: list[Segment | None] = []
-        self._live = np.zeros(0, np.int64)
-        self._used = np.zeros(0, np.int64)
+    def __init__(self, table: Table) -> None:
+        self.by_number: dict[int, Segment] = {}
+        self._table = table
         self._open: int | None = None
-
-    def __getitem__(self, number: int) -> Segment:
-        segment = self._segments[number]
-        assert segment is not None
-        return segment
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the numbers of the segments in use."""
-        return (i for i, segment in enumerate(self._segments) if segment is not None)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self[number].nbytes for number in self)
 
     def append(self, trajectories: Sequence[Trajectory]) -> tuple[int, np.ndarray]:
         """Store trajectories in one segment; return its number and the offset of each."""
-        ends = np.cumsum([len(t.tokens) for t in trajectories])
-        total = int(ends[-1])
-        number = self._with_room(total)
-        segment = self[number]
-        offsets = segment.used + np.concatenate([[0], ends[:-1]])
-        segment.append(trajectories)
-        self._live[number] += total
-        self._used[number] += total
-        return number, offsets
+        lengths = [len(t.tokens) for t in trajectories]
+        number = self._with_room(sum(lengths))
+        segment = self.by_number[number]
+        ends = segment.used + np.cumsum(lengths)
+        segment.append(trajectories, int(ends[-1]))
+        return number, ends - lengths
 
-    def insert(self, segment: Segment) -> int:
-        """Add a complete segment whose tokens are all in use; return its number."""
-        number = self._number_for(segment)
-        self._live[number] = self._used[number] = segment.used
-        return number
+    def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
+        """Yield the trajectories of these rows of the table."""
+        columns = [self._table[name][rows].tolist() for name in PLACE]
+        for row in zip(*columns, strict=True):
+            number, start, length, valued, reward, version, finished = row
+            arrays = self.by_number[number].arrays
+            part = slice(start, start + length)
+            value = arrays["value"][part] if valued else None
+            behavior, ref = arrays["behavior_logp"][part], arrays["ref_logp"][part]
+            tokens = arrays["tokens"][part]
+            yield Trajectory(tokens, behavior, ref, reward, version, finished, value)
 
-    def forget(self, numbers: np.ndarray, lengths: np.ndarray) -> None:
-        """Count tokens of these segments as no longer in use."""
-        np.subtract.at(self._live, numbers, lengths)
+    def forget(self, rows: np.ndarray) -> None:
+        """Count the tokens of these rows as no longer in use."""
+        numbers, lengths = self._table["segment"][rows], self._table["length"][rows]
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            self.by_number[number].live -= length
+        self._table["segment"][rows] = EMPTY
 
     def close(self) -> None:
-        """Trim the open segment; trajectories added later go to a new one."""
+        """Give up the room in the open segment, of which pages never written took no memory."""
         if self._open is not None:
-            self._segments[self._open] = self[self._open].trimmed()
+            segment = self.by_number[self._open]
+            segment.arrays = {n: array[: segment.used] for n, array in segment.arrays.items()}
             self._open = None
 
-    def compact(self, rows: Rows) -> None:
+    def compact(self) -> None:
         """Release segments without rows, and others once an eighth of all memory is not in use.
 
         The rows of the segments with most waste move to new ones.
         """
-        for number in np.flatnonzero((self._live == 0) & (self._used > 0)).tolist():
-            if number != self._open:
-                self._release(number)
-        waste = self._used - self._live
-        while waste.sum() > self._live.sum() / 8 + SIZE:
-            self._move(int(waste.argmax()), rows)
-            waste = self._used - self._live
+        waste = {}
+        for number, segment in list(self.by_number.items()):
+            waste[number] = segment.used - segment.live
+            if segment.live == 0 and number != self._open:
+                del waste[number], self.by_number[number]
+        live = sum(segment.live for segment in self.by_number.values())
+        while sum(waste.values()) > live / 8 + SIZE:
+            worst = max(waste, key=waste.__getitem__)
+            del waste[worst]
+            self._move(worst)
 
-    def merge(self, rows: Rows) -> None:
+    def merge(self) -> None:
         """Move the rows of segments that are mostly empty to common ones."""
         self.close()
-        for number in [n for n in self if self._live[n] < SIZE / 2]:
-            self._move(number, rows)
+        for number in [n for n, s in self.by_number.items() if s.live < SIZE / 2]:
+            self._move(number)
         self.close()
 
-    def _move(self, number: int, rows: Rows) -> None:
+    def _move(self, number: int) -> None:
         """Move what is in use in a segment to the open one, and release the segment."""
         if number == self._open:
             self.close()
-        segment = self[number]
-        moved = np.flatnonzero(rows.segment == number)
-        self._release(number)
+        table = self._table
+        moved = np.flatnonzero(table["segment"] == number)
         for start in range(0, len(moved), 1024):
             part = moved[start : start + 1024]
-            pieces = [self._piece(segment, row, rows) for row in part.tolist()]
-            rows.segment[part], rows.offset[part] = self.append(pieces)
-
-    def _release(self, number: int) -> None:
-        self._segments[number] = None
-        self._live[number] = self._used[number] = 0
-
-    def _piece(self, segment: Segment, row: int, rows: Rows) -> Trajectory:
-        part = slice(int(rows.offset[row]), int(rows.offset[row] + rows.length[row]))
-        value = segment.value[part] if segment.value is not None and rows.valued[row] else None
-        tokens, behavior, ref = (
-            array[part] for array in (segment.tokens, segment.behavior_logp, segment.ref_logp)
-        )
-        return Trajectory(tokens, behavior, ref, 0.0, 0, True, value)
+            place = self.append(list(self.trajectories(part)))
+            table["segment"][part], table["offset"][part] = place
+        del self.by_number[number]
 
     def _with_room(self, tokens: int) -> int:
         if self._open is not None:
-            segment = self[self._open]
-            if segment.used + tokens <= len(segment.tokens):
+            segment = self.by_number[self._open]
+            if segment.used + tokens <= len(segment.arrays["tokens"]):
                 return self._open
             self.close()
-        self._open = self._number_for(Segment.empty(max(SIZE, tokens)))
+        self._open = max(self.by_number, default=-1) + 1
+        size = max(SIZE, tokens)
+        arrays = {name: _room(size, kind) for name, kind in KINDS.items()}
+        self.by_number[self._open] = Segment(arrays)
         return self._open
 
-    def _number_for(self, segment: Segment) -> int:
-        for number, other in enumerate(self._segments):
-            if other is None:
-                self._segments[number] = segment
-                return number
-        self._segments.append(segment)
-        self._live = np.append(self._live, 0)
-        self._used = np.append(self._used, 0)
-        return len(self._segments) - 1
+
+def _value(t: Trajectory) -> np.ndarray:
+    return np.zeros(len(t.tokens), np.float32) if t.value is None else t.value
 
 
 def _room(size: int, kind: DTypeLike) -> np.ndarray:

@@ -3,8 +3,6 @@
 This package imports no torch, so that a report is drawn within seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Parts that all reports share: colours, axes, numbers, pictures and the HTML page."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from math import isnan

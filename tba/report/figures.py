@@ -1,7 +1,5 @@
 """Figures of a study: learning curves, scores against a number that was varied, and costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import ceil
 from textwrap import fill

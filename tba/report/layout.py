@@ -1,7 +1,5 @@
 """Tables of a grid: which runs are averaged, and which keys make lines, panels and axes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Figures of runs: the metrics on each panel, and how they are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil

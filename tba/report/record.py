@@ -1,7 +1,5 @@
 """The facts of one run, read from the files in its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, nan

@@ -5,8 +5,6 @@ the trainer, the replay buffer, the state of search, and a manifest with the sha
 It is written aside and renamed when it is complete. Safetensors and JSON only, no pickles.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -139,7 +137,7 @@ class Checkpoints:
         self._seconds.clear()
         return seconds
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Console output of a run: a live panel on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +31,7 @@ SHOWN = (  # metric, label, format
 """The metrics that are displayed."""
 
 
-def open_console(config: Config) -> Console:
+def open_console(config: Config) -> "Console":
     """Return the console that `log.console` names."""
     kind, steps = config.log.console, config.run.steps
     if kind == "auto":

@@ -1,7 +1,5 @@
 """The folder of a run: its config, metrics, samples, checkpoints, summary and report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -20,7 +18,7 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, config: Config) -> RunFolder:
+    def create(cls, config: Config) -> "RunFolder":
         """Create the folder of a new run; ValueError if it holds a run already."""
         default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
         path = Path(config.run.folder or default).expanduser()
@@ -35,7 +33,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
+    def reopen(cls, path: Path) -> "RunFolder":
         """Open the folder of an existing run; ValueError if it is not one."""
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path} is not the folder of a run: it has no {CONFIG}")

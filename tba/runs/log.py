@@ -1,7 +1,5 @@
 """Logs of a run: metrics.jsonl, sample completions, TensorBoard, and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import math
 import uuid

@@ -1,7 +1,5 @@
 """Folders that are written whole or not at all, with a manifest of the sha256 of each file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluating and exporting a run's newest checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from tba.runs import checkpoint
 from tba.runs.folder import RunFolder
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
+from tba.search.evaluate import evaluate_held_out
 from tba.search.searcher import Searcher
 from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array
@@ -44,7 +43,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     if generation is not None:
         _load(generation, searcher, bf16)
         model = str(generation / "model")
-    scores = searcher.evaluate().scores
+    scores = evaluate_held_out(searcher).scores
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
 

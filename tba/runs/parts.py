@@ -1,7 +1,5 @@
 """The parts of a run, resolved and checked before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec

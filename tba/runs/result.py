@@ -1,7 +1,5 @@
 """The result of a run that was started from Python."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,18 +18,18 @@ class Result:
     summary: Summary
     folder: Path
 
-    def metrics(self) -> DataFrame:
+    def metrics(self) -> "DataFrame":
         """Return the metrics of each training step, in order, with a column `step`."""
         return self._table(evaluations=False)
 
-    def evaluations(self) -> DataFrame:
+    def evaluations(self) -> "DataFrame":
         """Return the scores of each evaluation, in the order in which they ended.
 
         `step` is the version of the weights that were evaluated.
         """
         return self._table(evaluations=True)
 
-    def _table(self, evaluations: bool) -> DataFrame:
+    def _table(self, evaluations: bool) -> "DataFrame":
         from pandas import DataFrame
 
         rows = []

@@ -1,7 +1,5 @@
 """Handling of Ctrl-C and SIGTERM: the first saves and stops, the second stops at once."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -27,7 +25,7 @@ class Stop:
                 before = signal.signal(number, self._handle)
                 self._before.setdefault(number, before)
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> "Stop":
         self.install()
         return self
 

@@ -1,7 +1,5 @@
 """Per-step metrics and the final summary of a run."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The places where searchers run. `Searchers` is everything that the train loop knows of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

@@ -1,40 +1,21 @@
 """Searcher in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import ray
 import torch
 
 from tba.runtime.placement import Place
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.setup import SearchSetup
 from tba.types import Prompt
-from tba.weights import Sent, SharedLock, Transport, Weights
-
-
-@dataclass(frozen=True)
-class ObjectStore:
-    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
-
-    deadline: float
-    """Seconds that weights may take to arrive."""
-
-    def send(self, weights: Weights) -> Sent:
-        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
-        return Sent(weights.version, (ray.put(weights),))
-
-    def receive(self, sent: Sent) -> Weights:
-        (reference,) = sent.parcel
-        weights: Weights = ray.get(reference, timeout=self.deadline)
-        return weights
+from tba.weights import Sent, SharedLock, Transport
 
 
 class SearcherActor:
@@ -92,7 +73,7 @@ class SearcherActor:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         with self._work(reference), self._searches.alone():
             self._load_newer(weights)
-            return self._searcher.evaluate()
+            return evaluate_held_out(self._searcher)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""

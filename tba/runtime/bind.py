@@ -1,7 +1,5 @@
 """Preparations for Ray that come before `import ray`, which reads the environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

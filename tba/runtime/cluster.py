@@ -1,7 +1,5 @@
 """Ray of a run, private or a cluster's, and the places of trainer and searchers on it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from tba.runtime.placement import (
     share_gpus,
 )
 from tba.runtime.reaper import Reaper
+from tba.weights import Sent, Weights
 
 
 @dataclass
@@ -41,6 +40,23 @@ class Cluster:
         finally:
             if self.reaper is not None:
                 self.reaper.finish()
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
+
+    deadline: float
+    """Seconds that weights may take to arrive."""
+
+    def send(self, weights: Weights) -> Sent:
+        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
+        return Sent(weights.version, (ray.put(weights),))
+
+    def receive(self, sent: Sent) -> Weights:
+        (reference,) = sent.parcel
+        weights: Weights = ray.get(reference, timeout=self.deadline)
+        return weights
 
 
 class Reservation:

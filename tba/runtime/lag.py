@@ -1,7 +1,5 @@
 """A constant lag: searchers whose groups arrive a fixed number of groups late."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,11 +1,10 @@
 """Search in the trainer's own process, when groups are asked for: synchronous, bit-reproducible."""
 
-from __future__ import annotations
-
 import time
 from copy import deepcopy
 
 from tba.runtime import SearchJob, SearchState, task_seed
+from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import Searcher
@@ -63,7 +62,7 @@ class LocalSearchers:
         self._reference = weights
 
     def evaluate(self) -> None:
-        self._evaluations.append(self._searcher.evaluate())
+        self._evaluations.append(evaluate_held_out(self._searcher))
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         evaluations, self._evaluations = self._evaluations, []

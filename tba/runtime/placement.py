@@ -1,7 +1,5 @@
 """Cores and device of each process. Two busy processes on the same cores can be 30 times slower."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ class Place:
     device: str
     cores: tuple[int, ...] = ()
 
-    def assigned(self, gpus: Sequence[str]) -> Place:
+    def assigned(self, gpus: Sequence[str]) -> "Place":
         """Return the place of a process to which Ray has assigned these GPUs.
 
         Ray hides all other GPUs from such a process, so that its own is the first one.

@@ -1,7 +1,5 @@
 """The searcher processes, the calls to them that have not returned, and when these are late."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -11,10 +9,10 @@ from typing import Any, Literal
 
 import ray
 
-from tba.runtime import SearchJob
-from tba.runtime.actor import ObjectStore, SearcherActor
-from tba.runtime.cluster import Cluster
+from tba.config.tables import RuntimeTable
+from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.placement import Place
+from tba.search.setup import SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, Weights
 
@@ -84,15 +82,16 @@ class Pool:
 
     def __init__(
         self,
-        job: SearchJob,
+        searcher: type[Any],
+        settings: RuntimeTable,
+        setup: SearchSetup,
         cluster: Cluster,
         bf16: bool,
         newest: Weights | None,
         reference: Weights | None,
     ):
-        settings = job.settings
-        self._settings, self._setup, self._bf16 = settings, job.setup, bf16
-        task, evaluation = settings.task_deadline, job.setup.evaluation.deadline
+        self._settings, self._setup, self._bf16 = settings, setup, bf16
+        task, evaluation = settings.task_deadline, setup.evaluation.deadline
         self._deadlines: dict[Kind, float] = {
             "start": settings.start_deadline,
             "search": task,
@@ -106,7 +105,7 @@ class Pool:
             "max_restarts": 0,
             "concurrency_groups": {CONTROL: 2, SEARCH: settings.concurrent_searches},
         }
-        self._actor: Any = ray.remote(**options)(SearcherActor)
+        self._actor: Any = ray.remote(**options)(searcher)
         self.newest = None if newest is None else self._transport.send(newest)
         self._reference = None if reference is None else self._transport.send(reference)
         self.handles = [self._start(place) for place in cluster.searchers]

@@ -6,8 +6,6 @@ loop only empties its tray. Every call to a searcher has a deadline. A searcher 
 one is restarted: its prompts are issued again, and its late results are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -19,6 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
 from tba.runtime.pool import Handle, Pool, Task
 from tba.search.result import Evaluation, SearchResult, SearchStats
@@ -59,7 +58,9 @@ class RaySearchers:
         self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-        self._pool = Pool(job, cluster, bf16, newest, self._reference)
+        self._pool = Pool(
+            SearcherActor, job.settings, job.setup, cluster, bf16, newest, self._reference
+        )
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 

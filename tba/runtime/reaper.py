@@ -5,8 +5,6 @@ end closes, because the run ended or was killed, it kills those that are left an
 session folder.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts: reward, pass@1 and pass@k, with standard errors."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from tba.models.pretrained import Text
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.rewards import Guard
+from tba.search.searcher import Searcher
 from tba.types import Completion, Prompt, Sampling
 
 EXAMPLES = 8
@@ -30,6 +29,15 @@ class Answered:
 
     completions: list[list[Completion]]
     rewards: Float64[np.ndarray, "P S"]
+
+
+def evaluate_held_out(searcher: Searcher) -> Evaluation:
+    """Evaluate the weights of a searcher's engine on its held-out prompts, as `[eval]` says."""
+    s, settings = searcher, searcher.evaluation
+    same = settings.temperature == s.sampling.temperature
+    reference = s.reference if same else None  # the reference has one temperature
+    tokens = s.sampling.max_tokens
+    return evaluate(s.engine, s.text, s.guard, s.held_out, settings, tokens, reference)
 
 
 def evaluate(

@@ -1,7 +1,5 @@
 """Wrong rewards on purpose, to study training with a grader that errs, is noisy, or is fooled."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from inspect import isawaitable

@@ -1,7 +1,5 @@
 """The stream of prompts to search. Prompts whose search was lost are handed out again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The reference model: log-probs of responses under the weights that training starts from."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from threading import Lock

@@ -1,7 +1,5 @@
 """Results of a search: verdicts, groups, the one record of its statistics, and evaluations."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -48,7 +46,7 @@ class SearchStats:
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
 
-    def add(self, other: SearchStats) -> None:
+    def add(self, other: "SearchStats") -> None:
         """Add the counters of `other`; the latest rejection and gap replace earlier ones."""
         self.samples += other.samples
         self.rollouts += other.rollouts
@@ -73,7 +71,7 @@ class SearchStats:
         }
 
     @classmethod
-    def from_counts(cls, counts: Mapping[str, Any]) -> SearchStats:
+    def from_counts(cls, counts: Mapping[str, Any]) -> "SearchStats":
         """Continue from what `counts` returned."""
         rejected = Counter(counts["rejected"])
         seconds = defaultdict(float, counts["seconds"])

@@ -1,18 +1,183 @@
-"""Guarded scoring: a reward that raises, hangs or is no number rejects its samples."""
+"""Guarded scoring: each call has a deadline, and what has no finite reward is rejected."""
 
-from __future__ import annotations
-
+import asyncio
 import math
+import threading
+import time
+import traceback
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from threading import Lock
 from typing import Any
 
-from tba.search.calls import Calls, EventLoop
 from tba.search.result import Rejected, SearchStats, Verdict
-from tba.tasks import Task
+from tba.tasks import Task, WrongLength
 from tba.types import Answer, Prompt
+
+TIMEOUTS = 2
+"""Timeouts in a row after which the remaining groups are not tried."""
+
+GRACE = 1.0
+"""Seconds past a call's deadline after which the event loop itself counts as blocked."""
+
+BLOCKED = Rejected(
+    "timeout",
+    "an async scoring function blocked the event loop for longer than its deadline; `await` an"
+    " async client in it, or write a sync function",
+)
+
+Group = tuple[Prompt, Sequence[Answer]]
+
+
+class EventLoop:
+    """An event loop in a daemon thread. It ends when nothing refers to this object any more."""
+
+    def __init__(self, concurrency: int):
+        self.loop = asyncio.new_event_loop()
+        self.slots = asyncio.Semaphore(concurrency)
+        """One for each group that is being scored."""
+        self.turn = asyncio.Lock()
+        """Held while a sync function runs: it has one group at a time."""
+        threading.Thread(target=_run, args=[self.loop], daemon=True, name="scoring").start()
+        weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
+
+
+class Calls:
+    """The scoring of one search's groups on a searcher's event loop.
+
+    A sync function runs in one more thread. Threads that hang are daemons and are left behind,
+    because Python cannot end them.
+    """
+
+    def __init__(
+        self, events: EventLoop, score: Callable[..., Any], groups: Sequence[Group], deadline: float
+    ):
+        self.events = events
+        self._score = score
+        self._groups = groups
+        self._deadline = deadline
+        self._scores: list[Any] = [BLOCKED] * len(groups)
+        self._timeouts = 0
+        """Timeouts in a row: of calls during which no other call ended in time."""
+        self._last_end = -math.inf
+        self.blocked = False
+        """Set when a function has blocked the event loop: other searches need a new one."""
+
+    def run(self) -> list[list[Any]]:
+        """Return for each answer its score as the function returned it, or a rejection."""
+        longest = self._deadline * max((len(answers) for _, answers in self._groups), default=0)
+        loop = self.events.loop
+        scoring = asyncio.run_coroutine_threadsafe(self._all(), loop)
+        while not wait([scoring], GRACE).done:
+            sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            if not wait([sign_of_life], longest + GRACE).done:
+                self.blocked = True
+                break
+        if not self.blocked:
+            scoring.result()  # an error of our own, which no search may hide
+        results = []
+        for scores, (_, answers) in zip(list(self._scores), self._groups, strict=True):
+            results.append([scores] * len(answers) if isinstance(scores, Rejected) else scores)
+        return results
+
+    async def _all(self) -> None:
+        await asyncio.gather(*(self._group(i) for i in range(len(self._groups))))
+
+    async def _group(self, index: int) -> None:
+        """Score a group; if the call raises, score each of its answers alone."""
+        prompt, answers = self._groups[index]
+        async with self.events.slots:
+            scores = await self._call(prompt, answers)
+            raised = isinstance(scores, Rejected) and scores.reason == "raised"
+            if raised and len(answers) > 1:
+                scores = []
+                for answer in answers:
+                    one = await self._call(prompt, [answer])
+                    scores += [one] if isinstance(one, Rejected) else one
+        self._scores[index] = scores
+
+    async def _call(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
+        """Return a list of as many scores as there are answers, or a rejection."""
+        if not answers:
+            return []
+        async with self.events.turn:
+            if self._timeouts >= TIMEOUTS or self.blocked:
+                return Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
+            began = time.monotonic()
+            seconds = self._deadline * len(answers)
+            scores = await _within(seconds, _threaded(lambda: self._score(prompt, answers)))
+        if isawaitable(scores):
+            left = began + seconds - time.monotonic()
+            scores = await _within(left, _finished(scores))
+        if scores is None:
+            if self._last_end < began:
+                self._timeouts += 1
+            return Rejected(
+                "timeout",
+                f"scoring of {len(answers)} answers did not return within {seconds:g} s"
+                f" (reward.deadline = {self._deadline:g} s for each)",
+            )
+        self._timeouts, self._last_end = 0, time.monotonic()
+        if isinstance(scores, list) and len(scores) != len(answers):
+            return Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
+        return scores
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop):  # cancels what is left, and closes the loop
+        loop.run_forever()
+
+
+async def _within(seconds: float, call: Awaitable[Any]) -> Any:
+    """Return the call's result, or None after so many seconds."""
+    task = asyncio.ensure_future(call)
+    # not wait_for, which would wait on for a call that ignores its cancellation
+    ended, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
+    if not ended:
+        task.cancel()
+        return None
+    return task.result()
+
+
+def _threaded(call: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Start the call in a daemon thread; its result is a list, an awaitable or a rejection."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def finish(result: Any) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def run() -> None:
+        try:
+            returned = call()
+            result: Any = returned if isawaitable(returned) else list(returned)
+        except BaseException as error:  # a daemon thread must not end silently
+            result = _rejection(error)
+        with suppress(RuntimeError):  # the loop is closed when the deadline has long passed
+            loop.call_soon_threadsafe(finish, result)
+
+    threading.Thread(target=run, daemon=True, name="reward").start()
+    return future
+
+
+async def _finished(scores: Awaitable[Any]) -> Any:
+    try:
+        return list(await scores)
+    except BaseException as error:  # untrusted: even SystemExit must not end the event loop
+        return _rejection(error)
+
+
+def _rejection(error: BaseException) -> Rejected:
+    if isinstance(error, WrongLength):
+        return Rejected("wrong_length", str(error))
+    return Rejected("raised", "".join(traceback.format_exception(error)))
+
 
 WINDOW = 64
 """Samples that must have been scored before their rejections count."""

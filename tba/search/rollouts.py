@@ -1,7 +1,5 @@
 """Monte-Carlo values: the expected reward of states within a response, from sampled endings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Search: from prompts to groups that any objective can learn from."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +11,9 @@ from tba.config.tables import EvalTable, FaultsTable
 from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
-from tba.search.evaluate import evaluate
 from tba.search.faults import FaultyTask
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Rejected, SearchResult, SearchStats, Verdict
+from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
@@ -66,15 +63,6 @@ class Searcher:
         for stage, seconds in zip(STAGES, np.diff(times).tolist(), strict=True):
             stats.seconds[stage] += seconds
         return SearchResult(groups, stats)
-
-    def evaluate(self) -> Evaluation:
-        """Evaluate the engine's weights on the held-out prompts, as `[eval]` says."""
-        same = self.evaluation.temperature == self.sampling.temperature
-        reference = self.reference if same else None  # the reference has one temperature
-        return evaluate(
-            self.engine, self.text, self.guard, self.held_out, self.evaluation,
-            self.sampling.max_tokens, reference,
-        )  # fmt: skip
 
     def _score(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], seed: int

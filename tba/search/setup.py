@@ -1,7 +1,5 @@
 """Everything that a searcher process needs, as plain settings that can be sent to it."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass

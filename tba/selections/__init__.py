@@ -1,7 +1,5 @@
 """The contract of selections, which choose the next prompts. Each other file is one selection."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 from tba.types import Group, Prompt

@@ -1,7 +1,5 @@
 """All prompts in turn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts that are neither too easy nor too hard."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

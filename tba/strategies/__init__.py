@@ -1,7 +1,5 @@
 """Strategies choose what to replay. This module is their contract; each other file is one."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The paper's mixture of recent data and replay (MOP)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

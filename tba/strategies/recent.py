@@ -1,7 +1,5 @@
 """Newest data only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

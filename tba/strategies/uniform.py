@@ -1,7 +1,5 @@
 """Data of any age, as sampled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

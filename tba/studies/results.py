@@ -3,8 +3,6 @@
 This module imports no torch, so that a report is drawn within seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

@@ -3,8 +3,6 @@
 Only `check_study` imports torch, so that mistakes in the file are reported at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Carry out a study: all runs of all grids, several at once. A second call continues the first."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

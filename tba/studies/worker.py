@@ -1,7 +1,5 @@
 """The process of one run of a sweep: `python -m tba.studies.worker`, with its job on stdin."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

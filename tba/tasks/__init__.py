@@ -1,8 +1,6 @@
 """Tasks provide prompts and score answers. This module is their contract; each other file is one
 task."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, runtime_checkable
 

@@ -1,11 +1,11 @@
 """Rows of a data set: a local JSONL or Parquet file, a folder of them, or a name on the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 Rows = list[dict[str, Any]]
 
@@ -40,28 +40,33 @@ def rows(
 
 
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
-    """Return the rows with the same columns in each, None where a row has no value.
+    """Return the rows as plain JSON with the same columns in each, None where there is no value.
 
-    ValueError, which starts with `origin`, if there are no rows, a required column is missing,
-    or a value cannot be stored as JSON.
+    ValueError, which starts with `origin`, if that is impossible or a required column is missing.
     """
     if not table:
         raise ValueError(f"{origin} has no rows")
-    columns = list(dict.fromkeys(name for row in table for name in row))
-    missing = [name for name in required if name not in columns]
-    if missing:
-        raise ValueError(
-            f"{origin} has no column {missing[0]!r}; it has {', '.join(map(str, columns))}."
-            f" Rename one to {missing[0]!r}"
-        )
     try:
-        for row in table:
-            json.dumps(row)
+        table = json.loads(json.dumps(table, default=_plain))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{origin}: {error}; keep only columns of text, numbers, lists and tables"
         ) from error
+    columns = list(dict.fromkeys(name for row in table for name in row))
+    for name in required:
+        if name not in columns:
+            raise ValueError(
+                f"{origin} has no column {name!r}; it has {', '.join(columns)}."
+                f" Rename one to {name!r}"
+            )
     return [{name: row.get(name) for name in columns} for row in table]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or array of numpy as Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def _split_file(key: str, folder: Path, split: str) -> Path:

@@ -1,17 +1,12 @@
 """Rows and reward functions that are passed from Python, and how a config refers to them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
@@ -61,7 +56,7 @@ def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
 def with_memory(config: Config, memory: InMemory | None) -> Config:
     """Return the config with a text in `[task]` for each object; ValueError if they do not fit."""
     if memory is None:
-        _check_complete(config.task, {})
+        _check_complete(config.task, ())
         return config
     named = "task" in config.model_fields_set
     if named and config.task.use != "custom":
@@ -72,7 +67,7 @@ def with_memory(config: Config, memory: InMemory | None) -> Config:
     options = config.task.options if named else {}
     texts = memory.options()
     for key in texts:
-        if key in options and not is_in_memory(options[key]):
+        if key in options and not _is_text(options[key]):
             raise ValueError(
                 f"both task.{key} = {options[key]!r} and {key}= are given; drop one of them"
             )
@@ -84,15 +79,9 @@ def with_memory(config: Config, memory: InMemory | None) -> Config:
     return config.model_copy(update={"task": task})
 
 
-def is_in_memory(value: Any) -> bool:
-    """Return whether an option of a config stands for an object passed from Python."""
-    values = value if isinstance(value, list) else [value]
-    return any(isinstance(v, str) and v.startswith(MARK) for v in values)
-
-
 def refuse(task: Use, run: str) -> None:
     """ValueError, with the Python call, if the run was started with objects passed from Python."""
-    passed = [key for key in KEYS if is_in_memory(task.options.get(key))]
+    passed = _in_memory(task)
     if not passed:
         return
     arguments = ", ".join(f"{key}=..." for key in passed)
@@ -105,9 +94,9 @@ def refuse(task: Use, run: str) -> None:
 
 def check_same(task: Use, before: Use) -> None:
     """ValueError if a resumed run would have other rows or functions than it was started with."""
-    for key in KEYS:
-        now, then = task.options.get(key), before.options.get(key)
-        if is_in_memory(then) and now != then:
+    for key in _in_memory(before):
+        now, then = task.options.get(key), before.options[key]
+        if now != then:
             raise ValueError(
                 f"{key}= is not what the run was started with: {now} instead of {then};"
                 " pass the same rows and functions, or start a new run"
@@ -131,10 +120,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def to_rows(argument: str, data: Any) -> Rows:
     """Return a list of dicts, a `datasets.Dataset` or a pandas DataFrame as plain rows."""
-    if _is_a(data, "pandas", "DataFrame"):
-        missing = data.isna()
-        table = data.astype(object).where(~missing, None).to_dict("records")
-    elif _is_a(data, "datasets", "Dataset"):
+    from datasets import Dataset
+    from pandas import DataFrame
+
+    if isinstance(data, DataFrame):
+        table = data.astype(object).where(data.notna(), None).to_dict("records")
+    elif isinstance(data, Dataset):
         table = data.to_list()
     elif isinstance(data, list | tuple):
         table = list(data)
@@ -145,19 +136,26 @@ def to_rows(argument: str, data: Any) -> Rows:
         )
     if not all(isinstance(row, dict) for row in table):
         raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
-    plain = [_plain(row) for row in table]
-    return checked(f"{argument}=", plain, required=("prompt",))
+    return checked(f"{argument}=", table, required=("prompt",))
 
 
-def _check_complete(task: Use, passed: Mapping[str, Any]) -> None:
+def _in_memory(task: Use) -> list[str]:
+    """Return the options of a config that stand for objects passed from Python."""
+    return [key for key in KEYS if _is_text(task.options.get(key))]
+
+
+def _is_text(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(v, str) and v.startswith(MARK) for v in values)
+
+
+def _check_complete(task: Use, passed: Collection[str]) -> None:
     """ValueError if the config stands for an object that was not passed this time."""
-    needed = [key for key in KEYS if is_in_memory(task.options.get(key))]
-    missing = [key for key in needed if key not in passed]
-    if missing:
-        raise ValueError(
-            f"task.{missing[0]} = {task.options[missing[0]]!r} was passed from Python;"
-            f" pass {missing[0]}= again"
-        )
+    for key in _in_memory(task):
+        if key not in passed:
+            raise ValueError(
+                f"task.{key} = {task.options[key]!r} was passed from Python; pass {key}= again"
+            )
 
 
 def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
@@ -177,19 +175,3 @@ def _fingerprint(table: Rows) -> str:
     text = json.dumps(table, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
-
-
-def _is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is of a class whose module may not have been imported."""
-    return module in sys.modules and isinstance(value, vars(sys.modules[module])[name])
-
-
-def _plain(value: Any) -> Any:
-    """Replace numpy's numbers and arrays by Python's."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(inner) for inner in value]
-    return value

@@ -1,7 +1,5 @@
 """Addition of two numbers, the embedded default: prompts are generated, nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,15 +1,14 @@
 """A data set and reward functions of the user, in TRL's conventions."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from tba.types import Answer, Prompt
 RewardFunction = Callable[..., Any]
 """`def` or `async def` f(prompts, completions, **columns) -> list[float | None]."""
 
-REQUIRED = ("prompt",)
-"""Columns that a data set must have."""
+ADVICE = "write package.module:function or file.py:function"
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,14 @@ class Custom:
     def __post_init__(self) -> None:
         if self.held_out_size < 0:
             raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
-        if not self._names:
+        functions = len(self.functions)  # raises before anything starts if one does not exist
+        if not functions:
+            raise ValueError(f"task.reward is empty; {ADVICE}")
+        if self.reward_weights is not None and len(self.reward_weights) != functions:
             raise ValueError(
-                "task.reward is empty; write package.module:function or file.py:function"
+                f"task.reward_weights has {len(self.reward_weights)} numbers for {functions}"
+                " reward functions"
             )
-        if self.reward_weights is not None and len(self.reward_weights) != len(self._names):
-            weights, functions = len(self.reward_weights), len(self._names)
-            raise ValueError(
-                f"task.reward_weights has {weights} numbers for {functions} reward functions"
-            )
-        self.functions  # noqa: B018  raises before anything starts if a function does not exist
 
     def prompts(self) -> Sequence[Prompt]:
         return self._rows[0]
@@ -78,45 +74,43 @@ class Custom:
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
         arguments = _arguments(prompt, answers)
-        scores: dict[int, Scores] = {}
-        for i, function in enumerate(self.functions):
-            if not _is_async(function):
-                scores[i] = _call(function, arguments)
-        if len(scores) < len(self.functions):
-            return self._await_others(scores, arguments)
-        return self._weighted(scores)
+        scores: list[Any] = [None] * len(self.functions)
+        # sync functions first: if one raises, no async call has been made that nobody awaits
+        for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
+            scores[i] = function(**_accepted(function, arguments))
+        if any(map(isawaitable, scores)):
+            return self._await_all(scores, len(answers))
+        return self._weighted(scores, len(answers))
 
-    async def _await_others(
-        self, scores: dict[int, Scores], arguments: dict[str, list[Any]]
-    ) -> Scores:
-        """Call the async functions all at once; `scores` has those of the others."""
-        others = {i: f for i, f in enumerate(self.functions) if i not in scores}
-        awaited = await asyncio.gather(*(_call_async(f, arguments) for f in others.values()))
-        return self._weighted({**scores, **dict(zip(others, awaited, strict=True))})
+    async def _await_all(self, scores: list[Any], count: int) -> Scores:
+        """Await the scores of the async functions all at once."""
+        awaited = iter(await asyncio.gather(*filter(isawaitable, scores)))
+        return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], count)
 
-    def _weighted(self, scores: Mapping[int, Scores]) -> list[float | None]:
+    def _weighted(self, scores: Sequence[Scores], count: int) -> list[float | None]:
+        for function, of_function in zip(self.functions, scores, strict=True):
+            if len(of_function) != count:
+                raise WrongLength(
+                    f"{_short_name(function)} returned {len(of_function)} rewards for {count}"
+                    " completions"
+                )
         weights = self.reward_weights or [1.0] * len(scores)
-        in_order = [scores[i] for i in range(len(scores))]
-        return [_weighted_sum(of_answer, weights) for of_answer in zip(*in_order, strict=True)]
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.reward] if isinstance(self.reward, str) else self.reward
+        return [_weighted_sum(of_answer, weights) for of_answer in zip(*scores, strict=True)]
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
         if self.memory.reward is not None:
             return list(self.memory.reward)
-        return [_function(name) for name in self._names]
+        names = [self.reward] if isinstance(self.reward, str) else self.reward
+        return [_function(name) for name in names]
 
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and prompts to evaluate on."""
-        train = self.memory.data
-        if train is None:
-            train = rows("task.data", self.data, self.split, self.subset, REQUIRED)
-        held_out = self._held_out_rows()
-        if held_out is None:
+        train = self.memory.data or rows(
+            "task.data", self.data, self.split, self.subset, required=("prompt",)
+        )
+        if self.held_out_data is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
                 raise ValueError(
@@ -124,17 +118,15 @@ class Custom:
                     " lower task.held_out_size, or give task.held_out_data"
                 )
             train, held_out = train[:cut], train[cut:]
-        for function in self.functions:
-            _check_columns(function, train[0])
+        else:
+            name, split = self.held_out_data, self.held_out_split
+            held_out = self.memory.held_out_data or rows(
+                "task.held_out_data", name, split, self.subset, required=("prompt",)
+            )
+        for key, table in (("task.data", train), ("task.held_out_data", held_out)):
+            for function in self.functions:
+                _check_columns(key, table, function)
         return _prompts("train", train), _prompts("held-out", held_out[: self.held_out_size])
-
-    def _held_out_rows(self) -> Rows | None:
-        if self.memory.held_out_data is not None:
-            return self.memory.held_out_data
-        if self.held_out_data is None:
-            return None
-        name, split = self.held_out_data, self.held_out_split
-        return rows("task.held_out_data", name, split, self.subset, REQUIRED)
 
 
 def _prompts(name: str, table: Rows) -> list[Prompt]:
@@ -151,16 +143,18 @@ def _prompts(name: str, table: Rows) -> list[Prompt]:
     return prompts
 
 
-def _check_columns(function: RewardFunction, row: Mapping[str, Any]) -> None:
+def _check_columns(key: str, table: Rows, function: RewardFunction) -> None:
     """ValueError if the function needs an argument that is not a column."""
-    columns = [name for name in row if name != "prompt"]
+    if not table:
+        return
+    columns = [name for name in table[0] if name != "prompt"]
     given = {*columns, "prompts", "completions"}
     for p in inspect.signature(function).parameters.values():
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if named and p.default is p.empty and p.name not in given:
             raise ValueError(
                 f"task.reward: {_short_name(function)} needs {p.name!r}, which is not a column of"
-                f" task.data; beside prompt there are: {', '.join(columns) or 'none'}"
+                f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
             )
 
 
@@ -182,30 +176,12 @@ def _is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _call(function: RewardFunction, arguments: dict[str, list[Any]]) -> Scores:
-    scores = function(**_accepted(function, arguments))
-    return _of_length(function, scores, len(arguments["completions"]))
-
-
-async def _call_async(function: RewardFunction, arguments: dict[str, list[Any]]) -> Scores:
-    scores = await function(**_accepted(function, arguments))
-    return _of_length(function, scores, len(arguments["completions"]))
-
-
 def _accepted(function: RewardFunction, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the arguments that the function takes: all for `**columns`, else those it names."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return arguments
     return {name: values for name, values in arguments.items() if name in parameters}
-
-
-def _of_length(function: RewardFunction, scores: Scores, count: int) -> Scores:
-    if len(scores) != count:
-        raise WrongLength(
-            f"{_short_name(function)} returned {len(scores)} rewards for {count} completions"
-        )
-    return scores
 
 
 def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -215,20 +191,18 @@ def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> f
 
 def _function(name: str) -> RewardFunction:
     where, _, function = name.rpartition(":")
-    advice = "write package.module:function or file.py:function"
     if not where:
-        raise ValueError(f"task.reward = {name!r}: {advice}")
+        raise ValueError(f"task.reward = {name!r}: {ADVICE}")
     try:
         module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"task.reward = {name!r}: {error}; {advice}") from error
+        raise ValueError(f"task.reward = {name!r}: {error}; {ADVICE}") from error
     if function not in vars(module):
         raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
-    value = vars(module)[function]
+    value: RewardFunction = vars(module)[function]
     if not callable(value):
         raise ValueError(f"task.reward = {name!r}: {function} is not a function but {value!r}")
-    reward: RewardFunction = value
-    return reward
+    return value
 
 
 def _module(where: str) -> Any:

@@ -1,7 +1,5 @@
 """Grade-school math word problems: openai/gsm8k from the hub, or a folder with both splits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -98,6 +98,7 @@ def steps() -> Steps:
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
     monkeypatch.setattr(ray, "get_gpu_ids", list)
+    monkeypatch.setattr("tba.runtime.actor.evaluate_held_out", Steps.evaluate)
     return SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
 
 
