@@ -112,8 +112,7 @@ class Policy(nn.Module):
         first = states[:, None, -1:].expand(b, k, 1, -1)
         if t == 1:
             return states, first
-        cache = prompt.past_key_values
-        cache.batch_repeat_interleave(k)
+        prompt.past_key_values.batch_repeat_interleave(k)
         prompt_mask = batch.prompt_mask.repeat_interleave(k, 0)
         visible = torch.cat([prompt_mask, batch.mask[:, :, :-1].flatten(0, 1)], 1)
         lengths = batch.prompt_mask.sum(1).repeat_interleave(k)
@@ -121,7 +120,7 @@ class Policy(nn.Module):
             input_ids=batch.tokens[:, :, :-1].flatten(0, 1),
             attention_mask=visible.long(),
             position_ids=lengths[:, None] + torch.arange(t - 1, device=self.device),
-            past_key_values=cache,
+            past_key_values=prompt.past_key_values,
             use_cache=True,
         )
         following = rest.last_hidden_state.unflatten(0, (b, k))
@@ -155,11 +154,10 @@ class Policy(nn.Module):
         size = max(1, LOGITS_AT_ONCE[self.device.type] // self._vocabulary)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
-        logps, entropies = [], []
+        chunks = []
         for states, targets in zip(hidden.split(size), tokens.split(size), strict=True):
-            logp, entropy = checkpoint(self._token_logp, states, targets, use_reentrant=False)
-            logps.append(logp)
-            entropies.append(entropy)
+            chunks.append(checkpoint(self._token_logp, states, targets, use_reentrant=False))
+        logps, entropies = zip(*chunks, strict=True)
         return torch.cat(logps), torch.cat(entropies)
 
     def _token_logp(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,8 +188,8 @@ class Policy(nn.Module):
 def _readout(width: int, device: torch.device) -> nn.Linear:
     """Return a linear map to one number that starts at 0, without using the random state."""
     readout = nn.utils.skip_init(nn.Linear, width, 1, device=device)
-    for parameter in readout.parameters():
-        nn.init.zeros_(parameter)
+    nn.init.zeros_(readout.weight)
+    nn.init.zeros_(readout.bias)
     return readout
 
 

@@ -1,5 +1,6 @@
 """A trainer in one process: a batch of groups becomes one optimizer step."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,6 @@ from tba.types import Batch
 from tba.weights import Probe, Weights, pack
 
 PROBE_TOKENS = 64
-
-GIVEN = ("reward", "ref_logp", "behavior_logp")
-"""Numbers of a batch that must be finite. (A value is NaN where there is no estimate.)"""
 
 
 @dataclass
@@ -44,11 +42,11 @@ class SingleTrainer:
     _probe: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        s = self.settings
-        groups: list[dict[str, Any]] = [{"params": list(self.policy.model.parameters())}]
-        head, readout = self.policy.head, self.policy.readout
-        if head is not None and readout is not None:
-            groups.append({"params": list(readout.parameters()), "lr": head.learning_rate})
+        s, policy = self.settings, self.policy
+        groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+        if policy.head is not None and policy.readout is not None:
+            rate = policy.head.learning_rate
+            groups.append({"params": list(policy.readout.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(
             groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
         )
@@ -57,7 +55,6 @@ class SingleTrainer:
         self._state = TrainerState(self.policy, self.optimizer, self.schedule, first_model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Take one optimizer step on the mean of the groups' losses and return its metrics."""
         started = time.perf_counter()
         _check_finite(batch, step)
         objective = self.objective.at(step)
@@ -73,22 +70,12 @@ class SingleTrainer:
         return metrics
 
     def weights(self, version: int) -> Weights:
-        """Return a copy of the weights for the searchers.
-
-        Its probe is the first response of the last batch.
-        """
         return pack(self.policy.model, version, self.bf16_weights, self._probed())
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Copy the whole state now and return the function that writes it into `folder`."""
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, with this run's optimizer settings.
-
-        ValueError, before anything is changed, if it belongs to another model, or to a run that
-        began with another one.
-        """
         self._state.load(folder)
 
     def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
@@ -121,18 +108,17 @@ class SingleTrainer:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
         limit = self.settings.max_grad_norm
         groups = self.optimizer.param_groups
-        norms = [torch.nn.utils.clip_grad_norm_(g["params"], limit) for g in groups]
-        values = torch.tensor([*metrics.values(), *(norm.item() for norm in norms)])
-        norm = norms[0].item()
-        if not torch.isfinite(values).all():
+        norms = [torch.nn.utils.clip_grad_norm_(g["params"], limit).item() for g in groups]
+        if not all(map(math.isfinite, [*metrics.values(), *norms])):
             raise NotFinite(
-                f"step {step}: loss {metrics['loss']}, gradient norm {norm};"
+                f"step {step}: loss {metrics['loss']}, gradient norm {norms[0]};"
                 " lower trainer.learning_rate or raise objective.beta"
             )
-        return norm
+        return norms[0]
 
     @torch.no_grad()
     def _probed(self) -> Probe | None:
+        """Return the first response of the last batch, if there has been one."""
         if self._probe is None:
             return None
         length = min(PROBE_TOKENS, int(self._probe.mask[0, 0].sum()))
@@ -153,36 +139,28 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
     """
     from transformers import get_scheduler
 
-    names = {
-        "linear": "linear",
-        "cosine": "cosine_with_min_lr",
-        "warmup_stable_decay": "warmup_stable_decay",
-        "constant": "constant_with_warmup",
+    ratio, decay = settings.min_lr_ratio, settings.decay_steps or max(1, steps // 10)
+    extra: dict[str, dict[str, Any]] = {
+        "cosine_with_min_lr": {"min_lr_rate": ratio},
+        "warmup_stable_decay": {"min_lr_ratio": ratio, "num_decay_steps": decay},
     }
-    extra: dict[str, Any] | None = None
-    if settings.schedule == "cosine":
-        extra = {"min_lr_rate": settings.min_lr_ratio}
-    if settings.schedule == "warmup_stable_decay":
-        decay = settings.decay_steps or max(1, steps // 10)
-        extra = {"num_decay_steps": decay, "min_lr_ratio": settings.min_lr_ratio}
-    return get_scheduler(names[settings.schedule], optimizer, settings.warmup_steps, steps, extra)
+    names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}
+    name = names.get(settings.schedule, settings.schedule)
+    return get_scheduler(name, optimizer, settings.warmup_steps, steps, extra.get(name))
 
 
 def _check_finite(batch: Batch, step: int) -> None:
     tensors = batch.tensors()
-    wrong = [name for name in GIVEN if not torch.isfinite(tensors[name]).all()]
-    if wrong:
-        raise NotFinite(
-            f"step {step}: {' and '.join(wrong)} of the batch is not finite; fix the reward"
-            " function or the engine that it comes from"
-        )
+    for name in ("reward", "ref_logp", "behavior_logp"):  # a value may be NaN: no estimate
+        if not torch.isfinite(tensors[name]).all():
+            raise NotFinite(
+                f"step {step}: {name} of the batch is not finite; fix the reward function or the"
+                " engine that it comes from"
+            )
 
 
 def _loss(objective: Objective | HasHead, output: Output, batch: Batch) -> Loss:
-    """Return the loss and the metrics of each group.
-
-    ValueError unless each is one number for each group: anything else would be averaged wrongly.
-    """
+    """Return loss and metrics; ValueError unless each has one number for each group."""
     if isinstance(objective, HasHead):
         assert output.head is not None
         returned = objective(output.logp, batch, output.head)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.replay.files import State
-from tba.replay.store import Store, key_of
+from tba.replay.store import SHOWN, Store, key_of
 from tba.replay.table import EMPTY, Table
 from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
@@ -51,7 +51,7 @@ class ReplayBuffer:
             self._add(group, now)
         excess = len(self) - self.capacity
         if excess > 0:
-            self.counts["evicted_capacity"] += self._store.remove(self._store.oldest(excess))
+            self.counts["evicted_capacity"] += self._store.evict(excess)
             self._store.release_prompts()
         self._store.segments.compact()
 
@@ -67,18 +67,20 @@ class ReplayBuffer:
             raise ValueError(
                 "the replay buffer is empty: wait for the first groups before drawing from it"
             )
-        drawn = strategy.draw(self.columns(), groups, size, now, rng)
+        drawn = np.asarray(strategy.draw(self.columns(), groups, size, now, rng))
         _check(drawn, (groups, size), self._store.rows, type(strategy).__name__)
         self.counts["short_groups"] += int((drawn < 0).any(axis=1).sum())
-        filled = []
-        for rows in drawn:
-            chosen = rows[rows >= 0]
-            filled.append(chosen if len(chosen) == size else np.resize(chosen, size))
-        return self._store.groups(filled)
+        return self._store.groups([np.resize(rows[rows >= 0], size) for rows in drawn])
 
     def columns(self) -> Columns:
         """Return the view of the buffer that strategies draw from; adding invalidates it."""
-        return self._store.columns()
+        store = self._store
+        return Columns(
+            prompts=_read_only(store.prompts_by_arrival()),
+            rows=lambda prompt: _read_only(store.rows_of(int(prompt))),
+            latest=_read_only(store.prompts["latest"]),
+            **{name: _read_only(store.rows[name]) for name in SHOWN},
+        )
 
     def groups(self) -> list[Group]:
         """Return everything that the buffer holds: a group for each prompt, by latest arrival."""
@@ -155,8 +157,7 @@ class ReplayBuffer:
         store.rows["count"][rows] = np.add(arrived, earlier)
         excess = store.prompts["held"].item(prompt) - self.per_prompt
         if excess > 0:
-            dropped = store.remove(store.oldest(excess, prompt))
-            self.counts["evicted_per_prompt"] += dropped
+            self.counts["evicted_per_prompt"] += store.evict(excess, prompt)
 
     def _replace(self, keys: Iterable[bytes]) -> np.ndarray:
         """Remove the responses with these keys; return how many samples each stood for."""
@@ -171,11 +172,10 @@ class ReplayBuffer:
 
 def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, name: str) -> None:
     """Raise ValueError unless the draw of the strategy `name` keeps the contract."""
-    if not isinstance(drawn, np.ndarray) or drawn.dtype.kind != "i" or drawn.shape != shape:
-        form = f"{drawn.dtype} {drawn.shape}" if isinstance(drawn, np.ndarray) else type(drawn)
+    if drawn.dtype.kind != "i" or drawn.shape != shape:
         raise ValueError(
-            f"strategy {name} drew {form}; it must draw a numpy array of integers {shape},"
-            " which are rows of the buffer"
+            f"strategy {name} drew {drawn.dtype} {drawn.shape}; it must draw a numpy array of"
+            f" integers {shape}, which are rows of the buffer"
         )
     chosen = drawn >= 0
     used = drawn[chosen]
@@ -197,15 +197,19 @@ def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, name: str) ->
 
 def _finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Return the trajectories all of whose numbers are finite."""
-    if _are_finite(trajectories):
-        return list(trajectories)
-    return [t for t in trajectories if _are_finite([t])]
-
-
-def _are_finite(trajectories: Sequence[Trajectory]) -> bool:
     numbers = [np.array([t.reward for t in trajectories])]
     for t in trajectories:
         numbers += [t.behavior_logp, t.ref_logp]
         if t.value is not None:
             numbers.append(t.value)
-    return bool(np.isfinite(np.concatenate(numbers)).all())
+    if np.isfinite(np.concatenate(numbers)).all():
+        return list(trajectories)
+    if len(trajectories) == 1:
+        return []
+    return [t for one in trajectories for t in _finite([one])]
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -16,6 +16,7 @@ from tba.types import Trajectory
 
 SIZE = 2**18
 """Tokens in a segment; a longer response gets a segment of its own."""
+KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
 PLACE = ["segment", "offset", "length", "valued", "reward", "version", "finished"]
 """Columns of a row that its trajectory is made of."""
 
@@ -41,33 +42,17 @@ class Segment:
     file: SegmentFile | None = None
     """The file that this segment was last written to or read from."""
 
-    @classmethod
-    def empty(cls, size: int) -> "Segment":
-        """Return a segment with room for `size` tokens."""
-        tokens = _room(size, np.int32)
-        behavior, ref = _room(size, np.float32), _room(size, np.float32)
-        return cls({"tokens": tokens, "behavior_logp": behavior, "ref_logp": ref})
-
-    @property
-    def size(self) -> int:
-        """Tokens that there is room for, including those written."""
-        return len(self.arrays["tokens"])
-
     def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
         """Add trajectories, which reach up to `end`."""
         if "value" not in self.arrays and any(t.value is not None for t in trajectories):
-            self.arrays["value"] = _room(self.size, np.float32)
+            self.arrays["value"] = _room(len(self.arrays["tokens"]), np.float32)
         for name, array in self.arrays.items():
             parts = [getattr(t, name) for t in trajectories]
             if name == "value":
-                parts = [_or_zeros(t) for t in trajectories]
+                parts = [_value(t) for t in trajectories]
             np.concatenate(parts, out=array[self.used : end])
         self.live += end - self.used
         self.used = end
-
-    def trim(self) -> None:
-        """Give up the room for more. Pages that were never written take no memory."""
-        self.arrays = {name: array[: self.used] for name, array in self.arrays.items()}
 
     def write(self, folder: Path, older: Path | None) -> SegmentFile:
         """Link this segment's file from the folder `older`, or write it anew if that fails."""
@@ -95,9 +80,8 @@ class Segment:
             return None
         if hashlib.sha256(content).hexdigest() != file.sha256:
             return None
-        segment = cls(safetensors.numpy.load(content), file=file)
-        segment.used = segment.size
-        return segment
+        arrays = safetensors.numpy.load(content)
+        return cls(arrays, used=len(arrays["tokens"]), file=file)
 
 
 class Segments:
@@ -137,9 +121,10 @@ class Segments:
         self._table["segment"][rows] = EMPTY
 
     def close(self) -> None:
-        """Trim the open segment; trajectories added later go to a new one."""
+        """Give up the room in the open segment, of which pages never written took no memory."""
         if self._open is not None:
-            self.by_number[self._open].trim()
+            segment = self.by_number[self._open]
+            segment.arrays = {n: array[: segment.used] for n, array in segment.arrays.items()}
             self._open = None
 
     def compact(self) -> None:
@@ -180,17 +165,18 @@ class Segments:
     def _with_room(self, tokens: int) -> int:
         if self._open is not None:
             segment = self.by_number[self._open]
-            if segment.used + tokens <= segment.size:
+            if segment.used + tokens <= len(segment.arrays["tokens"]):
                 return self._open
             self.close()
         self._open = max(self.by_number, default=-1) + 1
-        self.by_number[self._open] = Segment.empty(max(SIZE, tokens))
+        size = max(SIZE, tokens)
+        arrays = {name: _room(size, kind) for name, kind in KINDS.items()}
+        self.by_number[self._open] = Segment(arrays)
         return self._open
 
 
-def _or_zeros(trajectory: Trajectory) -> np.ndarray:
-    value = trajectory.value
-    return np.zeros(len(trajectory.tokens), np.float32) if value is None else value
+def _value(t: Trajectory) -> np.ndarray:
+    return np.zeros(len(t.tokens), np.float32) if t.value is None else t.value
 
 
 def _room(size: int, kind: DTypeLike) -> np.ndarray:

@@ -9,7 +9,6 @@ import numpy as np
 from tba.replay.files import State
 from tba.replay.segments import Segments
 from tba.replay.table import EMPTY, Line, Table
-from tba.strategies import Columns
 from tba.types import Group, Trajectory
 
 SHOWN = ("prompt", "reward", "version", "arrived", "count", "arrived_count", "length")
@@ -61,14 +60,10 @@ class Store:
         """Return the rows of a prompt, the oldest arrival first."""
         return self.shelves[prompt].line.rows(self.prompts["held"].item(prompt))
 
-    def oldest(self, count: int, prompt: int | None = None) -> np.ndarray:
-        """Take the oldest rows, of a prompt or of all, out of their order; remove them next."""
+    def evict(self, count: int, prompt: int | None = None) -> int:
+        """Remove the oldest rows, of a prompt or of all; return how many these are."""
         line = self._order if prompt is None else self.shelves[prompt].line
-        return line.take(count)
-
-    def find(self, keys: Iterable[bytes]) -> np.ndarray:
-        """Return the row of each key, or EMPTY."""
-        return np.array([self._index.get(key, EMPTY) for key in keys], np.int32)
+        return self.remove(line.take(count))
 
     def number(self, group: Group) -> int:
         """Return the number of the group's prompt, which gets one if it has none."""
@@ -81,6 +76,10 @@ class Store:
             self.shelves[number] = Shelf(head, Line(self.rows))
             self._numbers[group.prompt.id] = number
         return number
+
+    def find(self, keys: Iterable[bytes]) -> np.ndarray:
+        """Return the row of each key, or EMPTY."""
+        return np.array([self._index.get(key, EMPTY) for key in keys], np.int32)
 
     def put(self, prompt: int, new: Mapping[bytes, Trajectory], now: int) -> np.ndarray:
         """Write trajectories with new keys to free rows, and return these. Counts are not set."""
@@ -116,10 +115,7 @@ class Store:
         self.prompts.free(empty)
 
     def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
-        """Return a group for each array of rows of one prompt.
-
-        A row that is repeated gives the same object.
-        """
+        """Return a group for each array of rows; a row that is repeated gives the same object."""
         rows = np.unique(np.concatenate([np.zeros(0, np.int32), *drawn]))
         trajectories = self.segments.trajectories(rows)
         by_row = dict(zip(rows.tolist(), trajectories, strict=True))
@@ -129,16 +125,6 @@ class Store:
             some = tuple([by_row[row] for row in own.tolist()])
             groups.append(replace(head, trajectories=some))
         return groups
-
-    def columns(self) -> Columns:
-        """Return the view for strategies; the next change of the store invalidates it."""
-        shown = {name: _read_only(self.rows[name]) for name in SHOWN}
-        return Columns(
-            prompts=_read_only(self.prompts_by_arrival()),
-            rows=lambda prompt: _read_only(self.rows_of(int(prompt))),
-            latest=_read_only(self.prompts["latest"]),
-            **shown,
-        )
 
     def state(self, counts: Mapping[str, int], saves: int) -> State:
         """Return a copy of the content, but for what never changes."""
@@ -204,9 +190,3 @@ def _positions(numbers: np.ndarray, column: np.ndarray) -> np.ndarray:
     positions = np.zeros(numbers.max(initial=0) + 1, np.int32)
     positions[numbers] = np.arange(len(numbers))
     return positions[column]
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -41,17 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run, and what it needs to continue from there."""
+    """Position of a run (see `Run`), and what it needs to continue from there."""
 
     step: int
     missing: int
-    """Groups to wait for before the next step."""
     evaluating: int
-    """Evaluations that were requested and have not been logged."""
     rng: Mapping[str, Any]
-    """Random state of sampling from the buffer."""
     counts: Mapping[str, float]
-    """Counts of the summary."""
+    """Totals of the summary."""
 
 
 class Checkpoints:
@@ -188,13 +185,13 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 
     Later ones were abandoned when the run was resumed from an earlier one.
     """
-    before = [g for g in generations(folder) if g.name < newest.name]
-    after = [g for g in generations(folder) if g.name > newest.name]
-    unfinished = folder.glob(".step-*")
-    replaced = folder.glob(".replaced-*")
-    excess = before[: max(0, len(before) - keep + 1)]
-    for old in [*excess, *after, *unfinished, *replaced]:
-        shutil.rmtree(old)
+    complete = generations(folder)
+    end = complete.index(newest) + 1
+    kept = complete[max(0, end - keep) : end]
+    unfinished, replaced = folder.glob(".step-*"), folder.glob(".replaced-*")
+    for path in [*complete, *unfinished, *replaced]:
+        if path not in kept:
+            shutil.rmtree(path)
 
 
 def generations(folder: Path) -> list[Path]:

@@ -57,7 +57,9 @@ def by_weight(
     drawn = np.full((groups, size), -1)
     guesses = np.zeros((groups, 0), int)
     if len(log_weight) > LARGE:
-        guesses = _with_replacement(log_weight, (groups, 2 * size), rng)
+        ends = np.cumsum(np.exp(log_weight - log_weight.max()))
+        places = rng.random((groups, 2 * size)) * ends[-1]
+        guesses = np.searchsorted(ends[:-1], places, side="right")
     for group, guess in zip(drawn, guesses, strict=True):
         first = list(dict.fromkeys(guess.tolist()))[:size]
         group[: len(first)] = first
@@ -65,7 +67,8 @@ def by_weight(
         if missing > 0:
             noisy = log_weight + rng.gumbel(size=len(log_weight))
             noisy[first] = -np.inf
-            group[len(first) : len(first) + missing] = _largest(noisy, missing)
+            largest = np.argpartition(-noisy, missing - 1)[:missing]
+            group[len(first) : len(first) + missing] = largest[np.argsort(-noisy[largest])]
     return drawn
 
 
@@ -74,17 +77,3 @@ def distinct(choices: int, size: int, rng: np.random.Generator) -> Int[np.ndarra
     if choices <= LARGE:
         return rng.permutation(choices)[:size]
     return rng.choice(choices, min(size, choices), replace=False)
-
-
-def _with_replacement(
-    log_weight: np.ndarray, shape: tuple[int, int], rng: np.random.Generator
-) -> np.ndarray:
-    ends = np.cumsum(np.exp(log_weight - log_weight.max()))
-    drawn = np.searchsorted(ends, rng.random(shape) * ends[-1], side="right")
-    return np.minimum(drawn, len(ends) - 1)  # a product can be rounded up to the last end
-
-
-def _largest(values: np.ndarray, size: int) -> np.ndarray:
-    """Return where the `size` largest are, in descending order."""
-    largest = np.argpartition(-values, size - 1)[:size]
-    return largest[np.argsort(-values[largest])]
