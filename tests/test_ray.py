@@ -253,8 +253,11 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
     )
 
     def end(run: Run) -> None:
+        import ray
+
         assert wait_until(lambda: run.step > 0, 60)
-        killed, hung = run.searchers.pids  # type: ignore[attr-defined]
+        handles = run.searchers._pool.handles  # type: ignore[attr-defined]
+        killed, hung = ray.get([handle.actor.pid.remote() for handle in handles], timeout=60)
         os.kill(killed, signal.SIGKILL)
         os.kill(hung, signal.SIGSTOP)
 

@@ -36,10 +36,9 @@ class SearcherActor:
         newest: Sent | None,
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
-        self._place = place.assigned([str(gpu) for gpu in ray.get_gpu_ids()])
-        self._place.take()
-        self._searcher = setup.build(self._place.device, bf16)
-        self._transport = transport
+        place.take()
+        self._place, self._transport = place, transport
+        self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
         self._loading = threading.Lock()
         self._counting = threading.Lock()  # guards everything below
@@ -47,16 +46,19 @@ class SearcherActor:
         self._working, self._idle_since = 0, time.perf_counter()
         self._load_newer(newest)
 
+    @ray.method(concurrency_group="control")
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
         return os.getpid()
 
+    @ray.method(concurrency_group="control")
     def publish(self, weights: Sent) -> None:
         """Load newer weights beside the searches that run."""
         self._enter()
         with self._searches.shared():
             self._load_newer(weights)
 
+    @ray.method(concurrency_group="search")
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
@@ -69,6 +71,7 @@ class SearcherActor:
             self._unreported = SearchStats()
         return result
 
+    @ray.method(concurrency_group="search")
     def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         with self._work(reference), self._searches.alone():
