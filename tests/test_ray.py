@@ -257,7 +257,8 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
 
         assert wait_until(lambda: run.step > 0, 60)
         handles = run.searchers._pool.handles  # type: ignore[attr-defined]
-        killed, hung = ray.get([handle.actor.pid.remote() for handle in handles], timeout=60)
+        ids = [h.actor.pid.options(concurrency_group="control").remote() for h in handles]
+        killed, hung = ray.get(ids, timeout=60)
         os.kill(killed, signal.SIGKILL)
         os.kill(hung, signal.SIGSTOP)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ray
 import torch
 
 from tba.runtime.placement import Place
@@ -46,19 +45,16 @@ class SearcherActor:
         self._working, self._idle_since = 0, time.perf_counter()
         self._load_newer(newest)
 
-    @ray.method(concurrency_group="control")
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
         return os.getpid()
 
-    @ray.method(concurrency_group="control")
     def publish(self, weights: Sent) -> None:
         """Load newer weights beside the searches that run."""
         self._enter()
         with self._searches.shared():
             self._load_newer(weights)
 
-    @ray.method(concurrency_group="search")
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
@@ -71,7 +67,6 @@ class SearcherActor:
             self._unreported = SearchStats()
         return result
 
-    @ray.method(concurrency_group="search")
     def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
         """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
         with self._work(reference), self._searches.alone():

@@ -15,6 +15,9 @@ from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent, Weights
 
+CONTROL = "control"
+"""Threads of a searcher that are free while others search or evaluate."""
+
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 
@@ -97,7 +100,8 @@ class Pool:
             "num_cpus": 0,
             "num_gpus": cluster.searcher_gpus,
             "max_restarts": 0,
-            "concurrency_groups": {"control": 2, "search": job.settings.concurrent_searches},
+            "max_concurrency": job.settings.concurrent_searches,
+            "concurrency_groups": {CONTROL: 2},
         }
         self._actor: Any = ray.remote(**options)(SearcherActor)
         self.newest = None if newest is None else self._transport.send(newest)
@@ -129,7 +133,8 @@ class Pool:
         for handle in self.handles:
             if handle.version < self.newest.version and handle.accepts_weights():
                 handle.version = self.newest.version
-                handle.tasks.append(Task("publish", handle.actor.publish.remote(self.newest)))
+                publish = handle.actor.publish.options(concurrency_group=CONTROL)
+                handle.tasks.append(Task("publish", publish.remote(self.newest)))
 
     def reset_reference(self, weights: Weights) -> None:
         """Make these weights the reference of every search and evaluation from now on."""
@@ -164,4 +169,5 @@ class Pool:
         version = 0 if self.newest is None else self.newest.version
         transport, newest = self._transport, self.newest
         actor = self._actor.remote(self._setup, place, self._bf16, sys.path, transport, newest)
-        return Handle(place, actor, version, [Task("start", actor.pid.remote())])
+        pid = actor.pid.options(concurrency_group=CONTROL)
+        return Handle(place, actor, version, [Task("start", pid.remote())])
