@@ -52,8 +52,7 @@ class EventLoop:
 class Calls:
     """The scoring of one search's groups on a searcher's event loop.
 
-    A sync function runs in one more thread. Threads that hang are daemons and are left behind,
-    because Python cannot end them.
+    Threads that hang are daemons and are left behind, because Python cannot end them.
     """
 
     def __init__(
@@ -227,21 +226,17 @@ def verdict_on(score: Any) -> Verdict:
 
 @dataclass
 class RejectionMonitor:
-    """Stops the run when more than `max_share` of the latest samples were rejected."""
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected."""
 
     max_share: float
-    _recent: deque[SearchStats] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _recent: deque[SearchStats] = field(default_factory=deque)
 
     def add(self, stats: SearchStats) -> None:
-        """Take in the statistics of one search.
-
-        RuntimeError, with the latest rejection, when more than `max_share` of the last 64 or more
-        samples were rejected.
-        """
+        """Take in the statistics of one search; RuntimeError if too many were rejected."""
         self._recent.append(stats)
-        while len(self._recent) > 1 and self._scored(skip=1) >= WINDOW:
-            self._recent.popleft()
-        total = self._scored()
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
@@ -253,6 +248,3 @@ class RejectionMonitor:
                 f" reward.max_rejected = {self.max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
             )
-
-    def _scored(self, skip: int = 0) -> int:
-        return sum(stats.samples + stats.rollouts for stats in list(self._recent)[skip:])
