@@ -25,7 +25,7 @@ LENGTHS = ((5, 1, 3, 2), (2, 4, 4, 1), (3, 3, 2, 1))
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folder of a random character-level Llama and its tokenizer, with or without special tokens."""
+    """Folder of a random character-level Llama and its tokenizer, with any special tokens."""
 
     def make(
         eos: str | None = EOS, pad: str | None = PAD, vocabulary: Sequence[str] = VOCABULARY
@@ -43,8 +43,10 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if token is not None
         }
         config = LlamaConfig(
-            vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
+            vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48,
+            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
+            tie_word_embeddings=True, bos_token_id=None,
+            eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
         )  # fmt: skip
         folder = tmp_path_factory.mktemp("model")
         with torch.random.fork_rng():
@@ -72,7 +74,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Three groups of four, with values; every first response of a group was cut off before EOS, the others end with it."""
+    """Three groups of four, with values; only the first response of each was cut off before EOS."""
     rng = np.random.default_rng(0)
 
     def trajectory(k: int, length: int) -> Trajectory:

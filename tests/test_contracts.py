@@ -1,4 +1,4 @@
-"""What every plug-in of the package keeps to, whoever wrote it. A new file in a folder is tested here on arrival."""
+"""Contracts that every plug-in keeps. A new file in a plug-in folder is tested here on arrival."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def options(tmp_path: Path) -> dict[str, dict[str, Any]]:
             "".join(json.dumps(row) + "\n" for row in questions)
         )
     (tmp_path / "length.py").write_text(
-        "def length(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+        "def length(prompts, completions, **columns):\n"
+        "    return [float(len(c)) for c in completions]\n"
     )
     return {
         "arithmetic": {"train_size": 7, "held_out_size": 2},
@@ -112,7 +113,7 @@ def strategy(request: pytest.FixtureRequest) -> Strategy:
 
 
 def buffer_of(prompts: int, responses: int, reward: Callable[[int], float] = float) -> ReplayBuffer:
-    """Prompt b arrived at step b // 2, with responses k = 0, 1, ... of different lengths and reward(k)."""
+    """Prompt b arrived at step b // 2, with responses k = 0, 1, ... and reward(k)."""
     buffer = ReplayBuffer()
     for b in range(prompts):
         logps = [-np.ones(k + 1, np.float32) for k in range(responses)]
@@ -193,7 +194,7 @@ def make_selection(request: pytest.FixtureRequest) -> Callable[[int], Selection]
 
 
 def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
-    """The ids of so many prompts at a time; each is answered, prompt i right in i of 6 cases, before the next are chosen."""
+    """Ids of the chosen prompts; prompt i is answered right in i of 6 cases before the next."""
     chosen = []
     for count in counts:
         prompts = selection.choose(count)
@@ -251,14 +252,14 @@ def objective(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def logp(batch: Batch) -> torch.Tensor:
-    """[B K T] of a policy that is neither the reference nor the one that sampled; 0 at padding, as the policy gives it."""
+    """[B K T] of a policy that is neither the reference nor the one that sampled; 0 at padding."""
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
     return ((batch.ref_logp + 0.3 * noise).clamp(max=-0.01) * batch.mask).requires_grad_()
 
 
 @pytest.fixture
 def head(objective: Any, batch: Batch) -> torch.Tensor | None:
-    """What the objective's own head says, if it has one: [B K T], 0 at padding as the policy gives it, or [B]."""
+    """Output of the objective's own head, if it has one: [B K T], 0 at padding, or [B]."""
     if not isinstance(objective, HasHead):
         return None
     generator = torch.Generator().manual_seed(2)
@@ -360,7 +361,7 @@ def test_objective_survives_a_policy_far_away(
     other: str,
     distance: float,
 ) -> None:
-    """e^90 at each token, from the policy that sampled or from the reference: more than a float32 holds, and no reason to stop."""
+    """e^90 at each token, from the behaviour policy or the reference: more than a float32 holds."""
     far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
     loss, metrics = call(objective, logp, far, head)
     assert all(

@@ -36,7 +36,7 @@ def tba(*arguments: str) -> str:
 
 @needs(MODELS / "smollm2", GSM8K)
 def test_gsm8k_end_to_end(tmp_path: Path) -> None:
-    """Three asynchronous steps, evaluated on 16 test questions; the exported folder generates the same greedy text."""
+    """Three asynchronous steps; the exported folder generates the same greedy text."""
     run = tmp_path / "run"
     tba(
         "train",
