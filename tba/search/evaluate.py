@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from tba.models.pretrained import Text
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.searcher import Searcher
