@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
@@ -81,26 +82,18 @@ class SingleTrainer:
     def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
         """Add the gradients of sum(loss) / groups, and return the metrics of each group.
 
-        A chunk above the token budget (one long group) is divided into pieces of its responses.
-        These run twice: without gradients, because a loss needs the whole group, and once more to
-        pass on the loss's gradient. Only one piece then has its activations in memory.
+        A chunk above the token budget (one long group) runs in pieces of its responses. A loss
+        needs the whole group, so each piece runs once more on the way back, and only one has its
+        activations in memory.
         """
         pieces = list(chunk.pieces(self.settings.token_budget))
         if len(pieces) == 1:
             output: Output = self.policy(chunk)
         else:
-            with torch.no_grad():
-                output = _joined([self.policy(piece) for piece in pieces])
-            for tensor in _differentiable(output):
-                tensor.requires_grad_()
+            output = _joined([checkpoint(self.policy, p, use_reentrant=False) for p in pieces])
         moved = chunk.to(output.logp.device)
         loss, extras = _loss(objective, output, moved)
         (loss.sum() / groups).backward()  # not loss.mean(): the last chunk may be smaller
-        if len(pieces) > 1:
-            sizes = [piece.samples for piece in pieces]
-            gradients = [_divided(tensor.grad, sizes) for tensor in _differentiable(output)]
-            for piece, *own in zip(pieces, *gradients, strict=True):
-                torch.autograd.backward(_differentiable(self.policy(piece)), own)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved)
         return {"loss": loss.detach(), **extras, **metrics}
 
@@ -181,11 +174,6 @@ def _loss(objective: Objective | HasHead, output: Output, batch: Batch) -> Loss:
     return loss, metrics
 
 
-def _differentiable(output: Output) -> list[Tensor]:
-    """Return the tensors that a loss may depend on."""
-    return [output.logp] if output.head is None else [output.logp, output.head]
-
-
 def _joined(outputs: Sequence[Output]) -> Output:
     """Join pieces along K. The output of a head on the prompt is the same for each of them."""
     logp = torch.cat([output.logp for output in outputs], 1)
@@ -194,14 +182,6 @@ def _joined(outputs: Sequence[Output]) -> Output:
     if head is not None and head.ndim > 1:
         head = torch.cat([output.head for output in outputs if output.head is not None], 1)
     return Output(logp, entropy, head)
-
-
-def _divided(gradient: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Return the gradient of each piece; that of a head on the prompt goes to the first alone."""
-    assert gradient is not None
-    if gradient.ndim == 1:
-        return [gradient] + [torch.zeros_like(gradient)] * (len(sizes) - 1)
-    return gradient.split(list(sizes), 1)
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch) -> dict[str, Tensor]:
