@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
-from tba.learn import NotFinite
+from tba.learn import NotFinite, state
 from tba.learn.policy import Output, Policy
-from tba.learn.state import TrainerState, fingerprint
 from tba.objectives import HasHead, Loss, Objective
 from tba.types import Batch
 from tba.weights import Probe, Weights, pack
@@ -39,7 +38,7 @@ class SingleTrainer:
     """Whether searchers get weights in bf16."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
-    _state: TrainerState = field(init=False)
+    _first_model: str = field(init=False)
     _probe: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -52,8 +51,7 @@ class SingleTrainer:
             groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
-        first_model = fingerprint(self.policy.model)
-        self._state = TrainerState(self.policy, self.optimizer, self.schedule, first_model)
+        self._first_model = state.fingerprint(policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -74,10 +72,10 @@ class SingleTrainer:
         return pack(self.policy.model, version, self.bf16_weights, self._probed())
 
     def save(self, folder: Path) -> Callable[[], None]:
-        return self._state.save(folder)
+        return state.save(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
     def load(self, folder: Path) -> None:
-        self._state.load(folder)
+        state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
     def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
         """Add the gradients of sum(loss) / groups, and return the metrics of each group.
@@ -117,12 +115,9 @@ class SingleTrainer:
         length = min(PROBE_TOKENS, int(self._probe.mask[0, 0].sum()))
         logp = self.policy.logp(self._probe)[0, 0, :length]
         prompt = self._probe.prompt_tokens[0][self._probe.prompt_mask[0]]
-        return Probe(
-            prompt_tokens=prompt.int().numpy(),
-            tokens=self._probe.tokens[0, 0, :length].int().numpy(),
-            logp=logp.float().cpu().numpy(),
-            temperature=self.policy.temperature,
-        )
+        tokens = self._probe.tokens[0, 0, :length].int().numpy()
+        logps = logp.float().cpu().numpy()
+        return Probe(prompt.int().numpy(), tokens, logps, self.policy.temperature)
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
@@ -143,12 +138,10 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
 
 
 def _check_finite(batch: Batch, step: int) -> None:
-    tensors = batch.tensors()
     for name in ("reward", "ref_logp", "behavior_logp"):  # a value may be NaN: no estimate
-        if not torch.isfinite(tensors[name]).all():
+        if not batch.tensors()[name].isfinite().all():
             raise NotFinite(
-                f"step {step}: {name} of the batch is not finite; fix the reward function or the"
-                " engine that it comes from"
+                f"step {step}: {name} of the batch is not finite; fix the reward or the engine"
             )
 
 
@@ -209,6 +202,5 @@ def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Return each metric's mean over all groups, however these were divided into chunks."""
     means = {}
     for name in chunks[0]:
-        values = torch.cat([chunk[name].float() for chunk in chunks])
-        means[name] = values.mean().item()
+        means[name] = torch.cat([chunk[name].float() for chunk in chunks]).mean().item()
     return means
