@@ -116,10 +116,11 @@ class ReplayBuffer:
         self._store.restore(state)
         self._saves, self.counts = state.saves, Counter(state.counts)
         if damaged:
-            lost = len(state.columns["segment"]) - len(self)
+            rows = len(state.columns["segment"])
+            lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            text = "%d of %d segments of the replay buffer are damaged: dropped %d trajectories"
-            log.warning(text, damaged, total, lost)
+            text = "%d of %d segments of the buffer are damaged: dropped %d of its %d trajectories"
+            log.warning(text, damaged, total, lost, rows)
 
     def _add(self, group: Group, now: int) -> None:
         finite = _finite(group.trajectories)
