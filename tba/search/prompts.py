@@ -14,12 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Cursor(TypedDict):
-    """Position of a stream, as JSON."""
+    """Position of a stream, as JSON: the selection's class and state, and what was handed out."""
 
     selection: str
-    """Class of the selection."""
     state: dict[str, Any]
-    """State of the selection."""
     outstanding: list[str]
     """Ids of prompts that were handed out and whose groups were not received."""
     data: str
@@ -34,6 +32,7 @@ class PromptStream:
             raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
         self._selection = selection
+        self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again: list[str] = []
         self._outstanding: list[str] = []
 
@@ -63,7 +62,7 @@ class PromptStream:
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
         return Cursor(
-            selection=_name(self._selection),
+            selection=self._name,
             state=self._selection.state(),
             outstanding=self._outstanding + self._again,
             data=self._data,
@@ -78,18 +77,15 @@ class PromptStream:
             )
 
     def seek(self, cursor: Cursor) -> None:
-        """Continue from a cursor: prompts that were outstanding are handed out first.
-
-        ValueError if the cursor belongs to other prompts.
-        """
+        """Continue from a cursor: prompts that were outstanding are handed out first."""
         self.check(cursor)
-        if cursor["selection"] == _name(self._selection):
+        if cursor["selection"] == self._name:
             self._selection.restore(cursor["state"])
         else:
             log.warning(
                 "the run's selection was %s; it is now %s, which starts from its initial state",
                 cursor["selection"],
-                _name(self._selection),
+                self._name,
             )
         self._again, self._outstanding = list(cursor["outstanding"]), []
 
@@ -102,7 +98,3 @@ class PromptStream:
     def _returned(self, prompts: Iterable[Prompt]) -> None:
         for prompt in prompts:
             self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
-
-
-def _name(selection: Selection) -> str:
-    return f"{type(selection).__module__}.{type(selection).__qualname__}"

@@ -57,10 +57,7 @@ class Reference:
         responses: Sequence[Sequence[np.ndarray]],
     ) -> list[Sequence[int]]:
         """Divide groups, so that one response of each fits the token budget."""
-        longest = 1
-        for i in places:
-            response = max(map(len, responses[i]))
-            longest = max(longest, len(prompts[i]) + response)
+        longest = max(len(prompts[i]) + max(map(len, responses[i])) for i in places)
         size = max(1, self._token_budget // longest)
         return [places[start : start + size] for start in range(0, len(places), size)]
 

@@ -47,6 +47,10 @@ class SearchStats:
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
 
+    @property
+    def scored(self) -> int:
+        return self.samples + self.rollouts
+
     def add(self, other: "SearchStats") -> None:
         """Add the counters of `other`; the latest rejection and gap replace earlier ones."""
         self.samples += other.samples

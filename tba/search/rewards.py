@@ -49,30 +49,27 @@ class EventLoop:
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
 
+@dataclass
 class Calls:
     """The scoring of one search's groups on a searcher's event loop.
 
-    A sync function runs in one more thread. Threads that hang are daemons and are left behind,
-    because Python cannot end them.
+    Threads that hang are daemons and are left behind, because Python cannot end them.
     """
 
-    def __init__(
-        self, events: EventLoop, score: Callable[..., Any], groups: Sequence[Group], deadline: float
-    ):
-        self.events = events
-        self._score = score
-        self._groups = groups
-        self._deadline = deadline
-        self._scores: list[list[Any]] = [[BLOCKED] * len(answers) for _, answers in groups]
-        self._timeouts = 0
-        """Timeouts in a row: of calls during which no other call ended in time."""
-        self._last_end = -math.inf
-        self.blocked = False
-        """Set when a function has blocked the event loop: other searches need a new one."""
+    events: EventLoop
+    score: Callable[..., Any]
+    groups: Sequence[Group]
+    deadline: float
+    blocked: bool = False
+    """Set when a function has blocked the event loop: other searches need a new one."""
+    _scores: dict[int, list[Any]] = field(default_factory=dict)
+    _timeouts: int = 0
+    """Timeouts in a row: of calls during which no other call ended in time."""
+    _last_end: float = -math.inf
 
     def run(self) -> list[list[Any]]:
         """Return for each answer its score as the function returned it, or a rejection."""
-        longest = self._deadline * max((len(answers) for _, answers in self._groups), default=0)
+        longest = self.deadline * max((len(answers) for _, answers in self.groups), default=0)
         loop = self.events.loop
         scoring = asyncio.run_coroutine_threadsafe(self._all(), loop)
         while not wait([scoring], GRACE).done:
@@ -82,14 +79,15 @@ class Calls:
                 break
         if not self.blocked:
             scoring.result()  # an error of our own, which no search may hide
-        return list(self._scores)
+        scores = self._scores.copy()
+        return [scores.get(i, [BLOCKED] * len(a)) for i, (_, a) in enumerate(self.groups)]
 
     async def _all(self) -> None:
-        await asyncio.gather(*(self._group(i) for i in range(len(self._groups))))
+        await asyncio.gather(*(self._group(i) for i in range(len(self.groups))))
 
     async def _group(self, index: int) -> None:
         """Score a group; if the call raises, score each of its answers alone."""
-        prompt, answers = self._groups[index]
+        prompt, answers = self.groups[index]
         async with self.events.slots:
             scores = await self._call(prompt, answers)
             raised = isinstance(scores, Rejected) and scores.reason == "raised"
@@ -107,8 +105,8 @@ class Calls:
             if self._timeouts >= TIMEOUTS or self.blocked:
                 return Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
             began = time.monotonic()
-            seconds = self._deadline * len(answers)
-            scores = await _within(seconds, _threaded(lambda: self._score(prompt, answers)))
+            seconds = self.deadline * len(answers)
+            scores = await _within(seconds, _threaded(lambda: self.score(prompt, answers)))
         if isawaitable(scores):
             left = began + seconds - time.monotonic()
             scores = await _within(left, _finished(scores))
@@ -118,7 +116,7 @@ class Calls:
             return Rejected(
                 "timeout",
                 f"scoring of {len(answers)} answers did not return within {seconds:g} s"
-                f" (reward.deadline = {self._deadline:g} s for each)",
+                f" (reward.deadline = {self.deadline:g} s for each)",
             )
         self._timeouts, self._last_end = 0, time.monotonic()
         if isinstance(scores, list) and len(scores) != len(answers):
@@ -227,21 +225,17 @@ def verdict_on(score: Any) -> Verdict:
 
 @dataclass
 class RejectionMonitor:
-    """Stops the run when more than `max_share` of the latest samples were rejected."""
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected."""
 
     max_share: float
-    _recent: deque[SearchStats] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _recent: deque[SearchStats] = field(default_factory=deque)
 
     def add(self, stats: SearchStats) -> None:
-        """Take in the statistics of one search.
-
-        RuntimeError, with the latest rejection, when more than `max_share` of the last 64 or more
-        samples were rejected.
-        """
+        """Take in the statistics of one search; RuntimeError if too many were rejected."""
         self._recent.append(stats)
-        while len(self._recent) > 1 and self._scored(skip=1) >= WINDOW:
-            self._recent.popleft()
-        total = self._scored()
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
@@ -253,6 +247,3 @@ class RejectionMonitor:
                 f" reward.max_rejected = {self.max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
             )
-
-    def _scored(self, skip: int = 0) -> int:
-        return sum(stats.samples + stats.rollouts for stats in list(self._recent)[skip:])

@@ -1,11 +1,11 @@
 """Rows and reward functions that are passed from Python, and how a config refers to them."""
 
 import functools
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from tba.config.plugins import Plugin
@@ -32,10 +32,10 @@ class InMemory:
     def options(self) -> dict[str, Any]:
         """Return the text that stands for each object in a config, by the name of the option."""
         texts: dict[str, Any] = {}
-        if self.data is not None:
-            texts["data"] = _fingerprint(self.data)
-        if self.held_out_data is not None:
-            texts["held_out_data"] = _fingerprint(self.held_out_data)
+        for key, table in (("data", self.data), ("held_out_data", self.held_out_data)):
+            if table is not None:
+                digest = sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+                texts[key] = f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
         if self.reward is not None:
             names = [f"{MARK}{name_of(function)}>" for function in self.reward]
             texts["reward"] = names[0] if len(names) == 1 else names
@@ -161,8 +161,6 @@ def _check_complete(task: Use, passed: Collection[str]) -> None:
 
 def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
     functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
-    if not functions:
-        raise ValueError("reward= is empty; pass a function, or a list of functions")
     for function in functions:
         if not callable(function):
             raise ValueError(
@@ -170,9 +168,3 @@ def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
                 " or file.py:function, set task.reward in the config"
             )
     return functions
-
-
-def _fingerprint(table: Rows) -> str:
-    text = json.dumps(table, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"

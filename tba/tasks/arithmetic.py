@@ -65,8 +65,4 @@ class Arithmetic:
             a, b = rng.integers(smallest, 10 * smallest, 2).tolist()
             if is_held_out(a, b) == held_out:
                 pairs[a, b] = None
-        return [_prompt(a, b) for a, b in pairs]
-
-
-def _prompt(a: int, b: int) -> Prompt:
-    return Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)})
+        return [Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]

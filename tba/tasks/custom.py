@@ -95,7 +95,11 @@ class Custom:
                     " completions"
                 )
         weights = self.reward_weights or [1.0] * len(scores)
-        return [_weighted_sum(of_answer, weights) for of_answer in zip(*scores, strict=True)]
+        sums: list[float | None] = []
+        for of_answer in zip(*scores, strict=True):
+            terms = [w * s for w, s in zip(weights, of_answer, strict=True) if s is not None]
+            sums.append(sum(terms) if terms else None)
+        return sums
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
@@ -182,11 +186,6 @@ def _accepted(function: RewardFunction, arguments: dict[str, list[Any]]) -> dict
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return arguments
     return {name: values for name, values in arguments.items() if name in parameters}
-
-
-def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    terms = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
-    return sum(terms) if terms else None
 
 
 def _function(name: str) -> RewardFunction:
