@@ -167,6 +167,7 @@ def _rejection(error: BaseException) -> Rejected:
     return Rejected("raised", "".join(traceback.format_exception(error)))
 
 
+@dataclass
 class Guard:
     """Scores groups by a task, and gives a verdict on each answer whatever the task does.
 
@@ -177,12 +178,12 @@ class Guard:
     in a row, the remaining groups of the search are rejected without being tried.
     """
 
-    def __init__(self, task: Task, deadline: float, concurrency: int = 8):
-        self.task = task
-        self._deadline = deadline
-        self._concurrency = concurrency
-        self._events = EventLoop(concurrency)
-        self._lock = Lock()
+    task: Task
+    deadline: float
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        self._events, self._lock = EventLoop(self.concurrency), Lock()
 
     def __call__(
         self,
@@ -195,11 +196,11 @@ class Guard:
         `score` takes the place of the task's own function.
         """
         groups = list(zip(prompts, answers, strict=True))
-        calls = Calls(self._events, score or self.task.score, groups, self._deadline)
+        calls = Calls(self._events, score or self.task.score, groups, self.deadline)
         scores = calls.run()
         with self._lock:
             if calls.blocked and calls.events is self._events:
-                self._events = EventLoop(self._concurrency)
+                self._events = EventLoop(self.concurrency)
         return [[verdict_on(score) for score in group] for group in scores]
 
 
