@@ -218,7 +218,7 @@ def test_who_waits_to_be_alone_goes_before_those_that_share_later(
     first = threads.submit(share, "first")
     wait(inside)
     waiting = threads.submit(alone)
-    while not lock._waiting:
+    while not lock._entrance.locked():
         pass
     later = threads.submit(share, "later")
     leave.set()
