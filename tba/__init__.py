@@ -8,8 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from typing import TYPE_CHECKING
 
-from tba.config.loading import load
-from tba.config.schema import Config
+from tba.config.schema import Config, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tba.config.loading import DEFAULT, load, override_all, parse
 from tba.config.plugins import KINDS, find, names, options_of
-from tba.config.schema import Config
+from tba.config.schema import DEFAULT, Config, load, override_all, parse
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__

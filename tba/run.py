@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tba import loop
-from tba.config.loading import parse
-from tba.config.schema import Config
+from tba.config.schema import Config, parse
 from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer

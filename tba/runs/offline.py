@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.config.loading import override_all, parse
+from tba.config.schema import override_all, parse
 from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
 from tba.runs import checkpoint
