@@ -12,7 +12,7 @@ import ray
 from tba.config.tables import RuntimeTable
 from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.placement import Place
-from tba.search.setup import SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, Weights
 

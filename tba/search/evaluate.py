@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from math import comb, isnan, nan, sqrt
 from statistics import fmean, stdev
 
@@ -16,7 +16,6 @@ from tba.types import Completion, Prompt, Sampling
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
 
-
 Completions = list[list[Completion]]
 
 
@@ -29,12 +28,12 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
     is their share.
     """
     started = time.perf_counter()
-    settings, text, prompts = searcher.evaluation, searcher.text, searcher.held_out
-    tokens = [text.encode(p) for p in prompts]
+    setup, text, prompts = searcher.setup, searcher.text, searcher.setup.held_out
+    settings, tokens = setup.evaluation, [text.encode(p) for p in prompts]
 
     def answered(samples: int, temperature: float) -> tuple[Completions, np.ndarray]:
         """Return completions of every prompt, and their rewards: NaN if rejected."""
-        sampling = Sampling(samples, temperature, searcher.sampling.max_tokens)
+        sampling = Sampling(samples, temperature, setup.sampling.max_tokens)
         completions = searcher.engine.generate(tokens, sampling, settings.seed)
         answers = [[text.answer(c) for c in group] for group in completions]
         rewards = [list(map(_number, group)) for group in searcher.guard(prompts, answers)]
@@ -45,7 +44,7 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
     sampled, rewards = answered(settings.samples, settings.temperature)
     scores = _summary("greedy", greedy, greedy_rewards, pass_reward)
     scores |= _summary("sampled", sampled, rewards, pass_reward)
-    if settings.temperature == searcher.sampling.temperature:  # that of the reference
+    if settings.temperature == setup.sampling.temperature:  # that of the reference
         scores["sampled_kl"] = _kl(tokens, sampled, searcher.reference)
     if pass_reward is not None:
         correct = (rewards >= pass_reward).sum(1).tolist()
@@ -54,10 +53,10 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
             scores[f"pass@{k}"] = fmean(passed)
             scores[f"pass@{k}_stderr"] = stderr(passed)
     examples = []
-    for prompt, (completion,), reward in zip(
-        prompts[:EXAMPLES], greedy, greedy_rewards, strict=False
-    ):
-        examples.append(_example(prompt, text.decode(completion.tokens), float(reward[0])))
+    answers = zip(prompts, greedy, greedy_rewards.tolist(), strict=True)
+    for prompt, (completion,), (reward,) in islice(answers, EXAMPLES):
+        value = None if isnan(reward) else reward
+        examples.append(Example(_shown(prompt), text.decode(completion.tokens), value))
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(searcher.engine.version, scores, examples)
 
@@ -78,14 +77,10 @@ def stderr(values: Sequence[float]) -> float:
 def _summary(
     name: str, completions: Completions, rewards: np.ndarray, pass_reward: float | None
 ) -> dict[str, float]:
-    rejected = np.isnan(rewards)
+    rejected, every = np.isnan(rewards), list(chain(*completions))
     reward = np.where(rejected, 0.0, rewards).mean(1).tolist()
-    every = list(chain(*completions))
-    scores = {
-        "reward": fmean(reward),
-        "reward_stderr": stderr(reward),
-        "rejected": float(rejected.mean()),
-    }
+    scores = {"reward": fmean(reward), "reward_stderr": stderr(reward)}
+    scores["rejected"] = float(rejected.mean())
     if pass_reward is not None:
         correct = (rewards >= pass_reward).mean(1).tolist()
         scores |= {"pass@1": fmean(correct), "stderr": stderr(correct)}
@@ -101,11 +96,10 @@ def _kl(prompts: Sequence[np.ndarray], completions: Completions, reference: Refe
     return fmean(float((completion.logp - ref_logp).sum()) for completion, ref_logp in pairs)
 
 
-def _example(prompt: Prompt, completion: str, reward: float) -> Example:
-    shown = prompt.text
-    if not isinstance(shown, str):
-        shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
-    return Example(shown, completion, None if isnan(reward) else reward)
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
 
 
 def _number(verdict: Verdict) -> float:

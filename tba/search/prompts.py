@@ -50,22 +50,21 @@ class PromptStream:
 
         A prompt whose samples were all rejected has no group.
         """
-        self._returned(prompts)
+        for prompt in prompts:
+            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
         for group in groups:
             self._selection.learn(group)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Hand these prompts out again, because their search was lost."""
-        self._returned(prompts)
+        self.done(prompts, groups=[])
         self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
+        out = self._outstanding + self._again
         return Cursor(
-            selection=self._name,
-            state=self._selection.state(),
-            outstanding=self._outstanding + self._again,
-            data=self._data,
+            selection=self._name, state=self._selection.state(), outstanding=out, data=self._data
         )
 
     def check(self, cursor: Cursor) -> None:
@@ -82,11 +81,8 @@ class PromptStream:
         if cursor["selection"] == self._name:
             self._selection.restore(cursor["state"])
         else:
-            log.warning(
-                "the run's selection was %s; it is now %s, which starts from its initial state",
-                cursor["selection"],
-                self._name,
-            )
+            text = "the run's selection was %s; it is now %s, which starts from its initial state"
+            log.warning(text, cursor["selection"], self._name)
         self._again, self._outstanding = list(cursor["outstanding"]), []
 
     @cached_property
@@ -94,7 +90,3 @@ class PromptStream:
         # computed when first needed: a stream that is only checked needs none
         rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-
-    def _returned(self, prompts: Iterable[Prompt]) -> None:
-        for prompt in prompts:
-            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times

@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tba.types import Group
 
 
@@ -72,9 +74,7 @@ class SearchStats:
     @classmethod
     def from_counts(cls, counts: Mapping[str, Any]) -> "SearchStats":
         """Continue from what `counts` returned."""
-        rejected = Counter(counts["rejected"])
-        seconds = defaultdict(float, counts["seconds"])
-        return cls(**{**counts, "rejected": rejected, "seconds": seconds})
+        return TypeAdapter(cls).validate_python(counts)
 
 
 @dataclass(frozen=True)
