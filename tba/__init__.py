@@ -8,8 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from typing import TYPE_CHECKING
 
-from tba.config.loading import load
-from tba.config.schema import Config
+from tba.config.schema import Config, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ def train(
     from tba.runs.result import Result
 
     with open_run(config, resume, data=data, reward=reward, held_out_data=held_out_data) as run:
-        return Result(run.train(), run.folder.path)
+        return Result(run.train(), run.folder)
 
 
 def open_run(

@@ -115,10 +115,7 @@ class TokenBatch:
         return self.tokens.shape[1]
 
     def chunks(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-        """Yield batches of whole groups, each of at most `token_budget` tokens with padding.
-
-        A batch has at least one group.
-        """
+        """Yield batches of one group or more, each of at most `token_budget` tokens if possible."""
         # groups of similar length together: less padding
         order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()
         part: list[int] = []
@@ -145,13 +142,12 @@ class TokenBatch:
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
         """Return these groups, with padding trimmed to their lengths."""
         chosen = {name: tensor[list(index)] for name, tensor in self.tensors().items()}
-        p = int(chosen["prompt_mask"].sum(-1).max())
-        t = int(chosen["mask"].sum(-1).max())
+        prompt, response = (int(chosen[m].sum(-1).max()) for m in ("prompt_mask", "mask"))
         for name, tensor in chosen.items():
             if name in PROMPT_FIELDS:
-                chosen[name] = tensor[:, -p:]
+                chosen[name] = tensor[:, -prompt:]
             elif tensor.ndim == 3:
-                chosen[name] = tensor[..., :t]
+                chosen[name] = tensor[..., :response]
         return replace(self, **chosen)
 
     def slice(self: AnyBatch, k: slice) -> AnyBatch:
@@ -161,12 +157,10 @@ class TokenBatch:
         return replace(self, **chosen)
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
-        """Return the batch on a device."""
         moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}
         return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -207,17 +201,13 @@ def collate(groups: Sequence[Group]) -> Batch:
     prompts = [g.prompt_tokens for g in groups]
     tokens = collate_tokens(prompts, [[t.tokens for t in g.trajectories] for g in groups])
     rows = [t for g in groups for t in g.trajectories]
-    values = []
-    for t in rows:
-        absent = np.full(len(t.tokens), np.nan, np.float32)
-        values.append(absent if t.value is None else t.value)
+    values = [np.full_like(t.ref_logp, np.nan) if t.value is None else t.value for t in rows]
     shape = tokens.mask.shape
-    reward = torch.tensor([t.reward for t in rows], dtype=torch.float32)
     return Batch(
         **tokens.tensors(),
         behavior_logp=_pad([t.behavior_logp for t in rows]).view(shape),
         ref_logp=_pad([t.ref_logp for t in rows]).view(shape),
-        reward=reward.view(shape[:2]),
+        reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape[:2]),
         value=_pad(values).view(shape),
     )
 

@@ -30,7 +30,7 @@ class Probe:
 class Weights:
     """Every parameter by name, in fp32 or as the bits of bf16 (uint16).
 
-    The values are NumPy arrays because these travel between processes without a copy.
+    NumPy arrays travel between processes without a copy.
     """
 
     version: int
@@ -66,10 +66,7 @@ def as_tensor(array: np.ndarray) -> Tensor:
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Weights) -> None:
-    """Copy all weights into the model.
-
-    ValueError, before anything is written, when a name or a shape differs.
-    """
+    """Copy all weights into the model; ValueError, before that, if a name or a shape differs."""
     check_same_model(model, weights.arrays, "the weights are of")
     parameters = model.state_dict()
     for name, array in weights.arrays.items():
@@ -78,14 +75,13 @@ def load_weights(model: Any, weights: Weights) -> None:
 
 def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
     """ValueError unless the names and shapes are those of the model; `source` begins the error."""
-    own = model.state_dict()
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     untied = {name for name, _ in model.named_parameters()}  # a tied weight has its first name
-    shared = own.keys() & given.keys()
-    reshaped = {name for name in shared if tuple(own[name].shape) != tuple(given[name].shape)}
-    differing = sorted((given.keys() - own.keys()) | (untied - given.keys()) | reshaped)
+    reshaped = {name for name, array in given.items() if own.get(name) != tuple(array.shape)}
+    differing = sorted(reshaped | (untied - given.keys()))[:3]
     if differing:
         raise ValueError(
-            f"{source} another model than policy.model: {differing[:3]} differ in name or shape"
+            f"{source} another model than policy.model: {differing} differ in name or shape"
         )
 
 
@@ -115,31 +111,28 @@ class SharedLock:
     """
 
     def __init__(self) -> None:
+        self._entrance = threading.Lock()
         self._changed = threading.Condition()
         self._sharing = 0
-        self._waiting = 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold the lock together with others that share it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting == 0)
-            self._sharing += 1
+        with self._entrance:
+            self._count(1)
         try:
             yield
         finally:
-            with self._changed:
-                self._sharing -= 1
-                self._changed.notify_all()
+            self._count(-1)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the lock while no other thread does."""
+        with self._entrance, self._changed:
+            self._changed.wait_for(lambda: self._sharing == 0)
+            yield
+
+    def _count(self, change: int) -> None:
         with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: self._sharing == 0)
-                yield
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
+            self._sharing += change
+            self._changed.notify_all()

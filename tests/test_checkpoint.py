@@ -16,9 +16,8 @@ from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.run import run
-from tba.runs.checkpoint import Checkpoints, Progress, generations, newest
+from tba.runs.checkpoint import Checkpoints, Progress, damage, generations, newest
 from tba.runs.log import METRICS, read
-from tba.runs.manifest import damage
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats

@@ -15,9 +15,8 @@ import pytest
 
 import tba
 from tba.cli import main
-from tba.config.loading import load, parse
 from tba.config.plugins import KINDS, names
-from tba.config.schema import Config
+from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.runs.parts import check

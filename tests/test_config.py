@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tba.config.loading import load, parse
 from tba.config.plugins import resolve
-from tba.config.schema import Config
+from tba.config.schema import Config, load, parse
 
 WRONG = {
     "trainer.grop_size=4": "unknown key 'trainer.grop_size'; did you mean 'group_size'?",

@@ -491,7 +491,7 @@ def test_transformers_loads_weights_between_two_batches(
     def loading_in_the_third_batch(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 2:
             loaders.submit(engine.load_weights, newer)
-            while not engine._weights._waiting:
+            while not engine._weights._entrance.locked():
                 time.sleep(0.001)
         return generate(*args, **kwargs)
 

@@ -16,8 +16,8 @@ import torch
 from conftest import VOCABULARY
 
 import tba
-from tba.config.loading import load
 from tba.config.plugins import resolve
+from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.models.pretrained import load_text

@@ -14,7 +14,7 @@ from test_loop import config, newest_files, resumes_exactly
 from toy import Ones
 
 import tba
-from tba.config.loading import load
+from tba.config.schema import load
 from tba.config.tables import FaultsTable, PolicyTable
 from tba.models.pretrained import load_text
 from tba.replay.buffer import ReplayBuffer

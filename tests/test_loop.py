@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 import tba
 from tba.cli import _config
-from tba.config.loading import load, parse
-from tba.config.schema import Config
+from tba.config.schema import Config, load, parse
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
 from tba.run import run

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tba.config.plugins import KINDS, find, is_plugin, names, options_of, resolve
-from tba.config.schedule import Schedule
+from tba.config.plugins import KINDS, Schedule, find, is_plugin, names, options_of, resolve
 from tba.objectives.tb import TrajectoryBalance
 
 SHIPPED = [(kind, name) for kind in KINDS for name in names(kind)]

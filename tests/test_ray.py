@@ -22,8 +22,7 @@ from test_loop import ENVIRONMENT, as_settings
 
 import tba.run
 from tba.cli import _config
-from tba.config.loading import load
-from tba.config.schema import Config
+from tba.config.schema import Config, load
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run, open_run
 from tba.runs import checkpoint

@@ -413,7 +413,8 @@ def test_what_cannot_be_scored_is_not_right_however_low_the_bar(
     searcher = check(config(tiny_model, tmp_path, *settings)).search_setup().build("cpu", False)
     guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
     prompts = [Prompt(str(i), "1+1=") for i in range(40)]
-    scores = evaluate_held_out(replace(searcher, guard=guard, held_out=prompts)).scores
+    setup = replace(searcher.setup, held_out=tuple(prompts))
+    scores = evaluate_held_out(replace(searcher, guard=guard, setup=setup)).scores
     assert scores["greedy_pass@1"] == 0.0 and scores["greedy_rejected"] == 1.0
     assert scores["sampled_pass@1"] == pytest.approx(1 - scores["sampled_rejected"])
     assert scores["sampled_pass@1"] == pytest.approx(2 / 3, abs=0.15)

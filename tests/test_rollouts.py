@@ -22,6 +22,7 @@ from tba.search.result import Rejected, SearchResult
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
+from tba.weights import Weights
 
 SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
 
@@ -32,6 +33,10 @@ class Endings:
 
     text: Text
     asked: list[tuple[list[str], Sampling, int]] = field(default_factory=list)
+    version: int = 0
+
+    def load_weights(self, weights: Weights) -> None:
+        raise NotImplementedError
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int

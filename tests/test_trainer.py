@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tba.config.loading import load
 from tba.config.plugins import Plugin
+from tba.config.schema import load
 from tba.learn import NotFinite
 from tba.learn.trainer import SingleTrainer
 from tba.runs.parts import check

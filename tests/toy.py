@@ -16,8 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tba.config.loading import load
-from tba.config.schema import Config
+from tba.config.schema import Config, load
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text

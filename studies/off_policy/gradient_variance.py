@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 import torch
 
-from tba.config.loading import load
+from tba.config.schema import load
 from tba.learn.policy import Policy
 from tba.objectives import Objective
 from tba.runs.parts import Parts, check

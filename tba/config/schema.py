@@ -1,30 +1,27 @@
-"""`Config`, the frozen and validated config of a run.
+"""`Config`, the frozen and validated config of a run, and `load`, which reads one.
 
 `[task]`, `[engine]`, `[objective]`, `[strategy]` and `[selection]` name a plug-in by `use`; their
 other keys are its options. `docs/configuration.md` lists all keys. This module does not import
 torch, so that a mistake is reported at once.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from tba.config.table import Table
-from tba.config.tables import (
-    CheckpointTable,
-    EvalTable,
-    FaultsTable,
-    LogTable,
-    PolicyTable,
-    ReplayTable,
-    RewardTable,
-    RunTable,
-    RuntimeTable,
-    SamplingTable,
-    TrainerTable,
-    Use,
-)
+from tba.config import tables
+from tba.config.messages import choices, explain, reason
+from tba.config.tables import Table, Use
+
+Parsed = TypeVar("Parsed", bound=Table)
+
+DEFAULT = Path(__file__).parent / "default.toml"
+"""The embedded default: three-digit addition on the CPU."""
 
 PLUGGED = {
     "task": "tasks",
@@ -34,6 +31,8 @@ PLUGGED = {
     "selection": "selections",
 }
 """The tables that name a plug-in, and the folder of each."""
+NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}
+"""The keys that name a plug-in."""
 
 
 class Config(Table):
@@ -43,30 +42,30 @@ class Config(Table):
     `Config(task="gsm8k", objective={"use": "tb", "beta": 0.01})`.
     """
 
-    run: RunTable = RunTable()
-    policy: PolicyTable = PolicyTable()
+    run: tables.RunTable = tables.RunTable()
+    policy: tables.PolicyTable = tables.PolicyTable()
     task: Use = Use(use="arithmetic")
     engine: Use = Use(use="transformers")
-    sampling: SamplingTable = SamplingTable()
+    sampling: tables.SamplingTable = tables.SamplingTable()
     objective: Use = Use(use="tb")
     strategy: Use = Use(use="mixture")
     selection: Use = Use(use="cyclic")
-    replay: ReplayTable = ReplayTable()
-    trainer: TrainerTable = TrainerTable()
-    runtime: RuntimeTable = RuntimeTable()
-    reward: RewardTable = RewardTable()
-    faults: FaultsTable = FaultsTable()
-    eval: EvalTable = EvalTable()
-    checkpoint: CheckpointTable = CheckpointTable()
-    log: LogTable = LogTable()
+    replay: tables.ReplayTable = tables.ReplayTable()
+    trainer: tables.TrainerTable = tables.TrainerTable()
+    runtime: tables.RuntimeTable = tables.RuntimeTable()
+    reward: tables.RewardTable = tables.RewardTable()
+    faults: tables.FaultsTable = tables.FaultsTable()
+    eval: tables.EvalTable = tables.EvalTable()
+    checkpoint: tables.CheckpointTable = tables.CheckpointTable()
+    log: tables.LogTable = tables.LogTable()
 
     @model_validator(mode="before")
     @classmethod
-    def with_default_plugins(cls, tables: Any) -> Any:
+    def with_default_plugins(cls, plain: Any) -> Any:
         """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective."""
-        if not isinstance(tables, Mapping):
-            return tables
-        complete = dict(tables)
+        if not isinstance(plain, Mapping):
+            return plain
+        complete = dict(plain)
         for name in PLUGGED:
             match complete.get(name):
                 case str(use):
@@ -82,23 +81,21 @@ class Config(Table):
 
     @model_validator(mode="after")
     def consistent_sizes(self) -> "Config":
-        t, k, steps = self.trainer, self.trainer.group_size, self.run.steps
+        t, k, capacity = self.trainer, self.trainer.group_size, self.replay.capacity
         samples, stored = self.sampling.samples, self.replay.per_prompt
         for name, size in (("sampling.samples", samples), ("replay.per_prompt", stored)):
             if size < k:
                 raise ValueError(
                     f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more"
                 )
-        if self.replay.capacity < k:
+        if capacity < k:
             raise ValueError(
-                f"replay.capacity = {self.replay.capacity} cannot hold one group;"
-                f" set replay.capacity={t.batch_size} or more"
+                f"replay.capacity = {capacity} cannot hold one group; give {k} or more"
             )
-        both = t.warmup_steps + t.decay_steps
+        both, steps = t.warmup_steps + t.decay_steps, self.run.steps
         if t.schedule == "warmup_stable_decay" and both > steps:
             raise ValueError(
-                f"trainer.warmup_steps + trainer.decay_steps = {both} is more than"
-                f" run.steps = {steps}; shorten them"
+                f"trainer.warmup_steps + decay_steps = {both} > run.steps = {steps}; reduce them"
             )
         return self
 
@@ -112,27 +109,19 @@ class Config(Table):
             )
         if r.use == "local" and r.searchers > 1:
             raise ValueError(
-                f"runtime.searchers = {r.searchers}, but runtime.use = 'local' has one;"
-                " set runtime.use=ray"
+                f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
             )
         if r.lag is not None and r.fresh not in (None, self.trainer.groups):
             raise ValueError(
-                f"runtime.lag = {r.lag} waits for one batch of groups at each step,"
-                f" not for runtime.fresh = {r.fresh}; remove one of them"
+                f"runtime.fresh = {r.fresh} contradicts runtime.lag; remove one of them"
             )
         if r.lag is not None and r.publish_every != 1:
-            raise ValueError(
-                f"runtime.lag = {r.lag} needs new weights at each step;"
-                " set runtime.publish_every=1, or remove runtime.lag"
-            )
+            raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
         return self
 
     @property
     def fresh(self) -> int:
-        """New groups to wait for at each step.
-
-        0 when searchers run on their own, otherwise as many as a batch has.
-        """
+        """New groups to wait for at each step; 0 when searchers run on their own."""
         if self.runtime.fresh is not None:
             return self.runtime.fresh
         asynchronous = self.runtime.use == "ray" and self.runtime.lag is None
@@ -144,8 +133,106 @@ class Config(Table):
         return self.replay.first_fill or self.trainer.groups
 
     def nested(self) -> dict[str, Any]:
-        """Return the config as plain tables, which `load` reads.
-
-        Keys without a value are left out, because TOML has no None.
-        """
+        """Return the config as plain tables, without keys that are None: TOML has no such value."""
         return self.model_dump(mode="json", exclude_none=True)
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, or the `config.json` of a run, and apply `table.key=value` settings to it.
+
+    Raises:
+        ValueError: If a key or a value is wrong. The message names the key and what to type.
+    """
+    plain: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        is_json = file.suffix == ".json" and file.is_file()
+        plain = json.loads(file.read_text()) if is_json else read_toml(file, "config")
+    override_all(plain, overrides)
+    return parse(plain)
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Read a TOML file; ValueError if there is none, or if it is not TOML."""
+    if not path.is_file():
+        raise ValueError(f"no such {what} file: {path}")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse(plain: Mapping[str, Any]) -> Config:
+    """Validate plain tables as a config; ValueError with one line per mistake."""
+    return parse_as(Config, plain)
+
+
+def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
+    """Validate plain tables as a `model`, whose fields are tables."""
+    try:
+        return model.model_validate(plain)
+    except ValidationError as error:
+        mistakes = [_explain(model, each) for each in error.errors()]
+        raise ValueError("\n".join(mistakes)) from error
+
+
+def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
+    """Apply each `table.key=value` to the tables. Values that are not TOML are text.
+
+    `objective=rloo` is short for `objective.use=rloo`.
+    """
+    values = {}
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals or ("." not in key and key not in PLUGGED):
+            raise ValueError(
+                f"{setting!r}: write `table.key=value`, such as `trainer.learning_rate=1e-4`;"
+                " a config file comes first and ends in .toml"
+            )
+        values[f"{key}.use" if key in PLUGGED else key] = _value(text)
+    assign_all(plain, values)
+
+
+def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set each `table.key`. A key that names another plug-in drops the options of the previous."""
+    # Keys that name a plug-in go first, so that options given beside them stay.
+    for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
+        *path, last = key.split(".")
+        table = plain
+        for name in path:
+            inner = table.setdefault(name, {})
+            if name in PLUGGED and isinstance(inner, str):  # objective = "tb"
+                inner = table[name] = {"use": inner}
+            if not isinstance(inner, dict):
+                raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
+            table = inner
+        if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
+            table.clear()
+        table[last] = values[key]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(model: type[Table], error: ErrorDetails) -> str:
+    path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
+    match error["type"]:
+        case "extra_forbidden":
+            table: Any = model
+            for name in path[:-1]:
+                table = table.model_fields[name].annotation
+            return f"unknown key {where!r}{choices(path[-1], table.model_fields)}"
+        case "value_error":
+            return reason(error)
+        case "model_type":
+            hint = f"write a table, [{where}], with its keys"
+            if where in PLUGGED:
+                hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+            return f"{where} = {error['input']!r}: {hint}"
+        case _:
+            return explain(where, error)

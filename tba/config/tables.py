@@ -2,10 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from tba.config.table import Count, Positive, PositiveFloat, PositiveShare, Share, Table, key
-
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse lists
@@ -17,6 +20,17 @@ def _single(value: Any) -> Any:
 
 
 OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
+
+
+class Table(BaseModel):
+    """A frozen table without unknown keys. Values are not converted, except integers to floats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+def key(default: Any, meaning: str) -> Any:
+    """Return a field with a default and its line in the documentation."""
+    return Field(default, description=meaning)
 
 
 class Use(Table):

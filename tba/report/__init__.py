@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from tba.report.draw import COLOURS, Figures, number, write_page
-from tba.report.figures import draw_grid, styles_for
-from tba.report.layout import best_table, counts, lay_out, numbers, table
+from tba.report.draw import COLOURS, number, write_page
 from tba.report.panels import FIGURES, draw_panels, rewards
 from tba.report.record import MODES, PASS, REWARD, Record, read_record
-from tba.studies.results import STUDY, flat, read_ledger, write_results
+from tba.report.study import report_study
+from tba.studies.results import STUDY, flat
 
 __all__ = ["report", "report_runs", "report_study"]
 
@@ -72,46 +71,3 @@ def _differences(records: Sequence[Record]) -> pd.DataFrame:
     configs = [{key: json.dumps(v) for key, v in flat(r.config).items()} for r in records]
     keys = pd.DataFrame(configs).drop(columns="run.folder").fillna("–").T
     return keys[keys.nunique(axis=1) > 1]
-
-
-def report_study(folder: Path, out: Path | None = None) -> Path:
-    """Draw the page of a study, by default into its folder `report`, and return the page's path.
-
-    Also writes `results.json` again.
-    """
-    ledger, rows = read_ledger(folder), write_results(folder)
-    begun = rows[rows["peak"].notna()]
-    if begun.empty:
-        raise ValueError(
-            f"{folder} has no evaluations yet; type `tba report {folder}` again once its first run"
-            " is done"
-        )
-    metric = rows["metric"][0]
-    layouts = [lay_out(folder, g, ledger.runs, rows, metric) for g in begun["grid"].unique()]
-    texts = [v for g in layouts if not numbers(g.line_values) for v in g.line_values]
-    shared = styles_for(list(dict.fromkeys(texts)))  # an objective looks the same in all grids
-    sections = []
-    figures: Figures = {}
-    for layout in layouts:
-        own = styles_for(layout.line_values) if numbers(layout.line_values) else shared
-        drawn = draw_grid(layout, own, metric)
-        figures |= {f"{layout.name}_{name}": figure for name, figure in drawn.items()}
-        failed = layout.rows[layout.rows["status"] == "failed"]
-        section = {
-            "name": layout.name,
-            "counts": counts(layout.rows["status"]),
-            "figures": list(drawn),
-            "table": table(layout),
-            "best": best_table(layout),
-            "failures": failed.set_index("folder")["error"].to_dict(),
-        }
-        sections.append(section)
-    facts = {
-        "Runs": str(len(rows)),
-        "Status": counts(rows["status"]),
-        "Compared by": metric.replace("_", " "),
-        "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
-    }
-    values = {"name": ledger.name, "facts": facts, "sections": sections}
-    values["metric"] = facts["Compared by"]
-    return write_page(out or folder / "report", "study.html", values, figures)

@@ -5,32 +5,31 @@ the trainer, the replay buffer, the state of search, and a manifest with the sha
 It is written aside and renamed when it is complete. Safetensors and JSON only, no pickles.
 """
 
+import hashlib
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.numpy
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import is_segment, load_groups, save_groups
-from tba.runs.manifest import commit, damage
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Weights
 
-STATE, HELD = "state.json", "held.safetensors"
+MANIFEST, STATE, HELD = "manifest.json", "state.json", "held.safetensors"
 SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
 
 FORMAT = 5
@@ -55,16 +54,16 @@ class Checkpoints:
     """Writer of a run's checkpoints: in the background, one at a time.
 
     Used as a context, it waits at the end for a save that is being written, except after a
-    KeyboardInterrupt. An unfinished save leaves the generations before it as they are.
+    KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
+    is the most seconds to wait for one save.
     """
 
     def __init__(self, folder: Path, keep: int, deadline: float):
-        """`deadline` is the most seconds to wait for one save."""
-        self.folder = folder
-        self._keep, self._deadline = keep, deadline
+        self._folder, self._keep, self._deadline = folder, keep, deadline
         self._step: int | None = None
-        self._writing: Future[dict[str, float]] | None = None
-        """The save of step `_step`, which returns its seconds."""
+        self._thread: threading.Thread | None = None
+        """Writes step `_step`, and sets the two below at its end."""
+        self._error: Exception | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def save(
@@ -83,47 +82,49 @@ class Checkpoints:
             return
         started = time.perf_counter()
         self.wait()
-        target = self.folder / f"step-{progress.step:08d}"
-        aside = self.folder / f".{target.name}"
+        target = self._folder / f"step-{progress.step:08d}"
+        aside = self._folder / f".{target.name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write_trainer = trainer.save(aside)
-        older = [g for g in generations(self.folder) if g.name < target.name]
+        older = [g for g in generations(self._folder) if g < target]
         write_buffer = buffer.save(aside, older[-1] if older else None)
         copied = time.perf_counter()
 
-        def write() -> dict[str, float]:
+        def write() -> None:
             write_trainer()
             segments = write_buffer()
             text.tokenizer.save_pretrained(aside / "model")
             _write_search(aside, search, progress)
-            commit(aside, target, known=segments)
-            _prune(self.folder, target, self._keep)
-            seconds = time.perf_counter() - copied
-            return {"checkpoint/seconds": seconds, "checkpoint/blocked": copied - started}
+            _commit(aside, target, known=segments)
+            _prune(target, self._keep)
+            self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
+            self._seconds["checkpoint/blocked"] += copied - started
 
-        self._step = progress.step
-        self._writing = _in_background(write, f"checkpoint of step {self._step}")
+        self._step, name = progress.step, f"checkpoint of step {progress.step}"
+        # a daemon, so that an interrupted process does not wait for it
+        self._thread = threading.Thread(target=self._attempt, args=[write], name=name, daemon=True)
+        self._thread.start()
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # raised in the train loop by `wait`
+            self._error = error
 
     def wait(self) -> None:
         """Wait for the save that is being written; RuntimeError if it failed."""
-        save = self._writing
-        if save is None:
+        if self._thread is None:
             return
-        futures.wait([save], self._deadline)
-        if not save.done():
-            raise TimeoutError(
-                f"the checkpoint of step {self._step} was not written within checkpoint.deadline ="
-                f" {self._deadline:g} s; raise it, or see why the disk is slow"
-            )
-        self._writing = None
-        error = save.exception()
+        self._thread.join(self._deadline)
+        problem = f"the checkpoint of step {self._step} was not written"
+        if self._thread.is_alive():
+            limit = f"checkpoint.deadline = {self._deadline:g} s"
+            raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
+        error = self._error
+        self._thread, self._error = None, None
         if error is not None:
-            raise RuntimeError(
-                f"the checkpoint of step {self._step} was not written: {error}"
-            ) from error
-        for name, seconds in save.result().items():
-            self._seconds[name] += seconds
+            raise RuntimeError(f"{problem}: {error}") from error
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of the saves that have ended since the last call.
@@ -131,10 +132,10 @@ class Checkpoints:
         `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
         loop waited. RuntimeError if a save failed.
         """
-        if self._writing is not None and self._writing.done():
-            self.wait()
-        seconds = dict(self._seconds)
-        self._seconds.clear()
+        if self._thread is not None and self._thread.is_alive():
+            return {}
+        self.wait()
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def __enter__(self) -> "Checkpoints":
@@ -150,53 +151,82 @@ class Checkpoints:
                 log.error("%s", error)
 
 
-def _in_background(write: Callable[[], dict[str, float]], name: str) -> Future[dict[str, float]]:
-    """Call `write` in a daemon thread, so that an interrupted process does not wait for it."""
-    future: Future[dict[str, float]] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(write())
-        except Exception as error:  # raised in the train loop by `Checkpoints`
-            future.set_exception(error)
-
-    threading.Thread(target=call, name=name, daemon=True).start()
-    return future
-
-
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
-            version = {"version": str(weights.version)}
-            safetensors.numpy.save_file(dict(weights.arrays), folder / name, version)
+            save_file(dict(weights.arrays), folder / name, {"version": str(weights.version)})
     save_groups(list(search.held), folder / HELD)
-    state = {
-        "format": FORMAT,
-        "progress": asdict(progress),
-        "cursor": search.cursor,
-        "tasks": search.tasks,
-        "stats": search.stats.counts(),
-    }
+    state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
+    state |= {"tasks": search.tasks, "stats": search.stats.counts()}
     (folder / STATE).write_text(json.dumps(state))
 
 
-def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all generations except `newest` and the keep - 1 before it.
+def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
+    """Add the manifest to the folder `aside`, flush everything to disk, and rename it to `target`.
+
+    `known` has the sha256 of files that need not be read again.
+    """
+    digests = {}
+    for name, path in _files(aside).items():
+        digests[name] = known[name] if name in known else _sha256(path)
+    (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
+    for path in [*aside.rglob("*"), aside]:
+        _sync(path)
+    if target.exists():
+        replaced = target.with_name(f".replaced-{target.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    aside.rename(target)
+    _sync(target.parent)
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Remove all generations except `newest` and the keep - 1 before it, and unfinished ones.
 
     Later ones were abandoned when the run was resumed from an earlier one.
     """
-    complete = generations(folder)
-    end = complete.index(newest) + 1
-    kept = complete[max(0, end - keep) : end]
-    unfinished, replaced = folder.glob(".step-*"), folder.glob(".replaced-*")
-    for path in [*complete, *unfinished, *replaced]:
-        if path not in kept:
-            shutil.rmtree(path)
+    folder = newest.parent
+    complete = [g for g in generations(folder) if g <= newest]
+    for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:]}:
+        shutil.rmtree(path)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the files under the folder by their relative names."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path for path in sorted(paths)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def generations(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     return sorted(folder.glob("step-*"))
+
+
+def damage(generation: Path) -> dict[str, str]:
+    """Return the problem of each file that is not as the manifest says, by its name."""
+    try:
+        digests = dict(json.loads((generation / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return {MANIFEST: f"cannot be read ({error})"}
+    files = _files(generation)
+    problems = dict.fromkeys(files.keys() - {MANIFEST} - digests.keys(), "is not listed")
+    for name, digest in digests.items():
+        if name not in files:
+            problems[name] = "is missing"
+        elif _sha256(files[name]) != digest:
+            problems[name] = "differs from what was written"
+    return problems
 
 
 def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
@@ -220,18 +250,18 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
         log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
         if all(is_segment(name) for name in problems):
             without_segments.append(generation)
-    if without_segments and drop_damaged_replay:
-        return without_segments[0]
-    if without_segments:
+    if not without_segments:
+        raise ValueError(
+            f"all checkpoints in {folder} are damaged; restore one from a backup, or start a new"
+            " run: a run never restarts at step 0 by itself"
+        )
+    if not drop_damaged_replay:
         raise ValueError(
             f"the replay buffer is damaged in every checkpoint in {folder}; restore one from a"
             " backup, or go on without the damaged trajectories:"
             f" `tba train --resume {folder.parent} --drop-damaged-replay`"
         )
-    raise ValueError(
-        f"all {len(complete)} checkpoints in {folder} are damaged; restore one from a backup, or"
-        " start a new run: a run never restarts at step 0 by itself"
-    )
+    return without_segments[0]
 
 
 def restore(
@@ -264,6 +294,6 @@ def read_weights(file: Path) -> Weights | None:
     """Return the weights in a file; None if it does not exist."""
     if not file.is_file():
         return None
-    with safetensors.safe_open(file, "numpy") as opened:
+    with safe_open(file, "numpy") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return Weights(int(opened.metadata()["version"]), arrays)

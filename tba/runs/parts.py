@@ -23,11 +23,11 @@ from tba.models.pretrained import (
 from tba.objectives import Objective, head_of, value_rollouts_of
 from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
-from tba.search.setup import SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.strategies import Strategy
 from tba.tasks import Task
 from tba.tasks._memory import InMemory, build_task, check_same, with_memory
-from tba.types import Prompt
+from tba.types import Prompt, Sampling
 
 RewardFunctions = tuple[Callable[..., Any], ...] | bytes | None
 
@@ -75,7 +75,7 @@ class Parts:
             policy=c.policy,
             task=c.task,
             engine=c.engine,
-            sampling=c.sampling,
+            sampling=Sampling(**c.sampling.model_dump()),
             reward=c.reward,
             faults=c.faults,
             evaluation=c.eval,

@@ -8,7 +8,7 @@ import numpy as np
 from tba.config.tables import RuntimeTable
 from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats
-from tba.search.setup import SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.types import Group
 from tba.weights import Weights
 

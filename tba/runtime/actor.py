@@ -12,7 +12,7 @@ import torch
 from tba.runtime.placement import Place
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.setup import SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Transport
 

@@ -2,15 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from math import comb, isnan, nan, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
-from jaxtyping import Float64
 
-from tba.models.pretrained import Text
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.searcher import Searcher
@@ -19,13 +16,7 @@ from tba.types import Completion, Prompt, Sampling
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
 
-
-@dataclass(frozen=True)
-class Answered:
-    """Completions of every prompt, and their rewards: NaN for an answer that was rejected."""
-
-    completions: list[list[Completion]]
-    rewards: Float64[np.ndarray, "P S"]
+Completions = list[list[Completion]]
 
 
 def evaluate_held_out(searcher: Searcher) -> Evaluation:
@@ -37,31 +28,35 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
     is their share.
     """
     started = time.perf_counter()
-    settings, text, prompts = searcher.evaluation, searcher.text, searcher.held_out
-    tokens = [text.encode(p) for p in prompts]
+    setup, text, prompts = searcher.setup, searcher.text, searcher.setup.held_out
+    settings, tokens = setup.evaluation, [text.encode(p) for p in prompts]
 
-    def answered(samples: int, temperature: float) -> Answered:
-        sampling = Sampling(samples, temperature, searcher.sampling.max_tokens)
+    def answered(samples: int, temperature: float) -> tuple[Completions, np.ndarray]:
+        """Return completions of every prompt, and their rewards: NaN if rejected."""
+        sampling = Sampling(samples, temperature, setup.sampling.max_tokens)
         completions = searcher.engine.generate(tokens, sampling, settings.seed)
         answers = [[text.answer(c) for c in group] for group in completions]
         rewards = [list(map(_number, group)) for group in searcher.guard(prompts, answers)]
-        return Answered(completions, np.array(rewards))
+        return completions, np.array(rewards)
 
     pass_reward = searcher.guard.task.pass_reward
-    greedy, sampled = answered(1, 0.0), answered(settings.samples, settings.temperature)
-    scores: dict[str, float] = {}
-    for name, one in (("greedy", greedy), ("sampled", sampled)):
-        for key, value in _summary(one, pass_reward).items():
-            scores[f"{name}_{key}"] = value
-    if settings.temperature == searcher.sampling.temperature:  # that of the reference
-        scores["sampled_kl"] = _kl(tokens, sampled.completions, searcher.reference)
+    greedy, greedy_rewards = answered(1, 0.0)
+    sampled, rewards = answered(settings.samples, settings.temperature)
+    scores = _summary("greedy", greedy, greedy_rewards, pass_reward)
+    scores |= _summary("sampled", sampled, rewards, pass_reward)
+    if settings.temperature == setup.sampling.temperature:  # that of the reference
+        scores["sampled_kl"] = _kl(tokens, sampled, searcher.reference)
     if pass_reward is not None:
-        correct = (sampled.rewards >= pass_reward).sum(1).tolist()
+        correct = (rewards >= pass_reward).sum(1).tolist()
         for k in settings.k:
             passed = [pass_at_k(settings.samples, c, k) for c in correct]
             scores[f"pass@{k}"] = fmean(passed)
             scores[f"pass@{k}_stderr"] = stderr(passed)
-    examples = _examples(prompts, greedy, text)
+    examples = []
+    answers = zip(prompts, greedy, greedy_rewards.tolist(), strict=True)
+    for prompt, (completion,), (reward,) in islice(answers, EXAMPLES):
+        value = None if isnan(reward) else reward
+        examples.append(Example(_shown(prompt), text.decode(completion.tokens), value))
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(searcher.engine.version, scores, examples)
 
@@ -79,42 +74,32 @@ def stderr(values: Sequence[float]) -> float:
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def _summary(answered: Answered, pass_reward: float | None) -> dict[str, float]:
-    rejected = np.isnan(answered.rewards)
-    reward = np.where(rejected, 0.0, answered.rewards).mean(1).tolist()
-    completions = [c for group in answered.completions for c in group]
-    scores = {
-        "reward": fmean(reward),
-        "reward_stderr": stderr(reward),
-        "rejected": float(rejected.mean()),
-    }
+def _summary(
+    name: str, completions: Completions, rewards: np.ndarray, pass_reward: float | None
+) -> dict[str, float]:
+    rejected, every = np.isnan(rewards), list(chain(*completions))
+    reward = np.where(rejected, 0.0, rewards).mean(1).tolist()
+    scores = {"reward": fmean(reward), "reward_stderr": stderr(reward)}
+    scores["rejected"] = float(rejected.mean())
     if pass_reward is not None:
-        correct = (answered.rewards >= pass_reward).mean(1).tolist()
+        correct = (rewards >= pass_reward).mean(1).tolist()
         scores |= {"pass@1": fmean(correct), "stderr": stderr(correct)}
-    scores["length"] = fmean(len(c.tokens) for c in completions)
-    scores["finished"] = fmean(c.finished for c in completions)
-    return scores
+    scores["length"] = fmean(len(c.tokens) for c in every)
+    scores["finished"] = fmean(c.finished for c in every)
+    return {f"{name}_{key}": value for key, value in scores.items()}
 
 
-def _kl(
-    prompts: Sequence[np.ndarray], completions: Sequence[Sequence[Completion]], reference: Reference
-) -> float:
+def _kl(prompts: Sequence[np.ndarray], completions: Completions, reference: Reference) -> float:
     """Return the mean of log(pi / ref) over samples of pi: an unbiased estimate of KL(pi, ref)."""
     logp, _ = reference.logp(prompts, [[c.tokens for c in group] for group in completions])
     pairs = zip(chain(*completions), chain(*logp), strict=True)
     return fmean(float((completion.logp - ref_logp).sum()) for completion, ref_logp in pairs)
 
 
-def _examples(prompts: Sequence[Prompt], greedy: Answered, text: Text) -> list[Example]:
-    examples = []
-    for i, prompt in enumerate(prompts[:EXAMPLES]):
-        shown = prompt.text
-        if not isinstance(shown, str):
-            shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
-        reward = float(greedy.rewards[i, 0])
-        completion = text.decode(greedy.completions[i][0].tokens)
-        examples.append(Example(shown, completion, None if isnan(reward) else reward))
-    return examples
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
 
 
 def _number(verdict: Verdict) -> float:

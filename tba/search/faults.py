@@ -25,27 +25,24 @@ class FaultyTask:
     def __init__(
         self, task: Task, faults: FaultsTable, seed: int, answers: Sequence[Sequence[Answer]]
     ):
-        self._task = task
-        self._faults = faults
-        self._answers = list(chain(*answers))
+        self._task, self._faults = task, faults
+        self._answers = list(chain(*answers))  # alive, so that their ids stay their own
         n, rng = len(self._answers), np.random.default_rng([faults.seed, seed])
-        uniform, normal = rng.random(n).tolist(), rng.normal(size=n).tolist()
+        draws = zip(self._answers, rng.random(n), rng.normal(size=n).tolist(), strict=True)
         # by identity: two samples with the same text have faults of their own
-        places = [id(answer) for answer in self._answers]
-        self._uniform = dict(zip(places, uniform, strict=True))
-        self._normal = dict(zip(places, normal, strict=True))
+        self._noise = {id(a): noise for a, uniform, noise in draws if uniform < faults.share}
+        """The answers with a fault, each with its normal noise."""
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the scores of the wrapped task, some of them wrong."""
         scores: Any = self._task.score(prompt, answers)
-        if isawaitable(scores):
-            return self._later(scores, answers)
-        return self._falsified(scores, answers)
+        later = isawaitable(scores)
+        return self._later(scores, answers) if later else self._falsified(scores, answers)
 
     def count(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> int:
         """Return how many of these answers have a reward, and a wrong one."""
         pairs = zip(answers, verdicts, strict=True)
-        return sum(self._is_faulty(a) for a, v in pairs if not isinstance(v, Rejected))
+        return sum(id(a) in self._noise for a, v in pairs if not isinstance(v, Rejected))
 
     async def _later(self, scores: Awaitable[Scores], answers: Sequence[Answer]) -> Scores:
         return self._falsified(await scores, answers)
@@ -58,13 +55,10 @@ class FaultyTask:
 
     def _reward(self, score: float | None, answer: Answer) -> float | None:
         verdict, faults = verdict_on(score), self._faults
-        if isinstance(verdict, Rejected) or not self._is_faulty(answer):
+        if isinstance(verdict, Rejected) or id(answer) not in self._noise:
             return score
         if faults.kind == "flip":
             return faults.low + faults.high - verdict
         if faults.kind == "noise":
-            return verdict + faults.scale * self._normal[id(answer)]
+            return verdict + faults.scale * self._noise[id(answer)]
         return faults.high
-
-    def _is_faulty(self, answer: Answer) -> bool:
-        return self._uniform[id(answer)] < self._faults.share

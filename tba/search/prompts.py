@@ -14,12 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Cursor(TypedDict):
-    """Position of a stream, as JSON."""
+    """Position of a stream, as JSON: the selection's class and state, and what was handed out."""
 
     selection: str
-    """Class of the selection."""
     state: dict[str, Any]
-    """State of the selection."""
     outstanding: list[str]
     """Ids of prompts that were handed out and whose groups were not received."""
     data: str
@@ -34,6 +32,7 @@ class PromptStream:
             raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
         self._selection = selection
+        self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again: list[str] = []
         self._outstanding: list[str] = []
 
@@ -51,22 +50,21 @@ class PromptStream:
 
         A prompt whose samples were all rejected has no group.
         """
-        self._returned(prompts)
+        for prompt in prompts:
+            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
         for group in groups:
             self._selection.learn(group)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Hand these prompts out again, because their search was lost."""
-        self._returned(prompts)
+        self.done(prompts, groups=[])
         self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
+        out = self._outstanding + self._again
         return Cursor(
-            selection=_name(self._selection),
-            state=self._selection.state(),
-            outstanding=self._outstanding + self._again,
-            data=self._data,
+            selection=self._name, state=self._selection.state(), outstanding=out, data=self._data
         )
 
     def check(self, cursor: Cursor) -> None:
@@ -78,19 +76,13 @@ class PromptStream:
             )
 
     def seek(self, cursor: Cursor) -> None:
-        """Continue from a cursor: prompts that were outstanding are handed out first.
-
-        ValueError if the cursor belongs to other prompts.
-        """
+        """Continue from a cursor: prompts that were outstanding are handed out first."""
         self.check(cursor)
-        if cursor["selection"] == _name(self._selection):
+        if cursor["selection"] == self._name:
             self._selection.restore(cursor["state"])
         else:
-            log.warning(
-                "the run's selection was %s; it is now %s, which starts from its initial state",
-                cursor["selection"],
-                _name(self._selection),
-            )
+            text = "the run's selection was %s; it is now %s, which starts from its initial state"
+            log.warning(text, cursor["selection"], self._name)
         self._again, self._outstanding = list(cursor["outstanding"]), []
 
     @cached_property
@@ -98,11 +90,3 @@ class PromptStream:
         # computed when first needed: a stream that is only checked needs none
         rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-
-    def _returned(self, prompts: Iterable[Prompt]) -> None:
-        for prompt in prompts:
-            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
-
-
-def _name(selection: Selection) -> str:
-    return f"{type(selection).__module__}.{type(selection).__qualname__}"

@@ -1,7 +1,7 @@
 """The reference model: log-probs of responses under the weights that training starts from."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 
 import numpy as np
@@ -37,32 +37,27 @@ class Reference:
 
         Groups with equally many responses run together.
         """
-        places = defaultdict(list)
-        for i, group in enumerate(responses):
-            places[len(group)].append(i)
         logp: list[list[np.ndarray]] = [[] for _ in responses]
         with self._lock:
-            for same in places.values():
-                for part in self._parts(same, prompts, responses):
-                    batch = collate_tokens([prompts[i] for i in part], [responses[i] for i in part])
-                    for i, rows in zip(part, self._rows(batch), strict=True):
-                        tokens = responses[i]
-                        logp[i] = [r[: len(t)].copy() for r, t in zip(rows, tokens, strict=True)]
+            for part in self._parts(prompts, responses):
+                batch = collate_tokens([prompts[i] for i in part], [responses[i] for i in part])
+                for i, rows in zip(part, self._rows(batch), strict=True):
+                    pairs = zip(rows, responses[i], strict=True)
+                    logp[i] = [row[: len(tokens)].copy() for row, tokens in pairs]
             return logp, self.version
 
     def _parts(
-        self,
-        places: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        responses: Sequence[Sequence[np.ndarray]],
-    ) -> list[Sequence[int]]:
-        """Divide groups, so that one response of each fits the token budget."""
-        longest = 1
-        for i in places:
-            response = max(map(len, responses[i]))
-            longest = max(longest, len(prompts[i]) + response)
-        size = max(1, self._token_budget // longest)
-        return [places[start : start + size] for start in range(0, len(places), size)]
+        self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
+    ) -> Iterator[list[int]]:
+        """Yield groups by their places, so that one response of each fits the token budget."""
+        alike = defaultdict(list)
+        for i, group in enumerate(responses):
+            alike[len(group)].append(i)
+        for places in alike.values():
+            longest = max(len(prompts[i]) + max(map(len, responses[i])) for i in places)
+            size = max(1, self._token_budget // longest)
+            for start in range(0, len(places), size):
+                yield places[start : start + size]
 
     @torch.inference_mode()
     def _rows(self, batch: TokenBatch) -> np.ndarray:

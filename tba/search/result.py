@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tba.types import Group
 
 
@@ -47,6 +49,10 @@ class SearchStats:
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
 
+    @property
+    def scored(self) -> int:
+        return self.samples + self.rollouts
+
     def add(self, other: "SearchStats") -> None:
         """Add the counters of `other`; the latest rejection and gap replace earlier ones."""
         self.samples += other.samples
@@ -68,9 +74,7 @@ class SearchStats:
     @classmethod
     def from_counts(cls, counts: Mapping[str, Any]) -> "SearchStats":
         """Continue from what `counts` returned."""
-        rejected = Counter(counts["rejected"])
-        seconds = defaultdict(float, counts["seconds"])
-        return cls(**{**counts, "rejected": rejected, "seconds": seconds})
+        return TypeAdapter(cls).validate_python(counts)
 
 
 @dataclass(frozen=True)

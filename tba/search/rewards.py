@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import weakref
+from asyncio import run_coroutine_threadsafe
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
@@ -33,6 +34,8 @@ BLOCKED = Rejected(
     " async client in it, or write a sync function",
 )
 
+NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
+
 Group = tuple[Prompt, Sequence[Answer]]
 
 
@@ -49,91 +52,79 @@ class EventLoop:
         weakref.finalize(self, self.loop.call_soon_threadsafe, self.loop.stop)
 
 
+@dataclass
 class Calls:
     """The scoring of one search's groups on a searcher's event loop.
 
-    A sync function runs in one more thread. Threads that hang are daemons and are left behind,
-    because Python cannot end them.
+    Threads that hang are daemons and are left behind, because Python cannot end them.
     """
 
-    def __init__(
-        self, events: EventLoop, score: Callable[..., Any], groups: Sequence[Group], deadline: float
-    ):
-        self.events = events
-        self._score = score
-        self._groups = groups
-        self._deadline = deadline
-        self._scores: list[list[Any]] = [[BLOCKED] * len(answers) for _, answers in groups]
-        self._timeouts = 0
-        """Timeouts in a row: of calls during which no other call ended in time."""
-        self._last_end = -math.inf
-        self.blocked = False
-        """Set when a function has blocked the event loop: other searches need a new one."""
+    events: EventLoop
+    score: Callable[..., Any]
+    groups: Sequence[Group]
+    deadline: float
+    blocked: bool = False
+    """Set when a function has blocked the event loop: other searches need a new one."""
+    _timeouts: int = 0
+    """Timeouts in a row: of calls during which no other call ended in time."""
+    _last_end: float = -math.inf
 
     def run(self) -> list[list[Any]]:
         """Return for each answer its score as the function returned it, or a rejection."""
-        longest = self._deadline * max((len(answers) for _, answers in self._groups), default=0)
+        longest = self.deadline * max((len(answers) for _, answers in self.groups), default=0)
         loop = self.events.loop
-        scoring = asyncio.run_coroutine_threadsafe(self._all(), loop)
-        while not wait([scoring], GRACE).done:
-            sign_of_life = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        scoring = [run_coroutine_threadsafe(self._group(*group), loop) for group in self.groups]
+        while wait(scoring, GRACE).not_done:
+            sign_of_life = run_coroutine_threadsafe(asyncio.sleep(0), loop)
             if not wait([sign_of_life], longest + GRACE).done:
                 self.blocked = True
                 break
-        if not self.blocked:
-            scoring.result()  # an error of our own, which no search may hide
-        return list(self._scores)
+        scores = []
+        for group, (_, answers) in zip(scoring, self.groups, strict=True):
+            scores.append(group.result() if group.done() else [BLOCKED] * len(answers))
+        return scores
 
-    async def _all(self) -> None:
-        await asyncio.gather(*(self._group(i) for i in range(len(self._groups))))
-
-    async def _group(self, index: int) -> None:
+    async def _group(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Any]:
         """Score a group; if the call raises, score each of its answers alone."""
-        prompt, answers = self._groups[index]
-        async with self.events.slots:
-            scores = await self._call(prompt, answers)
-            raised = isinstance(scores, Rejected) and scores.reason == "raised"
-            if raised and len(answers) > 1:
-                scores = []
-                for answer in answers:
-                    scores += _each(await self._call(prompt, [answer]), [answer])
-        self._scores[index] = _each(scores, answers)
-
-    async def _call(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
-        """Return a list of as many scores as there are answers, or a rejection."""
         if not answers:
             return []
+        async with self.events.slots:
+            scores = await self._call(prompt, answers)
+            first = scores[0]
+            if len(answers) > 1 and isinstance(first, Rejected) and first.reason == "raised":
+                scores = []
+                for answer in answers:
+                    scores += await self._call(prompt, [answer])
+        return scores
+
+    async def _call(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Any]:
+        """Return one score for each answer; all are rejected together."""
+        n, seconds = len(answers), self.deadline * len(answers)
         async with self.events.turn:
             if self._timeouts >= TIMEOUTS or self.blocked:
-                return Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
+                return [NOT_TRIED] * n
             began = time.monotonic()
-            seconds = self._deadline * len(answers)
-            scores = await _within(seconds, _threaded(lambda: self._score(prompt, answers)))
+            scores = await _within(seconds, _threaded(lambda: self.score(prompt, answers)))
         if isawaitable(scores):
-            left = began + seconds - time.monotonic()
-            scores = await _within(left, _finished(scores))
+            scores = await _within(began + seconds - time.monotonic(), _finished(scores))
         if scores is None:
             if self._last_end < began:
                 self._timeouts += 1
-            return Rejected(
+            scores = Rejected(
                 "timeout",
-                f"scoring of {len(answers)} answers did not return within {seconds:g} s"
-                f" (reward.deadline = {self._deadline:g} s for each)",
+                f"scoring of {n} answers did not return within {seconds:g} s"
+                f" (reward.deadline = {self.deadline:g} s for each)",
             )
-        self._timeouts, self._last_end = 0, time.monotonic()
-        if isinstance(scores, list) and len(scores) != len(answers):
-            return Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
-        return scores
+        else:
+            self._timeouts, self._last_end = 0, time.monotonic()
+            if isinstance(scores, list) and len(scores) != n:
+                scores = Rejected("wrong_length", f"{len(scores)} rewards for {n} answers")
+        return [scores] * n if isinstance(scores, Rejected) else scores
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     with asyncio.Runner(loop_factory=lambda: loop):  # cancels what is left, and closes the loop
         loop.run_forever()
-
-
-def _each(scores: Any, answers: Sequence[Answer]) -> list[Any]:
-    """Return one score for each answer; all are rejected together."""
-    return [scores] * len(answers) if isinstance(scores, Rejected) else scores
 
 
 async def _within(seconds: float, call: Awaitable[Any]) -> Any:
@@ -176,6 +167,7 @@ def _rejection(error: BaseException) -> Rejected:
     return Rejected("raised", "".join(traceback.format_exception(error)))
 
 
+@dataclass
 class Guard:
     """Scores groups by a task, and gives a verdict on each answer whatever the task does.
 
@@ -186,12 +178,12 @@ class Guard:
     in a row, the remaining groups of the search are rejected without being tried.
     """
 
-    def __init__(self, task: Task, deadline: float, concurrency: int = 8):
-        self.task = task
-        self._deadline = deadline
-        self._concurrency = concurrency
-        self._events = EventLoop(concurrency)
-        self._lock = Lock()
+    task: Task
+    deadline: float
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        self._events, self._lock = EventLoop(self.concurrency), Lock()
 
     def __call__(
         self,
@@ -204,11 +196,11 @@ class Guard:
         `score` takes the place of the task's own function.
         """
         groups = list(zip(prompts, answers, strict=True))
-        calls = Calls(self._events, score or self.task.score, groups, self._deadline)
+        calls = Calls(self._events, score or self.task.score, groups, self.deadline)
         scores = calls.run()
         with self._lock:
             if calls.blocked and calls.events is self._events:
-                self._events = EventLoop(self._concurrency)
+                self._events = EventLoop(self.concurrency)
         return [[verdict_on(score) for score in group] for group in scores]
 
 
@@ -227,21 +219,17 @@ def verdict_on(score: Any) -> Verdict:
 
 @dataclass
 class RejectionMonitor:
-    """Stops the run when more than `max_share` of the latest samples were rejected."""
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected."""
 
     max_share: float
-    _recent: deque[SearchStats] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _recent: deque[SearchStats] = field(default_factory=deque)
 
     def add(self, stats: SearchStats) -> None:
-        """Take in the statistics of one search.
-
-        RuntimeError, with the latest rejection, when more than `max_share` of the last 64 or more
-        samples were rejected.
-        """
+        """Take in the statistics of one search; RuntimeError if too many were rejected."""
         self._recent.append(stats)
-        while len(self._recent) > 1 and self._scored(skip=1) >= WINDOW:
-            self._recent.popleft()
-        total = self._scored()
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
@@ -253,6 +241,3 @@ class RejectionMonitor:
                 f" reward.max_rejected = {self.max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
             )
-
-    def _scored(self, skip: int = 0) -> int:
-        return sum(stats.samples + stats.rollouts for stats in list(self._recent)[skip:])

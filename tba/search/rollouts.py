@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
 
+from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.result import Rejected, Verdict
@@ -18,20 +18,11 @@ State = tuple[int, bytes]
 """Index of a group, and the response tokens so far."""
 
 
-@runtime_checkable
-class Generates(Protocol):
-    """The part of an engine that rollouts need."""
-
-    def generate(
-        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
-    ) -> list[list[Completion]]: ...
-
-
 @dataclass(frozen=True)
 class Rollouts:
     """Estimates the values of the states before every `request.step_tokens`-th token."""
 
-    engine: Generates
+    engine: Engine
     text: Text
     guard: Guard
     sampling: Sampling

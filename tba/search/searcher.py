@@ -1,25 +1,74 @@
 """Search: from prompts to groups that any objective can learn from."""
 
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import torch
 
-from tba.config.tables import EvalTable, FaultsTable
+from tba.config.plugins import resolve
+from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, Use
 from tba.engines import Engine
-from tba.models.pretrained import Text
+from tba.learn.policy import Policy
+from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
 from tba.search.reference import Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
+from tba.tasks import Task
+from tba.tasks._memory import InMemory, build_task
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
 
 STAGES = ("generate", "reward", "reference", "rollouts")
 """Stages of a search, whose seconds are counted."""
+
+
+@dataclass(frozen=True)
+class SearchSetup:
+    """Settings from which any process builds the same searcher."""
+
+    policy: PolicyTable
+    task: Use
+    engine: Use
+    sampling: Sampling
+    reward: RewardTable
+    faults: FaultsTable
+    evaluation: EvalTable
+    held_out: tuple[Prompt, ...]
+    token_budget: int
+    """Tokens, padding included, in one forward pass of the reference."""
+    value_rollouts: ValueRollouts | None
+    """Value estimates that the objective needs from search, if any."""
+    reward_functions: tuple[Callable[..., Any], ...] | bytes | None
+    """Functions passed from Python, pickled for another process; None if the config names them."""
+
+    def build(self, device: str, bf16: bool) -> "Searcher":
+        """Load the engine and the reference model.
+
+        `bf16` is the trainer's choice: reference and policy must compute alike, or their
+        difference is noise.
+        """
+        text = load_text(self.policy)
+        plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
+        engine: Engine = plugin.build(self.policy, text, device, bf16)
+        model = load_model(self.policy, torch.float32).to(device)
+        policy = Policy(model, self.sampling.temperature, bf16)
+        reference = Reference(policy, self.token_budget)
+        guard = Guard(self._task(), self.reward.deadline, self.reward.concurrency)
+        return Searcher(engine, reference, text, guard, self)
+
+    def _task(self) -> Task:
+        plugin = resolve("tasks", "task", self.task.use, self.task.options)
+        functions = self.reward_functions
+        if isinstance(functions, bytes):  # they came with this object, never from a file
+            functions = pickle.loads(functions)
+        return build_task(plugin, None if functions is None else InMemory(reward=functions))
 
 
 @dataclass(frozen=True)
@@ -30,11 +79,7 @@ class Searcher:
     reference: Reference
     text: Text
     guard: Guard
-    sampling: Sampling
-    faults: FaultsTable
-    value_rollouts: ValueRollouts | None
-    held_out: Sequence[Prompt]
-    evaluation: EvalTable
+    setup: SearchSetup
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         """Sample and score S responses of each prompt.
@@ -43,16 +88,16 @@ class Searcher:
         """
         times = [time.perf_counter()]
         tokens = [self.text.encode(p) for p in prompts]
-        completions = self.engine.generate(tokens, self.sampling, seed)
+        completions = self.engine.generate(tokens, self.setup.sampling, seed)
         times.append(time.perf_counter())
         verdicts, faulty = self._score(prompts, completions, seed)
         times.append(time.perf_counter())
         groups = self._groups(prompts, tokens, completions, verdicts)
         times.append(time.perf_counter())
         rollouts: list[Verdict] = []
-        if self.value_rollouts is not None:
-            request = self.value_rollouts
-            values = Rollouts(self.engine, self.text, self.guard, self.sampling, request)
+        request = self.setup.value_rollouts
+        if request is not None:
+            values = Rollouts(self.engine, self.text, self.guard, self.setup.sampling, request)
             groups, rollouts = values.estimate(groups, seed)
         times.append(time.perf_counter())
         stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts), faulty=faulty)
@@ -69,9 +114,9 @@ class Searcher:
     ) -> tuple[list[list[Verdict]], int]:
         """Return a verdict on each completion, and how many rewards are wrong on purpose."""
         answers = [[self.text.answer(c) for c in group] for group in completions]
-        if self.faults.kind == "none":
+        if self.setup.faults.kind == "none":
             return self.guard(prompts, answers), 0
-        faulty = FaultyTask(self.guard.task, self.faults, seed, answers)
+        faulty = FaultyTask(self.guard.task, self.setup.faults, seed, answers)
         verdicts = self.guard(prompts, answers, faulty.score)
         return verdicts, sum(map(faulty.count, answers, verdicts))
 
@@ -90,16 +135,9 @@ class Searcher:
         groups = []
         for i, rows in zip(kept, logp, strict=True):
             trajectories = []
-            for (completion, reward), ref_logp in zip(rewarded[i], rows, strict=True):
-                trajectory = Trajectory(
-                    tokens=completion.tokens,
-                    behavior_logp=completion.logp,
-                    ref_logp=ref_logp,
-                    reward=reward,
-                    version=completion.version,
-                    finished=completion.finished,
-                )
-                trajectories.append(trajectory)
+            for (c, reward), ref_logp in zip(rewarded[i], rows, strict=True):
+                t = Trajectory(c.tokens, c.logp, ref_logp, reward, c.version, c.finished)
+                trajectories.append(t)
             groups.append(Group(prompts[i], tokens[i], tuple(trajectories), version))
         return groups
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.config.loading import assign_all, override_all, parse, parse_as, read_toml
-from tba.config.schema import PLUGGED, Config
-from tba.config.table import Positive, Table
+from tba.config.schema import PLUGGED, Config, assign_all, override_all, parse, parse_as, read_toml
+from tba.config.tables import Positive, Table
 from tba.studies.results import SEED, Settings, Trial, phrase
 
 READ = ("policy", "task", "engine", "sampling", "eval", "selection")

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tba.config.loading import parse
-from tba.config.schema import Config
+from tba.config.schema import Config, parse
 from tba.runs.log import CONFIG
 from tba.runs.stop import Stop
 from tba.runtime.placement import available_cores

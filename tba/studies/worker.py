@@ -8,7 +8,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from tba.config.loading import parse
+from tba.config.schema import parse
 from tba.studies.results import write_failed
 
 

@@ -1,5 +1,4 @@
-"""Tasks provide prompts and score answers. This module is their contract; each other file is one
-task."""
+"""Tasks provide prompts and score answers. This is their contract; each other file is one task."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, runtime_checkable

@@ -15,10 +15,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 def rows(
     key: str, source: str, split: str, subset: str | None = None, required: Sequence[str] = ()
 ) -> Rows:
-    """Return all rows of a split.
+    """Return all rows of a split; a ValueError names the config key `key`.
 
-    A file is one split; a folder holds `<split>.jsonl` and so on. A ValueError names the config
-    key `key`.
+    A file is one split; a folder holds `<split>.jsonl` and so on.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -70,13 +69,13 @@ def _plain(value: Any) -> Any:
 
 
 def _split_file(key: str, folder: Path, split: str) -> Path:
+    present = sorted(p.name for p in folder.iterdir())
     for suffix in SUFFIXES:
-        if (folder / f"{split}{suffix}").is_file():
+        if f"{split}{suffix}" in present:
             return folder / f"{split}{suffix}"
-    present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-    others = ", ".join(SUFFIXES[1:])
     raise ValueError(
-        f"{key} = {str(folder)!r} has no {split}.jsonl (or {others}); it has {present}"
+        f"{key} = {str(folder)!r} has no {split}.jsonl (or {', '.join(SUFFIXES[1:])});"
+        f" it has {', '.join(present) or 'nothing'}"
     )
 
 
@@ -91,11 +90,10 @@ def _from_file(path: Path) -> Rows:
 
         return list(csv.read_csv(path).to_pylist())
     text = path.read_text(encoding="utf-8")
-    lines = text.split("\n")  # not splitlines(): JSON strings may hold U+2028 and the like
     if text.lstrip().startswith("["):
         table = json.loads(text)
-    else:
-        table = [_parsed(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    else:  # not splitlines(): JSON strings may hold U+2028 and the like
+        table = [_parsed(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not all(isinstance(row, dict) for row in table):
         raise ValueError("every row must be a table, {column: value, ...}")
     return list(table)

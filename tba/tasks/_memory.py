@@ -1,11 +1,11 @@
 """Rows and reward functions that are passed from Python, and how a config refers to them."""
 
 import functools
-import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from tba.config.plugins import Plugin
@@ -32,10 +32,10 @@ class InMemory:
     def options(self) -> dict[str, Any]:
         """Return the text that stands for each object in a config, by the name of the option."""
         texts: dict[str, Any] = {}
-        if self.data is not None:
-            texts["data"] = _fingerprint(self.data)
-        if self.held_out_data is not None:
-            texts["held_out_data"] = _fingerprint(self.held_out_data)
+        for key, table in (("data", self.data), ("held_out_data", self.held_out_data)):
+            if table is not None:
+                digest = sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+                texts[key] = f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
         if self.reward is not None:
             names = [f"{MARK}{name_of(function)}>" for function in self.reward]
             texts["reward"] = names[0] if len(names) == 1 else names
@@ -55,48 +55,44 @@ def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
 
 def with_memory(config: Config, memory: InMemory | None) -> Config:
     """Return the config with a text in `[task]` for each object; ValueError if they do not fit."""
-    if memory is None:
-        _check_complete(config.task, ())
-        return config
+    texts = {} if memory is None else memory.options()
     named = "task" in config.model_fields_set
-    if named and config.task.use != "custom":
+    options = config.task.options if named else {}
+    if texts and named and config.task.use != "custom":
         raise ValueError(
             f"task.use = {config.task.use!r} has data and rewards of its own; set task.use=custom"
             " to train on data= and reward=, or drop these arguments"
         )
-    options = config.task.options if named else {}
-    texts = memory.options()
-    for key in texts:
-        if key in options and not _is_text(options[key]):
-            raise ValueError(
-                f"both task.{key} = {options[key]!r} and {key}= are given; drop one of them"
-            )
-    for key in ("data", "reward"):
-        if key not in options | texts:
+    for key in KEYS:
+        value = options.get(key)
+        if _is_text(value) and key not in texts:
+            raise ValueError(f"task.{key} = {value!r} was passed from Python; pass {key}= again")
+        if value is not None and not _is_text(value) and key in texts:
+            raise ValueError(f"both task.{key} = {value!r} and {key}= are given; drop one of them")
+        if texts and key != "held_out_data" and key not in options | texts:
             raise ValueError(f"{key}= is missing: pass it too, or set task.{key} in the config")
-    task = Use(use="custom", **(options | texts))
-    _check_complete(task, texts)
-    return config.model_copy(update={"task": task})
+    if not texts:
+        return config
+    return config.model_copy(update={"task": Use(use="custom", **(options | texts))})
 
 
 def refuse(task: Use, run: str) -> None:
     """ValueError, with the Python call, if the run was started with objects passed from Python."""
-    passed = _in_memory(task)
-    if not passed:
-        return
-    arguments = ", ".join(f"{key}=..." for key in passed)
-    raise ValueError(
-        f"{run} was started from Python with {' and '.join(passed)} in memory; resume it there"
-        f" (a run that is complete is evaluated again):"
-        f' tba.train(tba.load("{run}/config.json"), resume="{run}", {arguments})'
-    )
+    passed = [key for key in KEYS if _is_text(task.options.get(key))]
+    if passed:
+        arguments = ", ".join(f"{key}=..." for key in passed)
+        raise ValueError(
+            f"{run} was started from Python with {' and '.join(passed)} in memory; resume it there"
+            f" (a run that is complete is evaluated again):"
+            f' tba.train(tba.load("{run}/config.json"), resume="{run}", {arguments})'
+        )
 
 
 def check_same(task: Use, before: Use) -> None:
     """ValueError if a resumed run would have other rows or functions than it was started with."""
-    for key in _in_memory(before):
-        now, then = task.options.get(key), before.options[key]
-        if now != then:
+    for key in KEYS:
+        now, then = task.options.get(key), before.options.get(key)
+        if _is_text(then) and now != then:
             raise ValueError(
                 f"{key}= is not what the run was started with: {now} instead of {then};"
                 " pass the same rows and functions, or start a new run"
@@ -105,9 +101,7 @@ def check_same(task: Use, before: Use) -> None:
 
 def build_task(plugin: Plugin, memory: InMemory | None) -> Task:
     """Build a task, with the objects that were passed from Python if there are any."""
-    if memory is None:
-        return plugin.build()
-    return plugin.cls(memory=memory, **plugin.options)
+    return plugin.build() if memory is None else plugin.cls(memory=memory, **plugin.options)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -120,29 +114,21 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def to_rows(argument: str, data: Any) -> Rows:
     """Return a list of dicts, a `datasets.Dataset` or a pandas DataFrame as plain rows."""
-    table = list(data) if isinstance(data, list | tuple) else _from_library(argument, data)
-    if not all(isinstance(row, dict) for row in table):
-        raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
-    return checked(f"{argument}=", table, required=("prompt",))
-
-
-def _from_library(argument: str, data: Any) -> Rows:
     from datasets import Dataset
     from pandas import DataFrame
 
-    if isinstance(data, Dataset):
-        return list(data.to_list())
     if isinstance(data, DataFrame):
-        return list(data.astype(object).where(data.notna(), None).to_dict("records"))
-    raise ValueError(
-        f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"
-        f" one split of a datasets.Dataset. For a file or a hub name, set task.{argument}"
-    )
-
-
-def _in_memory(task: Use) -> list[str]:
-    """Return the options of a config that stand for objects passed from Python."""
-    return [key for key in KEYS if _is_text(task.options.get(key))]
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
+    elif isinstance(data, Dataset):
+        data = data.to_list()
+    if not isinstance(data, list | tuple):
+        raise ValueError(
+            f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"
+            f" one split of a datasets.Dataset. For a file or a hub name, set task.{argument}"
+        )
+    if not all(isinstance(row, dict) for row in data):
+        raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
+    return checked(f"{argument}=", list(data), required=("prompt",))
 
 
 def _is_text(value: Any) -> bool:
@@ -150,19 +136,8 @@ def _is_text(value: Any) -> bool:
     return any(isinstance(v, str) and v.startswith(MARK) for v in values)
 
 
-def _check_complete(task: Use, passed: Collection[str]) -> None:
-    """ValueError if the config stands for an object that was not passed this time."""
-    for key in _in_memory(task):
-        if key not in passed:
-            raise ValueError(
-                f"task.{key} = {task.options[key]!r} was passed from Python; pass {key}= again"
-            )
-
-
 def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
     functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
-    if not functions:
-        raise ValueError("reward= is empty; pass a function, or a list of functions")
     for function in functions:
         if not callable(function):
             raise ValueError(
@@ -170,9 +145,3 @@ def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
                 " or file.py:function, set task.reward in the config"
             )
     return functions
-
-
-def _fingerprint(table: Rows) -> str:
-    text = json.dumps(table, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"

@@ -34,8 +34,15 @@ class Arithmetic:
             raise ValueError(
                 f"task.digits = {self.digits}: give 1 to 9 (the bundled model has learned 3)"
             )
-        self._check_size("train_size", self.train_size, share=0.8)
-        self._check_size("held_out_size", self.held_out_size, share=0.05)
+        sums = (9 * 10 ** (self.digits - 1)) ** 2
+        sizes = (("train", self.train_size, 0.8), ("held_out", self.held_out_size, 0.05))
+        for name, size, share in sizes:
+            most = int(sums * share)
+            if size > most:
+                raise ValueError(
+                    f"task.{name}_size = {size}: there are not so many sums of {self.digits}"
+                    f" digits; give {most} or fewer"
+                )
 
     def prompts(self) -> Sequence[Prompt]:
         return self._draw(self.train_size, held_out=False)
@@ -47,15 +54,6 @@ class Arithmetic:
         right = prompt.columns["answer"]
         return [float(a.finished and a.text == right) for a in answers]
 
-    def _check_size(self, name: str, size: int, share: float) -> None:
-        """ValueError if the size is more than this share of all sums."""
-        most = int((9 * 10 ** (self.digits - 1)) ** 2 * share)
-        if size > most:
-            raise ValueError(
-                f"task.{name} = {size}: there are not so many sums of {self.digits} digits;"
-                f" give {most} or fewer"
-            )
-
     def _draw(self, count: int, held_out: bool) -> list[Prompt]:
         """Draw distinct sums, the same for the same seed."""
         rng = np.random.default_rng([self.seed, held_out])
@@ -65,8 +63,4 @@ class Arithmetic:
             a, b = rng.integers(smallest, 10 * smallest, 2).tolist()
             if is_held_out(a, b) == held_out:
                 pairs[a, b] = None
-        return [_prompt(a, b) for a, b in pairs]
-
-
-def _prompt(a: int, b: int) -> Prompt:
-    return Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)})
+        return [Prompt(f"{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}) for a, b in pairs]

@@ -1,7 +1,6 @@
 """A data set and reward functions of the user, in TRL's conventions."""
 
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import sys
@@ -56,13 +55,13 @@ class Custom:
     def __post_init__(self) -> None:
         if self.held_out_size < 0:
             raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
-        functions = len(self.functions)  # raises before anything starts if one does not exist
-        if not functions:
+        count = len(self.functions)  # raises before anything starts if one does not exist
+        if not count:
             raise ValueError(f"task.reward is empty; {ADVICE}")
-        if self.reward_weights is not None and len(self.reward_weights) != functions:
+        weights = self.reward_weights
+        if weights is not None and len(weights) != count:
             raise ValueError(
-                f"task.reward_weights has {len(self.reward_weights)} numbers for {functions}"
-                " reward functions"
+                f"task.reward_weights has {len(weights)} numbers for {count} reward functions"
             )
 
     def prompts(self) -> Sequence[Prompt]:
@@ -73,11 +72,10 @@ class Custom:
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
-        arguments = _arguments(prompt, answers)
         scores: list[Any] = [None] * len(self.functions)
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
-            scores[i] = function(**_accepted(function, arguments))
+            scores[i] = _call(function, prompt, answers)
         if any(map(isawaitable, scores)):
             return self._await_all(scores, len(answers))
         return self._weighted(scores, len(answers))
@@ -95,7 +93,11 @@ class Custom:
                     " completions"
                 )
         weights = self.reward_weights or [1.0] * len(scores)
-        return [_weighted_sum(of_answer, weights) for of_answer in zip(*scores, strict=True)]
+        sums: list[float | None] = []
+        for of_answer in zip(*scores, strict=True):
+            terms = [w * s for w, s in zip(weights, of_answer, strict=True) if s is not None]
+            sums.append(sum(terms) if terms else None)
+        return sums
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
@@ -107,9 +109,7 @@ class Custom:
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and prompts to evaluate on."""
-        train = self.memory.data or rows(
-            "task.data", self.data, self.split, self.subset, required=("prompt",)
-        )
+        train = self.memory.data or self._read("task.data", self.data, self.split)
         if self.held_out_data is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
@@ -119,26 +119,28 @@ class Custom:
                 )
             train, held_out = train[:cut], train[cut:]
         else:
-            name, split = self.held_out_data, self.held_out_split
-            held_out = self.memory.held_out_data or rows(
-                "task.held_out_data", name, split, self.subset, required=("prompt",)
+            held_out = self.memory.held_out_data or self._read(
+                "task.held_out_data", self.held_out_data, self.held_out_split
             )
-        for key, table in (("task.data", train), ("task.held_out_data", held_out)):
-            for function in self.functions:
-                _check_columns(key, table, function)
+        for function in self.functions:
+            _check_columns("task.data", train, function)
+            _check_columns("task.held_out_data", held_out, function)
         return _prompts("train", train), _prompts("held-out", held_out[: self.held_out_size])
+
+    def _read(self, key: str, source: str, split: str) -> Rows:
+        return rows(key, source, split, self.subset, required=("prompt",))
 
 
 def _prompts(name: str, table: Rows) -> list[Prompt]:
     prompts = []
     for i, row in enumerate(table):
-        text = row["prompt"]
+        columns = dict(row)
+        text = columns.pop("prompt")
         if not isinstance(text, str | list):
             raise ValueError(
                 f"prompt '{name}-{i}' is {text!r}; a prompt is text or a list of chat messages:"
                 " remove the row, or give it text"
             )
-        columns = {column: value for column, value in row.items() if column != "prompt"}
         prompts.append(Prompt(f"{name}-{i}", text, columns))
     return prompts
 
@@ -148,10 +150,9 @@ def _check_columns(key: str, table: Rows, function: RewardFunction) -> None:
     if not table:
         return
     columns = [name for name in table[0] if name != "prompt"]
-    given = {*columns, "prompts", "completions"}
     for p in inspect.signature(function).parameters.values():
-        named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        if named and p.default is p.empty and p.name not in given:
+        named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+        if named and p.name not in {*columns, "prompts", "completions"}:
             raise ValueError(
                 f"task.reward: {_short_name(function)} needs {p.name!r}, which is not a column of"
                 f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
@@ -162,31 +163,22 @@ def _short_name(function: RewardFunction) -> str:
     return name_of(function).rpartition(".")[2]
 
 
-def _arguments(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return what a reward function is called with: one list for each parameter, by name."""
-    arguments = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+def _call(function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]) -> Any:
+    """Call a function with the lists that it takes: all for `**columns`, else those it names."""
     completions: list[Any] = [a.text for a in answers]
     if not isinstance(prompt.text, str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    return {**arguments, "prompts": [prompt.text] * len(answers), "completions": completions}
+    arguments = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+    arguments |= {"prompts": [prompt.text] * len(answers), "completions": completions}
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments = {name: values for name, values in arguments.items() if name in parameters}
+    return function(**arguments)
 
 
 def _is_async(function: RewardFunction) -> bool:
     call = type(function).__call__  # of an object with `async def __call__`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-def _accepted(function: RewardFunction, arguments: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the arguments that the function takes: all for `**columns`, else those it names."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: values for name, values in arguments.items() if name in parameters}
-
-
-def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    terms = [w * s for w, s in zip(weights, scores, strict=True) if s is not None]
-    return sum(terms) if terms else None
 
 
 def _function(name: str) -> RewardFunction:
@@ -197,9 +189,9 @@ def _function(name: str) -> RewardFunction:
         module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"task.reward = {name!r}: {error}; {ADVICE}") from error
-    if function not in vars(module):
+    value: RewardFunction | None = vars(module).get(function)
+    if value is None:
         raise ValueError(f"task.reward = {name!r}: {where} has no function {function!r}")
-    value: RewardFunction = vars(module)[function]
     if not callable(value):
         raise ValueError(f"task.reward = {name!r}: {function} is not a function but {value!r}")
     return value

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba.tasks._data import rows
-from tba.types import Answer, Prompt
+from tba.types import Answer, Message, Prompt
 
 NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 
@@ -50,12 +50,11 @@ class Gsm8k:
         return [float(last_number(a.text) == gold) for a in answers]
 
     def _read(self, split: str, size: int | None) -> list[Prompt]:
+        prompts = []
         questions = rows("task.data", self.data, split, "main", required=("question", "answer"))
-        numbered = enumerate(questions[:size])
-        return [self._prompt(f"{split}-{i}", row) for i, row in numbered]
-
-    def _prompt(self, name: str, row: dict[str, str]) -> Prompt:
-        columns = {"answer": row["answer"]}
-        if self.chat:
-            return Prompt(name, [{"role": "user", "content": row["question"]}], columns)
-        return Prompt(name, self.prompt.replace("{question}", row["question"]), columns)
+        for i, row in enumerate(questions[:size]):
+            text: str | list[Message] = self.prompt.replace("{question}", row["question"])
+            if self.chat:
+                text = [{"role": "user", "content": row["question"]}]
+            prompts.append(Prompt(f"{split}-{i}", text, {"answer": row["answer"]}))
+        return prompts

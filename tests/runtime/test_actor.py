@@ -15,7 +15,7 @@ import torch
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.setup import SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Weights
 
@@ -216,7 +216,7 @@ def test_who_waits_to_be_alone_goes_before_those_that_share_later(
     first = threads.submit(share, "first")
     wait(inside)
     waiting = threads.submit(alone)
-    while not lock._waiting:
+    while not lock._entrance.locked():
         pass
     later = threads.submit(share, "later")
     leave.set()

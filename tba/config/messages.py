@@ -1,0 +1,60 @@
+"""Messages for wrong names and values in a config."""
+
+import difflib
+import json
+from collections.abc import Iterable
+
+from pydantic_core import ErrorDetails
+
+EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+}
+"""The kind of value that was expected, by the type of pydantic's error."""
+GIVEN = {bool: "a boolean", int: "an integer", float: "a decimal number", str: "text"}
+GIVEN |= {list: "a list", dict: "a table"}
+
+
+def explain(name: str, *errors: ErrorDetails) -> str:
+    """Return what is wrong with a value, from pydantic's error, or its errors for a union."""
+    value, first = errors[0]["input"], errors[0]["type"]
+    if first == "missing":
+        return f"{name} is missing"
+    expected = []
+    for error in errors:
+        literal = error["type"] == "literal_error"
+        kind = error["ctx"]["expected"] if literal else EXPECTED.get(error["type"])
+        if kind is None:
+            return f"{name} = {value!r}: {reason(error)}"
+        expected.append(kind)
+    message = f"{name} = {value!r}: expected {' or '.join(expected)}"
+    if first == "literal_error" and isinstance(value, str):
+        return message
+    message += f", got {GIVEN.get(type(value), type(value).__name__)}"
+    return f"{message}: remove the quotes" if _is_quoted(value) else message
+
+
+def reason(error: ErrorDetails) -> str:
+    """Return pydantic's own message, or that of the ValueError that a validator raised."""
+    return error["msg"].removeprefix("Value error, ")
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest one, and all."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{nearest}; known: {', '.join(known) or 'none'}"
+
+
+def _is_quoted(value: object) -> bool:
+    """Return whether a value is text that would be another kind of value without quotes."""
+    try:
+        return isinstance(value, str) and json.loads(value) is not None
+    except ValueError:
+        return False
