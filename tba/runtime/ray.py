@@ -118,7 +118,7 @@ class RaySearchers:
             ray.kill(handle.actor)
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait, with the condition held, until `enough()`, a stop, or a failure, which is raised."""
+        """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""
         deadline = time.monotonic() + seconds
         while self._failure is None and not enough() and not self._stopping():
             if time.monotonic() > deadline:
