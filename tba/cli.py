@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.config.plugins import KINDS, find, names, options_of
-from tba.config.schema import DEFAULT, Config, load, override_all, parse
+from tba.config.schema import DEFAULT, Config, load
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -161,13 +161,9 @@ def _config(settings: list[str], resume: Path | None) -> Config:
             f"--resume continues with the config in {resume};"
             f" leave out {path}, and give only table.key=value to change"
         )
-    from tba.runs.folder import RunFolder
-    from tba.tasks._memory import refuse
+    from tba.runs.folder import stored_config
 
-    tables = RunFolder.reopen(resume).config()
-    refuse(parse(tables).task, str(resume))
-    override_all(tables, settings)
-    return parse(tables)
+    return stored_config(resume, settings)
 
 
 def _described(cls: type) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from tba.report import report
-from tba.report.figures import pareto, styles_for
-from tba.report.layout import Layout, lay_out
+from tba.report.layout import Layout, lay_out, panels
+from tba.report.study import pareto, styles_for
 from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
 from tba.studies.study import read_study
 
@@ -131,11 +131,7 @@ def page(folder: Path) -> str:
 
 @pytest.fixture
 def layouts(folder: Path) -> dict[str, Layout]:
-    runs, rows = read_ledger(folder).runs, write_results(folder)
-    return {
-        name: lay_out(folder, name, runs, rows, "sampled_pass@1")
-        for name in dict.fromkeys(t.grid for t in runs)
-    }
+    return {name: lay_out(folder, rows) for name, rows in write_results(folder).groupby("grid")}
 
 
 def cells(page: str, *begin: str) -> list[str]:
@@ -233,7 +229,8 @@ def test_lines_are_the_text_axis_with_the_most_values(layouts):
     assert (layouts["lags"].keys, layouts["lags"].lines, layouts["lags"].number) == (
         ["runtime.publish_every", "objective.use"], "objective.use", "runtime.publish_every",
     )  # fmt: skip
-    assert list(layouts["lags"].panels("objective.use")) == ["publish_every 1", "publish_every 4"]
+    titles = list(panels(layouts["lags"].settings, "objective.use"))
+    assert titles == ["publish_every 1", "publish_every 4"]
     assert (layouts["faulty"].keys, layouts["faulty"].number) == (["variant"], None)
     assert {layouts["rates"].lines, layouts["rates"].number} == {
         "trainer.learning_rate",
@@ -253,19 +250,25 @@ def test_keys_that_vary_together_are_one_axis(tmp_path):
         ]
         """
     )
-    runs = read_study(tmp_path / "s.toml").trials
-    rows = pd.DataFrame({"status": "pending", "last": [float("nan")] * len(runs)})
-    layout = lay_out(tmp_path, "sizes", runs, rows, "sampled_pass@1")
-    assert layout.values == {"trainer.group_size": [2, 4]} and len(layout.axes) == 2
+    Ledger("sizes", None, read_study(tmp_path / "s.toml").trials).write(tmp_path)
+    layout = lay_out(tmp_path, write_results(tmp_path))
+    assert layout.settings.to_dict("list") == {"trainer.group_size": [2, 4]}
+
+
+def test_numbers_are_sorted_and_text_is_in_the_order_of_the_study(tmp_path):
+    axes = '"objective.use" = ["tb", "grpo"]\n"runtime.lag" = [16, 1]'
+    (tmp_path / "s.toml").write_text(f'[[grid]]\nname = "lags"\n{axes}\n')
+    Ledger("lags", None, read_study(tmp_path / "s.toml").trials).write(tmp_path)
+    settings = lay_out(tmp_path, write_results(tmp_path)).settings
+    assert settings.to_numpy().tolist() == [["tb", 1], ["tb", 16], ["grpo", 1], ["grpo", 16]]
 
 
 def test_a_curve_is_averaged_where_all_finished_runs_were_evaluated(layouts):
     lags = layouts["lags"]
-    half = lags.axes.index({"objective.use": "rloo", "runtime.publish_every": 4})
-    curve = lags.curves.loc[half]  # one run finished
+    numbers = {tuple(values): number for number, *values in lags.settings.itertuples()}
+    curve = lags.curves.loc[numbers["rloo", 4]]  # one run finished
     assert list(curve["samples"]) == [0, 80, 160, 240, 320] and set(curve["size"]) == {1}
-    whole = lags.axes.index({"objective.use": "tb", "runtime.publish_every": 1})
-    point = lags.curves.loc[whole, 10]
+    point = lags.curves.loc[numbers["tb", 1], 10]
     assert tuple(point[["samples", "min", "mean", "max"]]) == pytest.approx((80, 0.6, 0.61, 0.62))
 
 

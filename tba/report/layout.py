@@ -1,7 +1,7 @@
 """Tables of a grid: which runs are averaged, and which keys make lines, panels and axes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from tba.report.draw import with_stderr
-from tba.studies.results import SEED, Settings, Trial, curve, phrase, read_metrics
+from tba.studies.results import SEED, curve, phrase, read_metrics
 
 BEST = " ★"
 COLUMNS = {
@@ -29,17 +29,17 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid. Its settings are numbered in the order of the study; runs of one differ in the seed.
+    """A grid. Runs of one setting differ in the seed.
 
     Lines are the text axis with the most values, which usually is the objective; all other keys
     make panels.
     """
 
-    name: str
-    axes: Sequence[Mapping[str, Value]]
-    """The values of each setting."""
-    values: Mapping[str, Sequence[Value]]
-    """All values of each key that varies, except the seed; numbers are sorted."""
+    settings: pd.DataFrame
+    """A row for each setting, and a column for each key that varies.
+
+    Numbers are sorted, and text is in the order of the study.
+    """
     lines: str | None
     rows: pd.DataFrame
     """The rows of `results.json`, with a column `setting`."""
@@ -55,113 +55,120 @@ class Layout:
     """
 
     @property
+    def metric(self) -> str:
+        return str(self.rows["metric"].iloc[0])
+
+    @property
     def keys(self) -> list[str]:
         """Return the keys that make panels, and then the one that makes lines."""
-        return sorted(self.values, key=lambda key: key == self.lines)
+        return sorted(self.settings, key=lambda key: key == self.lines)
 
     @property
     def numeric(self) -> list[str]:
-        return [key for key in self.keys if numbers(self.values[key])]
+        return [key for key in self.keys if numbers(self.settings[key])]
 
     @property
     def number(self) -> str | None:
         """Return the key of the number axis: that with the most values, preferably not of lines."""
-        rank = {key: (key != self.lines, len(self.values[key])) for key in self.numeric}
-        return max(rank, key=lambda key: rank[key], default=None)
+        count = self.settings.nunique()
+        return max(self.numeric, key=lambda key: (key != self.lines, count[key]), default=None)
 
     @property
-    def line_values(self) -> Sequence[Value]:
-        return [] if self.lines is None else self.values[self.lines]
+    def line_values(self) -> list[Value]:
+        return [] if self.lines is None else list(self.settings[self.lines].unique())
 
     def line(self, setting: int) -> Value | None:
-        return None if self.lines is None else self.axes[setting][self.lines]
+        return None if self.lines is None else self.settings[self.lines][setting]
 
-    def title(self, setting: int, keys: Sequence[str]) -> str:
-        return ", ".join(phrase(key, self.axes[setting][key]) for key in keys)
-
-    def panels(self, *left_out: str | None) -> dict[str, list[int]]:
-        """Return the settings that agree in all keys but these, by a title with the values."""
-        keys = [key for key in self.values if key not in left_out]
-
-        def place(setting: int) -> list[int]:
-            return [self.values[key].index(self.axes[setting][key]) for key in keys]
-
-        panels: dict[str, list[int]] = {}
-        for setting in sorted(range(len(self.axes)), key=place):
-            panels.setdefault(self.title(setting, keys), []).append(setting)
-        return panels
-
-    def best(self, settings: Sequence[int]) -> int | None:
+    def best(self, settings: pd.Index) -> int | None:
         """Return the setting with the fewest failed runs, and of those the highest mean score."""
         failed = (self.rows["status"] == "failed").groupby(self.rows["setting"]).sum()
         ranks = pd.DataFrame({"failed": failed, "mean": self.ends["last", "mean"]}).loc[settings]
         ranks = ranks.dropna().sort_values(["failed", "mean"], ascending=[True, False])
         return None if ranks.empty else int(ranks.index[0])
 
-    def text(self, setting: int, name: str) -> str:
-        """Return a mean and its standard error in the format of the column."""
-        if name not in self.ends:
-            return "–"
-        of_metric = "{:.1%}" if "pass@" in self.rows["metric"].iloc[0] else "{:.3f}"
-        ends = self.ends[name].loc[setting]
-        return with_stderr(ends["mean"], ends["sem"], COLUMNS[name][1] or of_metric)
+    def texts(self, name: str) -> pd.Series:
+        """Return the mean and its standard error of each setting, in the format of the column."""
+        of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
+        form = COLUMNS[name][1] or of_metric
+        ends = self.ends[name]
+        return ends.apply(lambda end: with_stderr(end["mean"], end["sem"], form), axis=1)
 
 
-def lay_out(
-    folder: Path, name: str, trials: Sequence[Trial], rows: pd.DataFrame, metric: str
-) -> Layout:
-    """Return the layout of the grid `name`. `rows` are those of all trials, in the same order."""
-    every = [_plain(trial.axes) for trial in trials if trial.grid == name]
-    axes = list({json.dumps(own): own for own in every}.values())
-    setting = [axes.index(own) for own in every]
-    own_rows = rows[[trial.grid == name for trial in trials]].assign(setting=setting)
-    values = _values(axes)
-    texts = [key for key in values if not numbers(values[key])]
-    lines = max(texts or values, key=lambda key: len(values[key]), default=None)
-    ended = own_rows[own_rows["status"] == "finished"]
-    measures = ended.select_dtypes("number").drop(columns="setting")
-    ends = measures.astype(float).groupby(ended["setting"]).agg(["mean", "sem", "min", "max"])
-    ends = ends.reindex(range(len(axes)))
-    return Layout(name, axes, values, lines, own_rows, ends, _curves(folder, ended, metric))
+def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
+    """Return the layout of a grid from its rows of the results, with `axes`."""
+    axes = rows["axes"].map(_plain)
+    setting, first = axes.map(json.dumps).factorize()
+    rows = rows.assign(setting=setting)
+    values = pd.DataFrame(list(first.map(json.loads)), dtype=object)
+    partitions = pd.DataFrame({key: own.factorize()[0] for key, own in values.items()})
+    varied = partitions.loc[:, partitions.any()].T.drop_duplicates().index
+    settings = values[varied]  # of keys that vary together, the first
+    settings = settings.sort_values(list(varied), key=_places)
+    texts = [key for key in varied if not numbers(settings[key])]
+    lines = max(texts or varied, key=lambda key: settings[key].nunique(), default=None)
+    ended = rows[rows["status"] == "finished"]
+    measures = ended.select_dtypes("number").astype(float).groupby(ended["setting"])
+    ends = measures.agg(["mean", "sem", "min", "max"]).reindex(settings.index)
+    return Layout(settings, lines, rows, ends, _curves(folder, ended))
 
 
-def table(layout: Layout) -> pd.DataFrame:
+def panels(settings: pd.DataFrame, *left_out: str | None) -> dict[str, pd.DataFrame]:
+    """Return the settings that agree in all keys but these, by a title with the values."""
+    kept = settings[[key for key in settings if key not in left_out]]
+    titles = [title(setting) for _, setting in kept.iterrows()]
+    return dict(list(settings.groupby(pd.Series(titles, settings.index, str), sort=False)))
+
+
+def title(setting: pd.Series) -> str:
+    return ", ".join(phrase(key, value) for key, value in setting.items())
+
+
+def section(layout: Layout) -> dict[str, Any]:
+    """Return the values of the grid's section on the page, except its figures."""
+    failed = layout.rows[layout.rows["status"] == "failed"]
+    return {
+        "counts": counts(layout.rows["status"]),
+        "table": _table(layout),
+        "best": _best_table(layout),
+        "failures": failed.set_index("folder")["error"].to_dict(),
+    }
+
+
+def _table(layout: Layout) -> pd.DataFrame:
     """Return a row for each setting. The best of each panel is marked."""
-    rows = []
-    status = layout.rows.groupby("setting")["status"]
-    for settings in layout.panels(layout.lines).values():
-        best = layout.best(settings) if len(settings) > 1 else None
-        for setting in settings:
-            row = {}
-            for key in layout.keys:
-                value = layout.axes[setting][key]
-                row[key.removesuffix(".use")] = f"{value:g}" if numbers([value]) else str(value)
-            row["runs"] = counts(status.get_group(setting))
-            row |= {head: layout.text(setting, name) for name, (head, _) in COLUMNS.items()}
-            row["end"] += BEST * (setting == best)
-            rows.append(row)
-    shown = pd.DataFrame(rows)
-    return shown.loc[:, (shown != "–").any()]
+    shown = layout.settings[layout.keys].map(lambda v: v if isinstance(v, str) else f"{v:g}")
+    shown = shown.rename(columns=lambda key: key.removesuffix(".use"))
+    shown["runs"] = layout.rows.groupby("setting")["status"].agg(counts)
+    for name, (head, _) in COLUMNS.items():
+        if name in layout.ends:
+            shown[head] = layout.texts(name)
+    blocks = panels(layout.settings, layout.lines).values()
+    for block in blocks:
+        best = layout.best(block.index)
+        if len(block) > 1 and best is not None:
+            shown.loc[best, "end"] += BEST
+    return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
 
 
-def best_table(layout: Layout) -> pd.DataFrame:
+def _best_table(layout: Layout) -> pd.DataFrame:
     """Return the best setting for each combination of the text axes, as TOML for the next study."""
     settings = layout.rows.groupby("setting")["settings"].first()
     keys = dict.fromkeys(key for own in settings for key in own if key != SEED)
     varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
     rows = []
-    for name, group in layout.panels(*(layout.numeric or layout.values)).items():
-        setting = layout.best(group)
-        if setting is not None and layout.values:
-            own, axes = settings[setting], layout.axes[setting]
+    for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
+        best = layout.best(group.index)
+        if best is not None and layout.keys:
+            own = settings[best]
             toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
             edges = []
             for key in layout.numeric:
-                low, *_, high = layout.values[key]
-                if axes[key] in (low, high):
+                values = layout.settings[key]
+                if values[best] in (values.min(), values.max()):
                     edges.append(key)
             advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
-            rows.append([name, toml, layout.text(setting, "last"), advice * bool(edges)])
+            rows.append([name, toml, layout.texts("last")[best], advice * bool(edges)])
     return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
 
 
@@ -172,11 +179,11 @@ def counts(status: pd.Series) -> str:
     return ", ".join(f"{count[name]} {name}" for name in names)
 
 
-def numbers(values: Sequence[Any]) -> bool:
+def numbers(values: Iterable[Any]) -> bool:
     return all(type(v) in (int, float) for v in values)
 
 
-def _plain(axes: Settings) -> dict[str, Value]:
+def _plain(axes: dict[str, Any]) -> dict[str, Value]:
     shown: dict[str, Value] = {}
     for key, value in axes.items():
         if key != SEED:
@@ -185,25 +192,15 @@ def _plain(axes: Settings) -> dict[str, Value]:
     return shown
 
 
-def _values(axes: Sequence[Mapping[str, Value]]) -> dict[str, Sequence[Value]]:
-    """Return the values of each key that varies. Of keys that vary together, the first is kept."""
-    values: dict[str, Sequence[Value]] = {}
-    partitions = []
-    for key in axes[0]:
-        column = [own[key] for own in axes]
-        distinct = list(dict.fromkeys(column))
-        partition = [distinct.index(v) for v in column]
-        if len(distinct) > 1 and partition not in partitions:
-            values[key] = sorted(distinct) if numbers(distinct) else distinct
-            partitions.append(partition)
-    return values
+def _places(values: pd.Series) -> Any:
+    return values if numbers(values) else values.factorize()[0]
 
 
-def _curves(folder: Path, ended: pd.DataFrame, metric: str) -> pd.DataFrame:
+def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
     by_run = []
     for row in ended.itertuples():
-        by_run.append(curve(read_metrics(folder / row.folder, "samples_trained"), metric))
-        by_run[-1]["setting"] = row.setting
+        metrics = read_metrics(folder / row.folder, "samples_trained")
+        by_run.append(curve(metrics, row.metric).assign(setting=row.setting))
     if not by_run:
         return pd.DataFrame(columns=["samples", "mean", "min", "max"])
     at = pd.concat(by_run).reset_index().groupby(["setting", "step"])

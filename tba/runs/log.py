@@ -23,13 +23,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop the rows after `step`, so that a resumed run does not log those steps twice."""
-    kept = [row for row in read(path) if row["step"] <= step]
-    if path.is_file():
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one."""
     aside = path.with_name(f".{path.name}")
@@ -47,14 +40,12 @@ class Journal:
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
         self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._wandb = _wandb_run(folder, config) if config.log.wandb else None
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = start + 1 if start else None
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        if config.log.wandb:
-            self._wandb = _wandb_run(folder, config)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -73,20 +64,18 @@ class Journal:
         _append(self._folder / SAMPLES, {**row, "prompt": prompt, "completion": completion})
 
     def close(self) -> None:
-        """Close TensorBoard and W&B."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    plain = dict(row)
-    for name, value in plain.items():
+def _append(path: Path, row: dict[str, Any]) -> None:
+    for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
-            plain[name] = None  # JSON has no NaN
+            row[name] = None  # JSON has no NaN
     with path.open("a") as file:
-        file.write(json.dumps(plain) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def _wandb_run(folder: Path, config: Config) -> Any:

@@ -150,12 +150,13 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def write_results(folder: Path) -> pd.DataFrame:
-    """Return a row for each run, in the order of the study, and write them to `results.json`."""
+    """Return a row for each run, in the order of the study; `results.json` has all but `axes`."""
     ledger = read_ledger(folder)
     known = [scores(folder / t.folder) for t in ledger.runs]
     metric = metric_of(next(filter(None, known), {}), ledger.metric)
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
-    write_whole(folder / RESULTS, json.dumps(rows, indent=1) + "\n")
+    written = [{name: v for name, v in row.items() if name != "axes"} for row in rows]
+    write_whole(folder / RESULTS, json.dumps(written, indent=1) + "\n")
     return pd.DataFrame(rows).astype(dict.fromkeys(MEASURES + TOTALS, float))
 
 
@@ -166,7 +167,6 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
     """
     config, last = read_json(run / CONFIG), scores(run)
     row = asdict(trial) | dict.fromkeys([*MEASURES, *TOTALS])
-    del row["axes"]
     row["objective"] = config and config["objective"]["use"]
     row["seed"] = config and config["run"]["seed"]
     row |= {"metric": metric, **last, "last": last.get(metric)}

@@ -1,7 +1,8 @@
-"""Figures of a study: learning curves, scores against a number that was varied, and costs."""
+"""The page of a study: for each grid its curves, scores against a number, costs, and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -11,45 +12,73 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tba.report.draw import COLOURS, GREY, dress, plain, short
-from tba.report.layout import Layout, Value
-from tba.studies.results import phrase
+from tba.report.draw import COLOURS, GREY, Figures, dress, plain, short, write_page
+from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
+from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {"sampled_kl": "KL to the reference at the end (nats)", "seconds": "time of a run (s)"}
 Style = Mapping[str, Any]
-Styles = Mapping[Value | None, Style]
+Styles = Mapping[Any, Style]
 STYLES: Sequence[Style] = [
     {"color": colour, "marker": marker, "linestyle": "-" if i < 7 else (0, (4, 1.5))}
     for i, (colour, marker) in enumerate(zip(COLOURS, "osD^vPXosD^v", strict=True))
 ]
 
 
-def styles_for(values: Sequence[Value]) -> dict[Value | None, Style]:
-    """Return a style for each line, and for a grid without lines; the first twelve are distinct."""
-    return {None: STYLES[0]} | {v: STYLES[i % len(STYLES)] for i, v in enumerate(values)}
+def report_study(folder: Path, out: Path | None = None) -> Path:
+    """Draw the page of a study, by default into its folder `report`, and return the page's path.
 
-
-def draw_grid(layout: Layout, styles: Styles, metric: str) -> dict[str, Figure]:
-    """Draw all figures that the grid has data for."""
-    figures = {
-        "curves": _curves(layout, styles, metric),
-        "against": _against(layout, styles, metric),
-        "fronts": _fronts(layout, styles, metric),
+    Also writes `results.json` again.
+    """
+    name, rows = read_ledger(folder).name, write_results(folder)
+    begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
+    if begun.empty:
+        raise ValueError(
+            f"{folder} has no evaluations yet; type `tba report {folder}` again once its first run"
+            " is done"
+        )
+    layouts = {grid: lay_out(folder, own) for grid, own in begun.groupby("grid", sort=False)}
+    texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
+    shared = styles_for(texts)  # an objective looks the same in all grids
+    sections = []
+    figures: Figures = {}
+    for grid, layout in layouts.items():
+        own = styles_for(layout.line_values) if numbers(layout.line_values) else shared
+        drawn = {
+            "curves": _curves(layout, own),
+            "against": _against(layout, own),
+            "fronts": _fronts(layout, own),
+        }
+        shown = {kind: figure for kind, figure in drawn.items() if figure is not None}
+        figures |= {f"{grid}_{kind}": figure for kind, figure in shown.items()}
+        sections.append({"name": grid, "figures": list(shown), **section(layout)})
+    metric = rows["metric"][0].replace("_", " ")
+    facts = {
+        "Runs": str(len(rows)),
+        "Status": counts(rows["status"]),
+        "Compared by": metric,
+        "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
     }
-    return {name: figure for name, figure in figures.items() if figure is not None}
+    values = {"name": name, "facts": facts, "sections": sections, "metric": metric}
+    return write_page(out or folder / "report", "study.html", values, figures)
 
 
-def _curves(layout: Layout, styles: Styles, metric: str) -> Figure | None:
+def styles_for(values: Iterable[Any]) -> dict[Any, Style]:
+    """Return a style for each line, and for a grid without lines; the first twelve are distinct."""
+    styles = {v: STYLES[i % len(STYLES)] for i, v in enumerate(dict.fromkeys(values))}
+    return {None: STYLES[0], **styles}
+
+
+def _curves(layout: Layout, styles: Styles) -> Figure | None:
     """Draw a line for each setting, and a panel for each value of what else was varied."""
-    drawn = set(layout.curves.index.get_level_values(0))
-    panels = {title: drawn & set(own) for title, own in layout.panels(layout.lines).items()}
-    panels = {title: own for title, own in panels.items() if own}
-    if not panels:
+    settings, drawn = layout.settings, layout.curves.index.unique(0)
+    by_title = panels(settings[settings.index.isin(drawn)], layout.lines)
+    if not by_title:
         return None
-    figure, all_axes = _axes(len(panels), metric, layout, styles)
-    for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
-        dress(axes, title, "samples trained on")
-        for s in sorted(settings):
+    figure, all_axes = _axes(len(by_title), layout, styles)
+    for axes, (panel, own) in zip(all_axes, by_title.items(), strict=True):
+        dress(axes, panel, "samples trained on")
+        for s in own.index:
             points = layout.curves.loc[s]
             _line(axes, points["samples"], points, styles[layout.line(s)])
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -57,27 +86,24 @@ def _curves(layout: Layout, styles: Styles, metric: str) -> Figure | None:
     return figure
 
 
-def _against(layout: Layout, styles: Styles, metric: str) -> Figure | None:
+def _against(layout: Layout, styles: Styles) -> Figure | None:
     """Draw the metric at the end against a number that was varied, if there is one."""
     key, last = layout.number, layout.ends["last"].dropna(subset="mean")
     if key is None or last.empty:
         return None
-    if key == layout.lines:
-        styles = {None: STYLES[0]}
-    panels = layout.panels(layout.lines, key)
-    figure, all_axes = _axes(len(panels), metric, layout, styles)
-    for axes, (title, settings) in zip(all_axes, panels.items(), strict=True):
-        dress(axes, title, key)
-        for line in layout.panels(key).values():
-            own = last.index.intersection(line).intersection(settings)
-            if len(own):
-                x = pd.Series([float(layout.axes[s][key]) for s in own], own).sort_values()
-                _line(axes, x, last.loc[x.index], styles.get(layout.line(own[0]), STYLES[0]))
-        _number_axis(axes, [float(v) for v in layout.values[key]])
+    by_title = panels(layout.settings.loc[last.index], layout.lines, key)
+    of_lines: Styles = {} if key == layout.lines else styles
+    figure, all_axes = _axes(len(by_title), layout, of_lines)
+    for axes, (panel, own) in zip(all_axes, by_title.items(), strict=True):
+        dress(axes, panel, key)
+        for line in panels(own, key).values():
+            x = line[key].astype(float).sort_values()
+            _line(axes, x, last.loc[x.index], of_lines.get(layout.line(x.index[0]), STYLES[0]))
+        _number_axis(axes, sorted(layout.settings[key].astype(float).unique()))
     return figure
 
 
-def _fronts(layout: Layout, styles: Styles, metric: str) -> Figure | None:
+def _fronts(layout: Layout, styles: Styles) -> Figure | None:
     """Draw the metric against its cost, with the settings that no other beats in both."""
     points = {}
     for cost in COSTS:
@@ -87,7 +113,7 @@ def _fronts(layout: Layout, styles: Styles, metric: str) -> Figure | None:
                 points[cost] = both
     if not points:
         return None
-    figure, all_axes = _axes(len(points), metric, layout, styles)
+    figure, all_axes = _axes(len(points), layout, styles)
     for axes, (cost, both) in zip(all_axes, points.items(), strict=True):
         dress(axes, "", COSTS[cost])
         x, y = both[cost, "mean"], both["last", "mean"]
@@ -98,7 +124,7 @@ def _fronts(layout: Layout, styles: Styles, metric: str) -> Figure | None:
         front = pareto(x, y)
         steps: Style = {"drawstyle": "steps-post", "color": GREY, "linewidth": 1.1, "zorder": 1.5}
         axes.plot(x[front], y[front], **steps)
-        names = [layout.title(s, layout.keys[::-1]) for s in front]
+        names = [title(layout.settings.loc[s, layout.keys[::-1]]) for s in front]
         unbroken = "  ·  ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
         axes.set_title(plain(fill(f"front: {unbroken}", 92)), loc="left", fontsize=8.5, color=GREY)
         if x.min() > 0 and x.max() >= 10 * x.min():
@@ -122,7 +148,7 @@ def _line(axes: Axes, x: pd.Series, scores: pd.DataFrame, style: Style) -> None:
     axes.plot(x, scores["mean"], **style, linewidth=1.6, markersize=4)
 
 
-def _axes(count: int, metric: str, layout: Layout, styles: Styles) -> tuple[Figure, list[Axes]]:
+def _axes(count: int, layout: Layout, styles: Styles) -> tuple[Figure, list[Axes]]:
     """Return axes that share the scale of the scores, with a legend of the lines above them."""
     columns = 3 if count > 4 or count == 3 else min(2, count)
     rows = ceil(count / columns)
@@ -131,11 +157,13 @@ def _axes(count: int, metric: str, layout: Layout, styles: Styles) -> tuple[Figu
     figure = Figure(figsize=(12, height), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes in grid[:, 0]:
-        axes.set_ylabel(metric.replace("_", " "), color=GREY)
+        axes.set_ylabel(layout.metric.replace("_", " "), color=GREY)
     for axes in grid.flat[count:]:
         axes.remove()
     percent = FuncFormatter(lambda v, _: f"{100 * v:g}%")
-    grid[0, 0].yaxis.set_major_formatter(percent if "pass@" in metric else FuncFormatter(short))
+    grid[0, 0].yaxis.set_major_formatter(
+        percent if "pass@" in layout.metric else FuncFormatter(short)
+    )
     for axes in grid.flat[:count]:
         axes.xaxis.set_tick_params(labelbottom=True)
     if lines:
