@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import (
     Importance,
     importance,
@@ -43,7 +40,7 @@ class Rloo:
     def __post_init__(self) -> None:
         positive(self, "importance_cap")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(regularised(batch, self.beta))
         weight = importance(self.importance, logp, batch, self.importance_cap)
         likelihood = of_response(weight * logp, batch, self.length_normalised)

@@ -20,10 +20,7 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"strategy.temperature = {self.temperature} must be above 0;"
-                " try 1.0, or the strategy `uniform`"
-            )
+            raise ValueError(f"strategy.temperature = {self.temperature}: give a number above 0")
 
     def draw(
         self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
