@@ -13,19 +13,8 @@ from tba.config.schema import Config, parse
 from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
-from tba.runs import checkpoint
-from tba.runs.checkpoint import Checkpoints, Progress
+from tba.runs import checkpoint, log
 from tba.runs.console import Console, open_console
-from tba.runs.folder import (
-    CHECKPOINTS,
-    create_folder,
-    read_config,
-    read_evaluations,
-    rewind,
-    write_config,
-    write_summary,
-)
-from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
@@ -48,9 +37,9 @@ class Run:
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
-    checkpoints: Checkpoints
+    checkpoints: checkpoint.Checkpoints
     rng: np.random.Generator
-    journal: Journal
+    journal: log.Journal
     console: Console
     tracker: Tracker
     stop: Stop
@@ -113,7 +102,7 @@ class Run:
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        progress = Progress(self.step, self.missing, self.evaluating, rng, counts)
+        progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
         search = self.searchers.state()
         self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress)
 
@@ -136,10 +125,10 @@ class Run:
             self.checkpoints.wait()
         except ValueError as error:  # the config was checked: show where this one comes from
             raise RuntimeError(f"the run failed: {error}") from error
-        finished, evaluations = complete and self.evaluating == 0, read_evaluations(self.folder)
+        finished, evaluations = complete and self.evaluating == 0, log.read_evaluations(self.folder)
         stats = self.searchers.stats
         summary = self.tracker.summary(self.step, stats, finished, evaluations)
-        write_summary(self.folder, summary)
+        summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
 
@@ -171,11 +160,11 @@ def open_run(
     """
     parts, generation = check(config, memory), None
     if resume is None:
-        folder = create_folder(parts.config)
+        folder = log.create_folder(parts.config)
     else:
         folder = resume
-        check_resumed(parts.config, before=parse(read_config(folder)))
-        generation = checkpoint.newest(folder / CHECKPOINTS, drop_damaged_replay)
+        check_resumed(parts.config, before=parse(log.read_config(folder)))
+        generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 
@@ -191,7 +180,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
-    progress, search = Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
+    progress, search = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
         step, steps = progress.step, c.run.steps
@@ -200,15 +189,16 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
                 f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
             )
         parts.prompt_stream().check(search.cursor)  # the last that can fail: now the files change
-        rewind(folder, step)
-        write_config(folder, c)  # with what was changed on resuming
+        log.rewind(folder, step)
+        log.write_config(folder, c)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
-    checkpoints = Checkpoints(folder / CHECKPOINTS, c.checkpoint.keep, c.checkpoint.deadline)
+    keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
+    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
     closing.enter_context(checkpoints)
-    journal = Journal(folder, c, progress.step)
+    journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:

@@ -1,18 +1,28 @@
-"""Evaluating and exporting a run's newest checkpoint."""
+"""Matters of a run that has ended: its config, and evaluating and exporting its model."""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tba.config.schema import Config, override_all, parse
 from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
 from tba.runs import checkpoint
-from tba.runs.folder import CHECKPOINTS, read_config, stored_config
+from tba.runs.log import CHECKPOINTS, read_config
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
+from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array
+
+
+def stored_config(run: Path, settings: Sequence[str]) -> Config:
+    """Return the config of a run with these settings; ValueError if Python passed it objects."""
+    tables = read_config(run)
+    refuse(parse(tables).task, str(run))
+    override_all(tables, settings)
+    return parse(tables)
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
