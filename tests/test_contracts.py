@@ -18,14 +18,24 @@ import torch
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
-from tba.engines.transformers import Transformers
+from tba.engines.transformers import Transformers, choose
+from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import HasHead, Loss
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
 from tba.strategies import Strategy
 from tba.tasks import Task
-from tba.types import Answer, Batch, Completion, Group, Prompt, Sampling, Trajectory
+from tba.types import (
+    Answer,
+    Batch,
+    Completion,
+    Group,
+    Prompt,
+    Sampling,
+    Trajectory,
+    collate_tokens,
+)
 from tba.weights import Weights, pack
 
 GROUPS, SIZE = 5, 3
@@ -405,12 +415,15 @@ def newer(tiny_model: Path) -> Weights:
     return replace(packed, arrays={n: array.astype(np.float32) for n, array in moved.items()})
 
 
+TEXTS = ("1+", "22+33=", "7")
+
+
 def ask(
     engine: Engine, text: Text, seed: int, max_tokens: int = 6, temperature: float = 1.0
 ) -> list[list[Completion]]:
     """Seven answers to each of three prompts of different lengths."""
     return engine.generate(
-        [text.encode(Prompt(t, t)) for t in ("1+", "22+33=", "7")],
+        [text.encode(Prompt(t, t)) for t in TEXTS],
         Sampling(7, temperature, max_tokens),
         seed,
     )
@@ -469,9 +482,10 @@ def test_engine_loads_weights_while_it_generates(
     with ThreadPoolExecutor(2) as threads:
         generating = threads.submit(ask, engine, text, 1)
         threads.submit(engine.load_weights, newer).result(timeout=60)
-        versions = [c.version for row in generating.result(timeout=60) for c in row]
-    assert versions == sorted(versions)
-    assert set(versions) <= {0, 4}
+        versions = [[c.version for c in row] for row in generating.result(timeout=60)]
+    for row in versions:
+        assert row == sorted(row)
+        assert set(row) <= {0, 4}
     after = ask(engine, text, seed=2)
     assert {c.version for row in after for c in row} == {4} == {engine.version}
     other.load_weights(newer)
@@ -485,7 +499,7 @@ def test_transformers_loads_weights_between_two_batches(
     policy = PolicyTable(model=str(tiny_model))
     engine = Transformers(policy, text, "cpu", False, batch_size=3)
     whole = tokens(ask(engine, text, seed=1))
-    generate, calls = engine.model.generate, itertools.count()
+    generate, calls = engine._batch, itertools.count()
     loaders = ThreadPoolExecutor(1)
 
     def loading_in_the_third_batch(*args: Any, **kwargs: Any) -> Any:
@@ -495,10 +509,38 @@ def test_transformers_loads_weights_between_two_batches(
                 time.sleep(0.001)
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(engine.model, "generate", loading_in_the_third_batch)
+    monkeypatch.setattr(engine, "_batch", loading_in_the_third_batch)
     answers = ask(engine, text, seed=1)
     loaders.shutdown()
-    versions = [c.version for row in answers for c in row]
-    assert versions == [0] * 9 + [4] * 12
-    before = [answer for row in whole for answer in row][:9]
-    assert [answer for row in tokens(answers) for answer in row][:9] == before
+    # the shortest prompt comes first: its seven answers take three batches
+    assert [[c.version for c in row] for row in answers] == [[4] * 7, [4] * 7, [0] * 7]
+    assert tokens(answers)[2] == whole[2]
+
+
+def test_transformers_samples_do_not_depend_on_the_batch(tiny_model: Path, text: Text) -> None:
+    """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
+    policy = PolicyTable(model=str(tiny_model))
+    engines = [Transformers(policy, text, "cpu", False, batch_size=n) for n in (1, 3, 14, 256)]
+    first, *others = [ask(engine, text, seed=1) for engine in engines]
+    for other in others:
+        assert tokens(other) == tokens(first)
+    reference = Policy(engines[0].model, 1.0)
+    prompts = [text.encode(Prompt(t, t)) for t in TEXTS]
+    for prompt, completions in zip(prompts, first, strict=True):
+        logp = reference.logp(collate_tokens([prompt], [[c.tokens for c in completions]]))[0]
+        for row, c in zip(logp, completions, strict=True):
+            torch.testing.assert_close(row[: len(c.logp)], torch.tensor(c.logp), atol=1e-5, rtol=0)
+
+
+def test_choose_follows_the_distribution() -> None:
+    """Evenly spaced numbers meet each token as often as its probability says, none of the rest."""
+    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0], [0.5, 0.5, -torch.inf, -torch.inf]])
+    uniform = (torch.arange(10_000) + 1).div(10_000).expand(2, -1)
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.6)):
+        p = (logits / temperature).softmax(-1)
+        chosen, logp = choose(logits, uniform, Sampling(1, temperature, 1, top_p))
+        torch.testing.assert_close(logp, p.log().gather(1, chosen))  # before top-p
+        if top_p < 1:  # 0.6 is reached by one token of the first row, by both of the second
+            p[0, [0, 2]], p[0, 3] = 0, 1
+        counted = torch.stack([(chosen == token).float().mean(1) for token in range(4)], 1)
+        torch.testing.assert_close(counted, p, atol=2e-4, rtol=0)

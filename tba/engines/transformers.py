@@ -1,26 +1,35 @@
-"""Generation by Hugging Face transformers: any causal LM, no server, any machine."""
+"""Generation by Hugging Face transformers: any causal LM with attention, no server, any machine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
+from tba.learn.policy import LOGITS_AT_ONCE, positions
 from tba.models.pretrained import Text, load_model
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
+DROP = 1 / 8
+"""Finished responses leave the batch once they are this share of it: to drop some costs a copy."""
+
 
 @dataclass
 class Transformers:
-    """Generates `batch_size` responses at once.
+    """Generates up to `batch_size` responses at once; each prompt runs once for all its samples.
 
-    `dtype` auto is bf16 where that is faster (see `policy.autocast`), and fp32 elsewhere. Calls
-    from several threads take turns, batch by batch; `load_weights` goes first when a batch ends.
+    Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
+    the call, and its own place, but not on the batch. `dtype` auto is bf16 where that is faster
+    (see `policy.autocast`), and fp32 elsewhere. Calls from several threads take turns, batch by
+    batch; `load_weights` goes first when a batch ends.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -35,28 +44,37 @@ class Transformers:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
         self.model: Any = load_model(self.policy, dtype).to(self.device)
-        self._batches = threading.Lock()  # one batch at a time: torch's random state is global
+        self._batches = threading.Lock()  # one batch at a time
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
-        repeated = [p for p in prompts for _ in range(sampling.samples)]
-        devices = [self.device] if self.device.startswith("cuda") else []
-        completions: list[Completion] = []
-        for start in range(0, len(repeated), self.batch_size):
-            batch = repeated[start : start + self.batch_size]
-            with self._batches, self._weights.shared(), torch.random.fork_rng(devices):
-                torch.manual_seed(seed + start)
-                completions += self._batch(batch, sampling)
-        starts = range(0, len(completions), sampling.samples)
-        return [completions[i : i + sampling.samples] for i in starts]
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for places, samples in self._divided([len(p) for p in prompts], sampling.samples):
+            uniform = [_uniform(seed, i, sampling)[samples] for i in places]
+            with self._batches, self._weights.shared():
+                batch = self._batch([prompts[i] for i in places], np.stack(uniform), sampling)
+            for i, group in zip(places, batch, strict=True):
+                completions[i] += group
+        return completions
 
     def load_weights(self, weights: Weights) -> float | None:
         with self._weights.alone():
             load_weights(self.model, weights)
             self.version = weights.version
             return None if weights.probe is None else self._gap(weights.probe)
+
+    def _divided(
+        self, lengths: Sequence[int], samples: int
+    ) -> Iterator[tuple[Sequence[int], slice]]:
+        """Yield the prompts and the samples of each batch; prompts of similar length together."""
+        prompts = max(1, self.batch_size // samples)
+        each = min(samples, self.batch_size)
+        order = np.argsort(lengths, kind="stable").tolist()
+        for first in range(0, len(order), prompts):
+            for start in range(0, samples, each):
+                yield order[first : first + prompts], slice(start, start + each)
 
     @torch.inference_mode()
     def _gap(self, probe: Probe) -> float:
@@ -65,73 +83,139 @@ class Transformers:
         ids = torch.from_numpy(tokens).long().to(self.device)
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
         start = len(probe.prompt_tokens)
-        logp = _logp(logits[start - 1 : -1], probe.temperature)
-        chosen = logp.gather(1, ids[start:, None]).squeeze(1)
-        return float(np.abs(chosen.cpu().numpy() - probe.logp).mean())
+        logp = torch.log_softmax(logits[start - 1 : -1].float() / probe.temperature, -1)
+        chosen = logp.gather(1, ids[start:, None]).squeeze(1).cpu()
+        return float((chosen - torch.from_numpy(probe.logp.copy())).abs().mean())
 
     @torch.inference_mode()
-    def _batch(self, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[Completion]:
-        from transformers import LogitsProcessorList, StoppingCriteriaList
-
-        width = max(len(p) for p in prompts)
-        ids = torch.full((len(prompts), width), self.text.pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, width - len(prompt) :] = 1
-        recorder = _Recorder(sampling.temperature or 1.0)
-        out = self.model.generate(
-            input_ids=ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            generation_config=self._config(sampling),
-            logits_processor=LogitsProcessorList([recorder.before]),
-            stopping_criteria=StoppingCriteriaList([recorder.after]),
+    def _batch(
+        self,
+        prompts: Sequence[np.ndarray],
+        uniform: Float[np.ndarray, "B S T"],
+        sampling: Sampling,
+    ) -> list[list[Completion]]:
+        """Sample S responses of each prompt, choosing their tokens by the uniform numbers."""
+        b, s, limit = uniform.shape
+        chance = torch.from_numpy(uniform).to(self.device)
+        ids = [torch.from_numpy(p).long() for p in prompts]
+        mask = [torch.ones_like(row) for row in ids]
+        visible = pad_sequence(mask, True, 0, "left").to(self.device)
+        model = self.model.base_model
+        out = model(
+            input_ids=pad_sequence(ids, True, self.text.pad_id, "left").to(self.device),
+            attention_mask=visible,
+            position_ids=positions(visible),
+            use_cache=True,
         )
-        tokens = out[:, width:].cpu().numpy().astype(np.int32)
-        logp = torch.stack(recorder.logp, 1).cpu().numpy()
-        return [self._completion(t, lp) for t, lp in zip(tokens, logp, strict=True)]
+        cache = out.past_key_values
+        chosen, logp = self._choose(out.last_hidden_state[:, -1], chance[:, :, 0], sampling)
+        if limit > 1:
+            cache.batch_repeat_interleave(s)
+        visible = visible.repeat_interleave(s, 0)
+        chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
+        drawn = _Drawn.empty(b * s, limit, self.device)
+        rows = torch.arange(b * s, device=self.device)
+        eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
+        while True:
+            ended = drawn.add(rows, chosen, logp, torch.isin(chosen, eos))
+            if drawn.step == limit or ended.all():
+                break
+            if ended.sum() >= DROP * len(rows):
+                kept = (~ended).nonzero().squeeze(1)
+                rows, chosen, visible = rows[kept], chosen[kept], visible[kept]
+                cache.batch_select_indices(kept)
+            visible = torch.cat([visible, torch.ones_like(visible[:, :1])], 1)
+            out = model(
+                input_ids=chosen[:, None],
+                attention_mask=visible,
+                position_ids=positions(visible)[:, -1:],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            numbers = chance[rows, drawn.step, None]
+            chosen, logp = self._choose(out.last_hidden_state[:, -1], numbers, sampling)
+            chosen, logp = chosen.squeeze(1), logp.squeeze(1)
+        completions = drawn.completions(self.version)
+        return [completions[i : i + s] for i in range(0, b * s, s)]
 
-    def _completion(self, tokens: np.ndarray, logp: np.ndarray) -> Completion:
-        """Cut a row after its first EOS: what follows is padding, which may be the EOS token."""
-        ends = np.flatnonzero(np.isin(tokens, list(self.text.eos_ids)))
-        finished = len(ends) > 0
-        length = int(ends[0]) + 1 if finished else len(tokens)
-        return Completion(tokens[:length].copy(), logp[:length].copy(), finished, self.version)
+    def _choose(
+        self, hidden: Float[Tensor, "N D"], uniform: Float[Tensor, "N R"], sampling: Sampling
+    ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
+        """Return R next tokens for each state and their log-probs, a chunk of states at a time."""
+        head = self.model.get_output_embeddings()
+        size = max(1, LOGITS_AT_ONCE[hidden.device.type] // head.weight.shape[0])
+        parts = []
+        for states, numbers in zip(hidden.split(size), uniform.split(size), strict=True):
+            parts.append(choose(head(states), numbers, sampling))
+        tokens, logp = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(logp)
 
-    def _config(self, sampling: Sampling) -> Any:
-        from transformers import GenerationConfig
 
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=sorted(self.text.eos_ids),
-            pad_token_id=self.text.pad_id,
+@dataclass
+class _Drawn:
+    """Tokens of the responses of a batch, and their log-probs; `length` is 0 until one has ended."""
+
+    tokens: Int[Tensor, "N T"]
+    logp: Float[Tensor, "N T"]
+    length: Int[Tensor, " N"]
+    step: int = 0
+
+    @classmethod
+    def empty(cls, count: int, limit: int, device: str) -> "_Drawn":
+        return cls(
+            torch.zeros(count, limit, dtype=torch.int32, device=device),
+            torch.zeros(count, limit, device=device),
+            torch.zeros(count, dtype=torch.int32, device=device),
         )
-        if sampling.temperature > 0:
-            config.do_sample, config.temperature = True, sampling.temperature
-            config.top_p, config.top_k = sampling.top_p, 0
-        # or the checkpoint's own top_k, repetition penalty, ... would fill the gaps
-        self.model.generation_config = config
-        return config
+
+    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor, ends: Tensor) -> Tensor:
+        """Append a token to each of these rows; return which of the rows have ended."""
+        self.tokens[rows, self.step] = tokens.int()
+        self.logp[rows, self.step] = logp
+        self.step += 1
+        length = self.length[rows]
+        self.length[rows] = torch.where(ends & (length == 0), self.step, length).int()
+        return self.length[rows] > 0
+
+    def completions(self, version: int) -> list[Completion]:
+        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
+        completions = []
+        for row, length in enumerate(self.length.tolist()):
+            end = length or self.step
+            own = tokens[row, :end].copy(), logp[row, :end].copy()
+            completions.append(Completion(*own, length > 0, version))
+        return completions
 
 
-class _Recorder:
-    """Log-prob of each token as it is sampled: all logits of a response never exist at once."""
+def choose(
+    logits: Float[Tensor, "N V"], uniform: Float[Tensor, "N R"], sampling: Sampling
+) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
+    """Return R tokens of each distribution and their log-probs, before top-p is applied.
 
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.every = torch.empty(0)
-        self.logp: list[torch.Tensor] = []
+    The tokens are found by inverse transform sampling: for a number u in (0, 1], the first one
+    whose cumulative probability is at least u. Temperature 0 is greedy.
+    """
+    scaled = logits.float() / (sampling.temperature or 1.0)
+    total = scaled.logsumexp(-1, keepdim=True)
+    if sampling.temperature == 0:
+        tokens = scaled.argmax(-1, keepdim=True).expand(uniform.shape)
+    else:
+        p = (scaled - total).exp_()
+        if sampling.top_p < 1:
+            p = _nucleus(p, sampling.top_p)
+        cumulative = p.cumsum(-1)
+        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+    return tokens, scaled.gather(1, tokens) - total
 
-    def before(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Logits processor, called before temperature and top-p."""
-        self.every = _logp(logits, self.temperature)
-        return logits
 
-    def after(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Stopping criterion, called when the token has been chosen. Stops nothing."""
-        self.logp.append(self.every.gather(1, ids[:, -1:]).squeeze(1))
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
+    """Return probabilities with 0 outside the smallest set of tokens that together have `top_p`."""
+    ordered, order = p.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    return p.scatter(1, order, ordered.masked_fill(before >= top_p, 0.0))
 
 
-def _logp(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.log_softmax(logits.float() / temperature, -1)
+def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
+    """Return the random numbers in (0, 1] of the samples of the prompt at a place of the call."""
+    rng = np.random.default_rng([seed, place])
+    return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)

@@ -90,7 +90,7 @@ class Policy(nn.Module):
         prompt = backbone(
             input_ids=batch.prompt_tokens,
             attention_mask=batch.prompt_mask.long(),
-            position_ids=_positions(batch.prompt_mask),
+            position_ids=positions(batch.prompt_mask),
             use_cache=True,
         )
         states = prompt.last_hidden_state
@@ -120,7 +120,7 @@ class Policy(nn.Module):
         output = self.model.base_model(
             input_ids=torch.cat([prompts, batch.tokens.flatten(0, 1)], 1),
             attention_mask=visible.long(),
-            position_ids=_positions(visible),
+            position_ids=positions(visible),
             use_cache=False,
         )
         hidden = output.last_hidden_state.unflatten(0, (b, k))
@@ -169,6 +169,6 @@ def _readout(width: int, device: torch.device) -> nn.Linear:
     return readout
 
 
-def _positions(mask: Tensor) -> Tensor:
+def positions(mask: Tensor) -> Tensor:
     """Return the position of each token, counted from the first real one; padding gets 0."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)
