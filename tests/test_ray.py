@@ -219,12 +219,16 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
 
         return stop
 
-    for steps, finished in ((2, False), (5, False), (None, True)):
-        resume = folder if (folder / "config.json").exists() else None
-        given = config(tiny_model, folder, *slow, *turns) if resume is None else _config([], resume)
-        run_and_keep(given, resume, stop_after(steps) if steps else None)
-        summary = json.loads((folder / SUMMARY).read_text())
-        assert summary["finished"] == finished, steps
+    def finished() -> bool:
+        return json.loads((folder / SUMMARY).read_text())["finished"]
+
+    run_and_keep(config(tiny_model, folder, *slow, *turns), meanwhile=stop_after(2))
+    assert not finished()
+    run_and_keep(_config([], folder), folder, stop_after(5))
+    assert not finished()
+    run_and_keep(_config(["runtime.use=local"], folder), folder)  # only the evaluation is left
+    assert finished()
+    summary = json.loads((folder / SUMMARY).read_text())
     rows = [r for r in read(folder / METRICS) if "loss" in r]
     assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [
         (step, 0) for step in range(1, 6)
