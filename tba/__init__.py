@@ -47,7 +47,7 @@ def train(
     from tba.runs.result import Result
 
     with open_run(config, resume, data=data, reward=reward, held_out_data=held_out_data) as run:
-        return Result(run.train(), run.folder.path)
+        return Result(run.train(), run.folder)
 
 
 def open_run(

@@ -1,8 +1,8 @@
 """A run: its parts put together, trained, and closed again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,14 @@ from tba.config.schema import Config, parse
 from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
-from tba.runs import checkpoint
-from tba.runs.checkpoint import Checkpoints, Progress
+from tba.runs import checkpoint, log
 from tba.runs.console import Console, open_console
-from tba.runs.folder import RunFolder
-from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.lag import LaggedSearchers
 from tba.runtime.placement import Place, places_on_one_machine
-from tba.search.result import Example
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
@@ -38,13 +34,13 @@ class Run:
 
     config: Config
     parts: Parts
-    folder: RunFolder
+    folder: Path
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
-    checkpoints: Checkpoints
+    checkpoints: checkpoint.Checkpoints
     rng: np.random.Generator
-    journal: Journal
+    journal: log.Journal
     console: Console
     tracker: Tracker
     stop: Stop
@@ -54,8 +50,6 @@ class Run:
     """Groups to wait for before the next step: the first fill, or what a stop kept from coming."""
     evaluating: int
     """Evaluations that were requested and have not been logged."""
-    _shown: str | None = field(default=None, init=False)
-    """Held-out prompt whose answer the console shows at each evaluation."""
 
     def sample(self) -> list[Group]:
         """Draw the groups of the next batch from the buffer."""
@@ -70,10 +64,10 @@ class Run:
 
     def publish(self) -> None:
         """Send the newest weights to the searchers."""
-        with self.tracker.syncing():
+        with self.tracker.timed("synced"):
             weights = self.trainer.weights(version=self.step)
             self.searchers.publish(weights)
-        self.tracker.published(weights.nbytes)
+        self.tracker.published = weights.nbytes
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""
@@ -101,46 +95,42 @@ class Run:
         for e in self.searchers.evaluations(finish=finish):
             self.evaluating -= 1
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
-            self.tracker.evaluation(e.version, scores)
             self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
-            self.console.evaluation(e.version, scores)
             for x in e.examples:
                 self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
-            self._show_example(e.examples)
+            self.console.evaluation(e)
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        progress = Progress(self.step, self.missing, self.evaluating, rng, counts)
+        progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
         search = self.searchers.state()
         self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress)
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
-        try:
-            return self._train()
-        except ValueError as error:  # the config was checked: show where this one comes from
-            raise RuntimeError(f"the run failed: {error}") from error
-
-    def _train(self) -> Summary:
         last = self.config.run.steps
         unlogged, self.evaluating = self.evaluating, 0
-        with self.tracker.clock():
-            if unlogged and self.step < last:  # at the beginning, or lost with the last session
+        try:
+            with self.tracker.clock():
+                if unlogged and self.step < last:  # at the beginning, or lost with the last session
+                    self.evaluate()
+                loop.train(self)
+            self.save()
+            complete = self.step == last
+            if complete:
+                if not loop.due(last, self.config.runtime.publish_every):
+                    self.publish()  # else the loop has just done so
                 self.evaluate()
-            loop.train(self)
-        self.save()
-        complete = self.step == last
-        if complete:
-            if not loop.due(last, self.config.runtime.publish_every):
-                self.publish()  # else the loop has just done so
-            self.evaluate()
-        self.log_evaluations(finish=complete)
-        self.checkpoints.wait()
-        finished = complete and self.evaluating == 0
-        summary = self.tracker.summary(self.step, self.searchers.stats, finished)
-        self.folder.write_summary(summary)
-        self.console.end(summary, self.folder.path)
+            self.log_evaluations(finish=complete)
+            self.checkpoints.wait()
+        except ValueError as error:  # the config was checked: show where this one comes from
+            raise RuntimeError(f"the run failed: {error}") from error
+        finished, evaluations = complete and self.evaluating == 0, log.read_evaluations(self.folder)
+        stats = self.searchers.stats
+        summary = self.tracker.summary(self.step, stats, finished, evaluations)
+        summary.write(self.folder)
+        self.console.end(summary, self.folder)
         return summary
 
     def _log_sample(self, group: Group) -> None:
@@ -149,15 +139,6 @@ class Run:
         self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
-
-    def _show_example(self, examples: Sequence[Example]) -> None:
-        """Show the answer to the prompt that had the lowest reward at the first evaluation."""
-        rewards = {x.prompt: x.reward for x in examples if x.reward is not None}
-        if self._shown is None and rewards:
-            self._shown = min(rewards, key=rewards.__getitem__)
-        for x in examples:
-            if x.prompt == self._shown and x.reward is not None:
-                self.console.sample(x.prompt, x.completion, x.reward)
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
@@ -178,39 +159,47 @@ def open_run(
     `memory` holds the rows and functions that were passed from Python. With `drop_damaged_replay`,
     a resumed run goes on without the trajectories that are damaged in every checkpoint.
     """
-    parts = check(config, memory)
+    parts, generation = check(config, memory), None
     if resume is None:
-        folder, generation = RunFolder.create(parts.config), None
+        folder = log.create_folder(parts.config)
     else:
-        folder = RunFolder.reopen(resume)
-        check_resumed(parts.config, before=parse(folder.config()))
-        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay)
+        folder = resume
+        check_resumed(parts.config, before=parse(log.read_config(folder)))
+        generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 
 
-def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing: ExitStack) -> Run:
+def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: ExitStack) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = parts.config
     stop = closing.enter_context(Stop())
     console = open_console(c)
     closing.callback(console.close)
-    console.note(f"run folder: {folder.path}")
+    console.note(f"run folder: {folder}")
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
-    progress, search = Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
+    progress, search = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
-        _continue(parts, folder, progress, search, tracker)
+        step, steps = progress.step, c.run.steps
+        if step > steps:
+            raise ValueError(
+                f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
+            )
+        parts.prompt_stream().check(search.cursor)  # the last that can fail: now the files change
+        log.rewind(folder, step)
+        log.write_config(folder, c)  # with what was changed on resuming
+        tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
-    checkpoints = closing.enter_context(
-        Checkpoints(folder.checkpoints, c.checkpoint.keep, c.checkpoint.deadline)
-    )
-    journal = Journal(folder.path, c, progress.step)
+    keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
+    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
+    closing.enter_context(checkpoints)
+    journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:
@@ -221,21 +210,6 @@ def _assemble(parts: Parts, folder: RunFolder, generation: Path | None, closing:
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
         stop, step=progress.step, missing=progress.missing, evaluating=progress.evaluating,
     )  # fmt: skip
-
-
-def _continue(
-    parts: Parts, folder: RunFolder, progress: Progress, search: SearchState, tracker: Tracker
-) -> None:
-    """Continue a run's files and totals; ValueError, before anything is written, if it cannot."""
-    step, steps = progress.step, parts.config.run.steps
-    if step > steps:
-        raise ValueError(
-            f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
-        )
-    parts.prompt_stream().check(search.cursor)
-    folder.rewind(step)
-    folder.write_config(parts.config)  # with what was changed on resuming
-    tracker.resume(progress.counts, search.stats, folder.evaluations())
 
 
 def _places(config: Config, stop: Stop, closing: ExitStack) -> "tuple[Place, Cluster | None]":
@@ -266,7 +240,7 @@ def _searchers(
     if cluster is not None:
         from tba.runtime.ray import RaySearchers
 
-        return RaySearchers(job, cluster, bf16, stop.is_requested, search, newest)
+        return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
     from tba.runtime.local import LocalSearchers
 
     if search is not None and search.weights is None and step >= c.runtime.publish_every:

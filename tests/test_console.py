@@ -10,15 +10,16 @@ from rich.console import Console as Terminal
 
 from tba.runs.console import SHOWN, Console, LiveConsole
 from tba.runs.summary import Summary
+from tba.search.result import Evaluation, Example
 
 SCORES = {
-    "eval/sampled_pass@1": 0.5,
-    "eval/sampled_stderr": 0.1,
-    "eval/greedy_pass@1": 0.25,
-    "eval/greedy_stderr": 0.2,
-    "eval/pass@4": 0.75,
-    "eval/pass@4_stderr": 0.1,
-    "eval/sampled_rejected": 0.125,
+    "sampled_pass@1": 0.5,
+    "sampled_stderr": 0.1,
+    "greedy_pass@1": 0.25,
+    "greedy_stderr": 0.2,
+    "pass@4": 0.75,
+    "pass@4_stderr": 0.1,
+    "sampled_rejected": 0.125,
 }
 SUMMARY = Summary(
     finished=False,
@@ -47,7 +48,7 @@ def live() -> Iterator[LiveConsole]:
 @pytest.mark.parametrize("count", range(len(SHOWN) + 1))
 def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: int) -> None:
     live.step(3, {name: 0.5 for name, _, _ in SHOWN[:count]})
-    live.evaluation(2, SCORES)
+    live.evaluation(Evaluation(2, SCORES, []))
     live.sample("1+1=", "2", 1.0)
     terminal = Terminal(width=120)
     with terminal.capture() as captured:
@@ -60,14 +61,25 @@ def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: in
 def test_an_evaluation_is_a_line() -> None:
     lines: list[str] = []
     console = Console(9, lines.append)
-    console.evaluation(4, SCORES)
-    console.evaluation(
-        5, {"sampled_reward": 1.0, "sampled_reward_stderr": 0.5, "greedy_reward": 2.0}
-    )
+    console.evaluation(Evaluation(4, SCORES, []))
+    rewards = {"sampled_reward": 1.0, "sampled_reward_stderr": 0.5, "greedy_reward": 2.0}
+    console.evaluation(Evaluation(5, rewards, []))
     assert lines == [
         "evaluation at step 4: pass@1 sampled 0.500 ± 0.100  greedy 0.250 ± 0.200  pass@4 0.750"
         "  rejected 12.5%",
         "evaluation at step 5: reward sampled 1.000 ± 0.500  greedy 2.000",
+    ]
+
+
+def test_the_prompt_with_the_lowest_first_reward_is_followed() -> None:
+    lines: list[str] = []
+    console = Console(9, lines.append)
+    for version, rewards in ((0, [1.0, 0.25, None]), (3, [0.5, 0.75, 0.0])):
+        examples = [Example(p, f"at {version}", r) for p, r in zip("abc", rewards, strict=True)]
+        console.evaluation(Evaluation(version, SCORES, examples))
+    assert [line for line in lines if line.startswith("sample")] == [
+        "sample: 'b' -> 'at 0'  reward 0.25",
+        "sample: 'b' -> 'at 3'  reward 0.75",
     ]
 
 

@@ -29,7 +29,7 @@ RAY = ("ray", "actor", "pool", "cluster", "bind")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
-    "matplotlib": {"report/draw.py", "report/panels.py", "report/study.py"},
+    "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
     "vllm": set(),
 }
 

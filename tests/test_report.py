@@ -10,7 +10,7 @@ import pytest
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.panels import FIGURES, smooth
+from tba.report.runs import FIGURES, smooth
 from tba.runs.log import CONFIG, SAMPLES, SUMMARY, Journal
 
 SCRIPT = "<script>alert('7')</script>"

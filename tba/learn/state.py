@@ -6,13 +6,13 @@ Safetensors and JSON only; nothing is pickled.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tba.learn.policy import Policy
 from tba.weights import check_same_model
@@ -24,76 +24,66 @@ SAMPLED = 1024
 """Elements of each parameter that a fingerprint reads: any retraining changes some of them."""
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """Everything of a trainer that a checkpoint holds."""
+def save(
+    folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
+) -> Callable[[], None]:
+    """Copy everything now and return the function that writes it into `folder`.
 
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    schedule: Any
-    first_model: str
-    """Fingerprint of the model that the run began with."""
+    `first_model` is the fingerprint of the model that the run began with.
+    """
+    model, readout = policy.model, policy.readout
+    weights = _copy(model.state_dict())
+    head = {} if readout is None else _copy(readout.state_dict())
+    moments = {"torch_rng": torch.get_rng_state()}
+    for parameter, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            moments[f"{parameter}.{name}"] = torch.as_tensor(value).contiguous()
+    moments = _copy(moments)
+    text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
 
-    def save(self, folder: Path) -> Callable[[], None]:
-        """Copy everything now and return the function that writes it into `folder`."""
-        model, readout = self.policy.model, self.policy.readout
-        weights = _copy(model.state_dict())
-        head = {} if readout is None else _copy(readout.state_dict())
-        moments = {"torch_rng": torch.get_rng_state()}
-        for parameter, values in self.optimizer.state_dict()["state"].items():
-            for name, value in values.items():
-                moments[f"{parameter}.{name}"] = torch.as_tensor(value).contiguous()
-        moments = _copy(moments)
-        state = {"first_model": self.first_model, "schedule": self.schedule.state_dict()}
-        text = json.dumps(state)
+    def write() -> None:
+        model.save_pretrained(folder / MODEL, state_dict=weights)
+        save_file(moments, folder / OPTIMIZER)
+        if head:
+            save_file(head, folder / HEAD)
+        (folder / TRAINER).write_text(text)
 
-        def write() -> None:
-            model.save_pretrained(folder / MODEL, state_dict=weights)
-            save_file(moments, folder / OPTIMIZER)
-            if head:
-                save_file(head, folder / HEAD)
-            (folder / TRAINER).write_text(text)
+    return write
 
-        return write
 
-    def load(self, folder: Path) -> None:
-        """Put model, head, optimizer, schedule and PyTorch's random state back.
+def load(
+    folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
+) -> None:
+    """Put model, head, optimizer, schedule and PyTorch's random state back.
 
-        Learning rates, betas and weight decay stay those of `optimizer`: they may have been
-        changed on resuming. ValueError, before anything is changed, if the folder belongs to
-        another model.
-        """
-        weights = read_model(folder)
-        state = json.loads((folder / TRAINER).read_text())
-        check_same_model(self.policy.model, weights, f"{folder} holds")
-        if state["first_model"] != self.first_model:
-            raise ValueError(
-                "policy.model is not the model that this run began with, to which the reference"
-                " log-probs in its replay buffer belong; set policy.model to that model, or start"
-                " a new run"
-            )
-        self.policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
-        if self.policy.readout is not None:
-            self.policy.readout.load_state_dict(load_file(folder / HEAD))
-        tensors = load_file(folder / OPTIMIZER)
-        torch.set_rng_state(tensors.pop("torch_rng"))
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            parameter, _, name = key.partition(".")
-            moments.setdefault(int(parameter), {})[name] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        self._continue_schedule(state["schedule"])
-
-    def _continue_schedule(self, saved: Mapping[str, Any]) -> None:
-        """Continue at the saved step, with the base rates of this run."""
-        schedule, step = self.schedule, saved["last_epoch"]
-        rates = []
-        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
-            rates.append(base * factor(step))
-        schedule.load_state_dict({**saved, "base_lrs": schedule.base_lrs, "_last_lr": rates})
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    Learning rates, betas and weight decay stay those of `optimizer`: they may have been changed on
+    resuming. ValueError, before anything is changed, if the folder belongs to another model.
+    """
+    weights = read_model(folder)
+    state = json.loads((folder / TRAINER).read_text())
+    check_same_model(policy.model, weights, f"{folder} holds")
+    if state["first_model"] != first_model:
+        raise ValueError(
+            "policy.model is not the model that this run began with, whose log-probs its replay"
+            " buffer holds; set policy.model to that model, or start a new run"
+        )
+    policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    if policy.readout is not None:
+        policy.readout.load_state_dict(load_file(folder / HEAD))
+    tensors = load_file(folder / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("torch_rng"))
+    moments: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        parameter, _, name = key.partition(".")
+        moments.setdefault(int(parameter), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    saved = state["schedule"]
+    factors = [factor(saved["last_epoch"]) for factor in schedule.lr_lambdas]
+    rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+    schedule.load_state_dict({**saved, "base_lrs": schedule.base_lrs, "_last_lr": rates})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def fingerprint(model: Any) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
-from tba.learn import NotFinite
+from tba.learn import NotFinite, state
 from tba.learn.policy import Output, Policy
-from tba.learn.state import TrainerState, fingerprint
 from tba.objectives import HasHead, Loss, Objective
 from tba.types import Batch
 from tba.weights import Probe, Weights, pack
@@ -24,10 +24,9 @@ PROBE_TOKENS = 64
 
 @dataclass
 class SingleTrainer:
-    """Trainer that holds the whole policy in this process.
+    """Trainer in this process: master weights (fp32), the objective's head, and the optimizer.
 
-    It owns the master weights (fp32), the objective's head if it has one, and the optimizer. It
-    never holds a reference model. Micro-batches do not change the result of a step.
+    Micro-batches do not change the result of a step.
     """
 
     policy: Policy
@@ -38,7 +37,7 @@ class SingleTrainer:
     """Whether searchers get weights in bf16."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
-    _state: TrainerState = field(init=False)
+    _first_model: str = field(init=False)
     _probe: Batch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -51,8 +50,7 @@ class SingleTrainer:
             groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
-        first_model = fingerprint(self.policy.model)
-        self._state = TrainerState(self.policy, self.optimizer, self.schedule, first_model)
+        self._first_model = state.fingerprint(policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -73,34 +71,26 @@ class SingleTrainer:
         return pack(self.policy.model, version, self.bf16_weights, self._probed())
 
     def save(self, folder: Path) -> Callable[[], None]:
-        return self._state.save(folder)
+        return state.save(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
     def load(self, folder: Path) -> None:
-        self._state.load(folder)
+        state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
     def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
         """Add the gradients of sum(loss) / groups, and return the metrics of each group.
 
-        A chunk above the token budget (one long group) is divided into pieces of its responses.
-        These run twice: without gradients, because a loss needs the whole group, and once more to
-        pass on the loss's gradient. Only one piece then has its activations in memory.
+        A chunk above the token budget (one long group) runs in pieces of its responses. A loss
+        needs the whole group, so each piece runs once more on the way back, and only one has its
+        activations in memory.
         """
         pieces = list(chunk.pieces(self.settings.token_budget))
         if len(pieces) == 1:
             output: Output = self.policy(chunk)
         else:
-            with torch.no_grad():
-                output = _joined([self.policy(piece) for piece in pieces])
-            for tensor in _differentiable(output):
-                tensor.requires_grad_()
+            output = _joined([checkpoint(self.policy, p, use_reentrant=False) for p in pieces])
         moved = chunk.to(output.logp.device)
         loss, extras = _loss(objective, output, moved)
         (loss.sum() / groups).backward()  # not loss.mean(): the last chunk may be smaller
-        if len(pieces) > 1:
-            sizes = [piece.samples for piece in pieces]
-            gradients = [_divided(tensor.grad, sizes) for tensor in _differentiable(output)]
-            for piece, *own in zip(pieces, *gradients, strict=True):
-                torch.autograd.backward(_differentiable(self.policy(piece)), own)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved)
         return {"loss": loss.detach(), **extras, **metrics}
 
@@ -124,19 +114,13 @@ class SingleTrainer:
         length = min(PROBE_TOKENS, int(self._probe.mask[0, 0].sum()))
         logp = self.policy.logp(self._probe)[0, 0, :length]
         prompt = self._probe.prompt_tokens[0][self._probe.prompt_mask[0]]
-        return Probe(
-            prompt_tokens=prompt.int().numpy(),
-            tokens=self._probe.tokens[0, 0, :length].int().numpy(),
-            logp=logp.float().cpu().numpy(),
-            temperature=self.policy.temperature,
-        )
+        tokens = self._probe.tokens[0, 0, :length].int().numpy()
+        logps = logp.float().cpu().numpy()
+        return Probe(prompt.int().numpy(), tokens, logps, self.policy.temperature)
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
-    """Return the schedule of transformers that `settings` names.
-
-    It rises from 0 over `warmup_steps` and ends at `min_lr_ratio`.
-    """
+    """Return the schedule of transformers that `settings` names."""
     from transformers import get_scheduler
 
     ratio, decay = settings.min_lr_ratio, settings.decay_steps or max(1, steps // 10)
@@ -150,12 +134,10 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
 
 
 def _check_finite(batch: Batch, step: int) -> None:
-    tensors = batch.tensors()
     for name in ("reward", "ref_logp", "behavior_logp"):  # a value may be NaN: no estimate
-        if not torch.isfinite(tensors[name]).all():
+        if not batch.tensors()[name].isfinite().all():
             raise NotFinite(
-                f"step {step}: {name} of the batch is not finite; fix the reward function or the"
-                " engine that it comes from"
+                f"step {step}: {name} of the batch is not finite; fix the reward or the engine"
             )
 
 
@@ -166,24 +148,18 @@ def _loss(objective: Objective | HasHead, output: Output, batch: Batch) -> Loss:
         returned = objective(output.logp, batch, output.head)
     else:
         returned = objective(output.logp, batch)
-    name, groups = type(objective).__name__, len(batch)
+    name, shape = f"objective {type(objective).__name__}", (len(batch),)
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise ValueError(
-            f"objective {name} returned {type(returned).__name__}; it must return (loss, metrics)"
-        )
+        kind = type(returned).__name__
+        raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
     loss, metrics = returned
-    for kind, value in (("loss", loss), *metrics.items()):
-        if value.shape != (groups,):
+    for key, value in (("loss", loss), *metrics.items()):
+        if value.shape != shape:
             raise ValueError(
-                f"objective {name}: {kind} has shape {tuple(value.shape)};"
-                f" it must be ({groups},), a number for each group"
+                f"{name}: {key} has shape {tuple(value.shape)};"
+                f" it must be {shape}, a number for each group"
             )
     return loss, metrics
-
-
-def _differentiable(output: Output) -> list[Tensor]:
-    """Return the tensors that a loss may depend on."""
-    return [output.logp] if output.head is None else [output.logp, output.head]
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
@@ -194,14 +170,6 @@ def _joined(outputs: Sequence[Output]) -> Output:
     if head is not None and head.ndim > 1:
         head = torch.cat([output.head for output in outputs if output.head is not None], 1)
     return Output(logp, entropy, head)
-
-
-def _divided(gradient: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Return the gradient of each piece; that of a head on the prompt goes to the first alone."""
-    assert gradient is not None
-    if gradient.ndim == 1:
-        return [gradient] + [torch.zeros_like(gradient)] * (len(sizes) - 1)
-    return gradient.split(list(sizes), 1)
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -229,6 +197,5 @@ def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Return each metric's mean over all groups, however these were divided into chunks."""
     means = {}
     for name in chunks[0]:
-        values = torch.cat([chunk[name].float() for chunk in chunks])
-        means[name] = values.mean().item()
+        means[name] = torch.cat([chunk[name].float() for chunk in chunks]).mean().item()
     return means

@@ -80,33 +80,35 @@ def model_path(name: str) -> str:
         return str(path)
     if bundled:
         shipped = sorted(f"bundled:{p.parent.name}" for p in BUNDLED.glob("*/config.json"))
-        raise ValueError(
-            f"policy.model = {name!r}: no such bundled model; known: {', '.join(shipped)}"
+        problem = f"no such bundled model; known: {', '.join(shipped)}"
+    elif path.is_dir():
+        problem = "the folder has no config.json; give a folder that save_pretrained wrote"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        problem = (
+            "no such folder; give one that save_pretrained wrote, or a name on the hub, such as"
+            " HuggingFaceTB/SmolLM2-135M-Instruct"
         )
-    if path.is_dir():
-        raise ValueError(
-            f"policy.model = {name!r}: the folder has no config.json; "
-            "give a folder that save_pretrained wrote"
-        )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(
-            f"policy.model = {name!r}: no such folder; give one that save_pretrained wrote,"
-            " or a name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
-        )
-    return name
+    else:
+        return name
+    raise ValueError(f"policy.model = {name!r}: {problem}")
 
 
 def load_text(policy: PolicyTable) -> Text:
     """Load the tokenizer of a model; ValueError if there is no such model or tokenizer."""
+    from huggingface_hub import constants
     from transformers import AutoTokenizer
 
     path = model_path(policy.model)
-    _check_available(policy.model, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_sources(policy))
         config = load_config(policy)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        if isinstance(error, OSError) and _offline(path) and not Path(path).is_dir():
+            reason = (
+                f"no such folder, {constants.ENDPOINT} does not answer, and the model is not in"
+                " the cache; give a folder, or connect to the hub once"
+            )
         raise ValueError(f"policy.model = {policy.model!r} cannot be loaded: {reason}") from error
     eos = _token_id(tokenizer, "eos", policy.eos_token)
     if eos is None:
@@ -131,10 +133,10 @@ def _declared_eos(path: str, config: Any) -> list[int]:
     from transformers import GenerationConfig
 
     try:
-        generation = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
-        declared = generation.eos_token_id
+        config = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
     except OSError:  # no generation_config.json
-        declared = config.eos_token_id
+        pass
+    declared = config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     return [i for i in ids if i is not None]
 
@@ -144,32 +146,15 @@ def _sources(policy: PolicyTable) -> dict[str, bool]:
     return {"trust_remote_code": policy.trust_remote_code, "local_files_only": offline}
 
 
-def _check_available(name: str, path: str) -> None:
-    """ValueError for a model that is neither a folder, nor on a hub that answers, nor cached."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if Path(path).is_dir() or not _offline(path):
-        return
-    if not isinstance(try_to_load_from_cache(path, "config.json"), str):
-        raise ValueError(
-            f"policy.model = {name!r}: no such folder, {constants.ENDPOINT} does not answer,"
-            " and the model is not in the cache; give a folder, or connect to the hub once"
-        )
-
-
 @cache
 def _offline(path: str) -> bool:
-    """Return whether to use local files only: for a folder, or if the hub does not answer.
-
-    One request decides, with huggingface_hub's own timeout (HF_HUB_ETAG_TIMEOUT). Without a
-    network each download would be retried for most of a minute.
-    """
+    """Return whether to use local files only: for a folder, or if the hub does not answer."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
     if Path(path).is_dir():
         return True
-    try:
+    try:  # one request decides: without a network, each download would be retried for a minute
         url = hf_hub_url(path, "config.json")
         get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HfHubHTTPError as error:  # 404 and 401 are answers, and from_pretrained explains them
@@ -213,17 +198,16 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
-    """Return whether to compute in bf16 over fp32 weights: by `policy.autocast`, or if faster."""
+    """Return whether to compute in bf16 over fp32 weights: by `policy.autocast`, or if faster.
+
+    It is on GPUs that have it, and on such CPUs for wide models.
+    """
     if policy.autocast != "auto":
         return policy.autocast == "bf16"
-    return gains_from_bf16(device, load_config(policy).get_text_config().hidden_size)
-
-
-def gains_from_bf16(device: str, hidden_size: int) -> bool:
-    """Return whether bf16 is faster: on GPUs that have it, and on such CPUs for wide models."""
     if device.startswith("cuda"):
         return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported() and hidden_size >= 256
+    wide = load_config(policy).get_text_config().hidden_size >= 256
+    return wide and torch.cpu._is_avx512_bf16_supported()
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

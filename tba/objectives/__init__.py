@@ -13,7 +13,10 @@ from torch import Tensor
 
 from tba.types import Batch
 
-Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
+PerToken = Float[Tensor, "B K T"]
+PerResponse = Float[Tensor, "B K"]
+PerGroup = Float[Tensor, " B"]
+Loss = tuple[PerGroup, dict[str, PerGroup]]
 """One loss per group, and metrics by name with one number per group."""
 
 
@@ -21,7 +24,7 @@ Loss = tuple[Float[Tensor, " B"], dict[str, Float[Tensor, " B"]]]
 class Objective(Protocol):
     """A loss of log-probabilities."""
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         """Return the loss of each group; `logp` are the live policy's log-probs of its tokens."""
 
 
@@ -46,7 +49,7 @@ class HasHead(Protocol):
     @property
     def head(self) -> Head: ...
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch, head: Tensor) -> Loss: ...
+    def __call__(self, logp: PerToken, batch: Batch, head: Tensor) -> Loss: ...
 
 
 @dataclass(frozen=True)

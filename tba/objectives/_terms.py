@@ -3,9 +3,9 @@
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from tba.objectives import PerGroup, PerResponse, PerToken
 from tba.types import Batch
 
 Importance = Literal["none", "token", "sequence"]
@@ -13,36 +13,32 @@ LARGEST = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
 
 
-def total(values: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K"]:
+def total(values: PerToken, batch: Batch) -> PerResponse:
     """Return the sum over the tokens of each response."""
     return (values * batch.mask).sum(-1)
 
 
-def of_response(
-    values: Float[Tensor, "B K T"], batch: Batch, length_normalised: bool
-) -> Float[Tensor, "B K"]:
+def of_response(values: PerToken, batch: Batch, length_normalised: bool) -> PerResponse:
     """Return the sum over the tokens of each response, or their mean if `length_normalised`."""
     summed = total(values, batch)
     return summed / batch.mask.sum(-1) if length_normalised else summed
 
 
-def centred(values: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+def centred(values: PerResponse) -> PerResponse:
     """Subtract the mean of the group."""
     return values - values.mean(1, keepdim=True)
 
 
-def leave_one_out(values: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
-    """Subtract the mean of the others in the group: K / (K - 1) times the centred value."""
-    k = values.shape[1]
-    return centred(values) * k / (k - 1)
+def leave_one_out(batch: Batch, beta: float) -> PerResponse:
+    """Return R - mean of the others' R in the group: K / (K - 1) times the centred R.
+
+    R = r - beta (log mu - log ref), where mu sampled the response.
+    """
+    regularised = batch.reward - beta * total(batch.behavior_logp - batch.ref_logp, batch)
+    return centred(regularised) * batch.samples / (batch.samples - 1)
 
 
-def regularised(batch: Batch, beta: float) -> Float[Tensor, "B K"]:
-    """Return r - beta (log mu - log ref), where mu sampled the response."""
-    return batch.reward - beta * total(batch.behavior_logp - batch.ref_logp, batch)
-
-
-def log_ratio(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
+def log_ratio(logp: PerToken, batch: Batch) -> PerToken:
     """Return log pi - log mu of each token, 0 at padding."""
     return (logp - batch.behavior_logp) * batch.mask
 
@@ -57,18 +53,14 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def outside(
-    ratio: Float[Tensor, "B K T"], low: float, high: float, batch: Batch
-) -> Float[Tensor, " B"]:
+def outside(ratio: PerToken, low: float, high: float, batch: Batch) -> PerGroup:
     """Return the share of tokens whose ratio is not in [1 - low, 1 + high], mean over responses."""
     is_outside = (ratio < 1 - low) | (ratio > 1 + high)
     share = (is_outside * batch.mask).sum(-1) / batch.mask.sum(-1)
     return share.mean(1)
 
 
-def importance(
-    kind: Importance, logp: Float[Tensor, "B K T"], batch: Batch, cap: float
-) -> Float[Tensor, "B K T"]:
+def importance(kind: Importance, logp: PerToken, batch: Batch, cap: float) -> PerToken:
     """Return importance weights min(pi / mu, cap) of tokens or whole responses, detached."""
     change = log_ratio(logp.detach(), batch)
     if kind == "none":
@@ -78,7 +70,7 @@ def importance(
     return ratio(change).clamp(max=cap)
 
 
-def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
+def kl_k3(logp: PerToken, batch: Batch) -> PerToken:
     """Return Schulman's k3 estimate of KL(pi, ref): ref / pi - log(ref / pi) - 1, 0 at padding.
 
     As a loss, its gradient is in expectation and on-policy that of KL(ref, pi).
@@ -88,16 +80,11 @@ def kl_k3(logp: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
 
 
 def penalised(
-    logp: Float[Tensor, "B K T"],
-    batch: Batch,
-    advantage: Float[Tensor, "B K #T"],
-    beta: float,
-    low: float,
-    high: float,
-) -> tuple[Float[Tensor, "B K"], Float[Tensor, " B"]]:
+    logp: PerToken, batch: Batch, advantage: Tensor, beta: float, low: float, high: float
+) -> tuple[PerResponse, PerGroup]:
     """Return sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, and `outside`.
 
-    rho_t = pi / mu of a token, and KL_t is the k3 estimate.
+    rho_t = pi / mu of a token, KL_t is the k3 estimate, and the advantage is [B K T] or [B K 1].
     """
     rho = ratio(log_ratio(logp, batch))
     surrogate = clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch)

@@ -1,11 +1,6 @@
-"""GRPO without its two normalisations."""
-
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
@@ -31,7 +26,7 @@ class DrGrpo:
     def __post_init__(self) -> None:
         positive(self, "clip")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = centred(batch.reward)[..., None]
         summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip)
         return -summed.mean(1), {"clip_ratio": outside}

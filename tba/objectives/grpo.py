@@ -1,11 +1,6 @@
-"""Group relative policy optimisation (GRPO)."""
-
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
@@ -35,7 +30,7 @@ class Grpo:
         if self.clip_high is not None and self.clip_high < self.clip:
             raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         spread = batch.reward.std(1, keepdim=True) + 1e-4
         advantage = (centred(batch.reward) / spread)[..., None]
         high = self.clip if self.clip_high is None else self.clip_high

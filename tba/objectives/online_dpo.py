@@ -1,13 +1,9 @@
-"""Direct preference optimisation (DPO) on responses of the policy itself."""
-
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import of_response, positive
 from tba.types import Batch
 
@@ -35,7 +31,7 @@ class OnlineDpo:
     def __post_init__(self) -> None:
         positive(self, "beta")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         considered = batch.reward if self.pair == "best_worst" else batch.reward[:, :2]
         better = considered.argmax(1, keepdim=True)
         worse = considered.argmin(1, keepdim=True)

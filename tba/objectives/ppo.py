@@ -1,12 +1,8 @@
-"""Proximal policy optimisation (PPO) with a value head."""
-
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from tba.objectives import Head, Loss
+from tba.objectives import Head, Loss, PerToken
 from tba.objectives._terms import clipped, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
@@ -48,9 +44,7 @@ class Ppo:
     def head(self) -> Head:
         return Head("response", self.head_learning_rate)
 
-    def __call__(
-        self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, "B K T"]
-    ) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch, head: PerToken) -> Loss:
         value = head.detach()
         advantage = self.advantages(value, batch)
         rho = ratio(log_ratio(logp, batch))
@@ -62,7 +56,7 @@ class Ppo:
         clip_ratio = outside(rho, self.clip, self.clip, batch)
         return loss, {"clip_ratio": clip_ratio, "ppo/value_error": value_error.mean(1)}
 
-    def advantages(self, value: Float[Tensor, "B K T"], batch: Batch) -> Float[Tensor, "B K T"]:
+    def advantages(self, value: PerToken, batch: Batch) -> PerToken:
         """Return the advantages; `value` is V before each token, and V after the last is 0."""
         mask = batch.mask.float()
         last = mask - _next(mask)
@@ -78,6 +72,6 @@ class Ppo:
         return advantage * mask
 
 
-def _next(values: Float[Tensor, "B K T"]) -> Float[Tensor, "B K T"]:
+def _next(values: PerToken) -> PerToken:
     """Return the value of the next token, 0 after the last."""
     return torch.nn.functional.pad(values[..., 1:], (0, 1))

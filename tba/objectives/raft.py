@@ -1,12 +1,7 @@
-"""Imitation of the good responses (RAFT)."""
-
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import of_response
 from tba.types import Batch
 
@@ -28,7 +23,7 @@ class Raft:
     length_normalised: bool = False
     """Use the mean over tokens for log pi(y_j)."""
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         if isinstance(self.threshold, str):
             best = batch.reward.amax(1, keepdim=True)
             good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))

@@ -1,11 +1,6 @@
-"""Trajectory balance (TB) with the VarGrad estimate of log Z."""
-
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import Importance, importance, positive, total
 from tba.types import Batch
 
@@ -36,7 +31,7 @@ class TrajectoryBalance:
     def __post_init__(self) -> None:
         positive(self, "beta", "importance_cap", "log_ratio_clamp")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp
         kl = total((logp - batch.ref_logp).clamp(-bound, bound), batch)
         residual = self.beta * kl - batch.reward

@@ -1,11 +1,9 @@
-"""Trajectory balance with a learned log Z."""
-
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objectives import Head, Loss
+from tba.objectives import Head, Loss, PerToken
 from tba.objectives._terms import positive, total
 from tba.types import Batch
 
@@ -35,9 +33,7 @@ class TrajectoryBalanceLearnedZ:
     def head(self) -> Head:
         return Head("prompt", self.head_learning_rate)
 
-    def __call__(
-        self, logp: Float[Tensor, "B K T"], batch: Batch, head: Float[Tensor, " B"]
-    ) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch, head: Float[Tensor, " B"]) -> Loss:
         kl = total(logp - batch.ref_logp, batch)
         residual = self.beta * (kl + head[:, None]) - batch.reward
         loss = residual.square().mean(1) / (2 * self.beta)

@@ -1,11 +1,6 @@
-"""TBA': trajectory balance as a policy gradient."""
-
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
-from tba.objectives import Loss
+from tba.objectives import Loss, PerToken
 from tba.objectives._terms import Importance, centred, importance, positive, total
 from tba.types import Batch
 
@@ -37,7 +32,7 @@ class TBAPrime:
     def __post_init__(self) -> None:
         positive(self, "beta", "log_ratio_clamp", "importance_cap")
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         bound = self.log_ratio_clamp
         kl = total((logp.detach() - batch.ref_logp).clamp(-bound, bound), batch)
         advantage = centred(batch.reward - self.beta * kl)

@@ -1,12 +1,8 @@
-"""PPO with values from rollouts instead of a value head (VinePPO)."""
-
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from tba.objectives import Loss, ValueRollouts
+from tba.objectives import Loss, PerToken, ValueRollouts
 from tba.objectives._terms import penalised, positive
 from tba.types import Batch
 
@@ -42,7 +38,7 @@ class VinePpo:
     def value_rollouts(self) -> ValueRollouts:
         return ValueRollouts(self.rollouts, self.step_tokens)
 
-    def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         if batch.value[batch.mask].isnan().any():
             raise ValueError(
                 "these responses were sampled for another objective, without rollouts;"
@@ -52,7 +48,7 @@ class VinePpo:
         summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip)
         return -summed.mean(1), {"clip_ratio": outside}
 
-    def advantages(self, batch: Batch) -> Float[Tensor, "B K T"]:
+    def advantages(self, batch: Batch) -> PerToken:
         """Return the advantage of each token's step; `batch.value` is V of the state before it."""
         length = batch.mask.sum(-1, keepdim=True)
         t = torch.arange(batch.mask.shape[-1], device=length.device)

@@ -16,7 +16,7 @@ from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
 REWRITE_EVERY = 10
-"""Saves from one that rewrites all segments to the next. Others link the segments they can."""
+"""Saves from one that rewrites all segments to the next; the others link what they can."""
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,9 @@ class ReplayBuffer:
         repeated and the group is counted in `short_groups`.
         """
         if not len(self):
-            raise ValueError(
-                "the replay buffer is empty: wait for the first groups before drawing from it"
-            )
+            raise ValueError("the replay buffer is empty: wait for the first groups")
         drawn = np.asarray(strategy.draw(self.columns(), groups, size, now, rng))
-        _check(drawn, (groups, size), self._store.rows, type(strategy).__name__)
+        _check(drawn, (groups, size), self._store.rows, strategy)
         self.counts["short_groups"] += int((drawn < 0).any(axis=1).sum())
         return self._store.groups([np.resize(rows[rows >= 0], size) for rows in drawn])
 
@@ -102,34 +100,30 @@ class ReplayBuffer:
         return partial(self._store.state(self.counts, self._saves).write, folder, older)
 
     def load(self, folder: Path, drop_damaged: bool = False) -> None:
-        """Replace the content by a saved one; it goes on as the saved buffer would have.
+        """Replace the content by a saved one.
 
-        ValueError if a segment is damaged. With `drop_damaged`, the trajectories of damaged
-        segments are dropped instead, and counted in `dropped_damaged`.
+        ValueError if a segment is damaged, unless `drop_damaged`: then its trajectories are
+        dropped, and counted in `dropped_damaged`.
         """
         state = State.read(folder)
-        total, rows = len(state.segments), len(state.columns["segment"])
-        damaged = sum(segment is None for segment in state.segments)
+        total, damaged = len(state.segments), state.segments.count(None)
         if damaged and not drop_damaged:
             raise ValueError(
-                f"{damaged} of {total} segments of the replay buffer in {folder} are damaged;"
-                " to go on without their trajectories, type"
-                " `tba train --resume RUN --drop-damaged-replay`"
+                f"{damaged} of {total} segments of the replay buffer in {folder} are damaged; to"
+                " go on without them, type `tba train --resume RUN --drop-damaged-replay`"
             )
         self._store = Store()
         self._store.restore(state)
-        self._saves = state.saves
-        self.counts = Counter(state.counts)
+        self._saves, self.counts = state.saves, Counter(state.counts)
         if damaged:
+            rows = len(state.columns["segment"])
             lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            log.warning(
-                "%d of %d segments of the replay buffer are damaged: dropped %d of its %d"
-                " trajectories", damaged, total, lost, rows,
-            )  # fmt: skip
+            text = "%d of %d segments of the buffer are damaged: dropped %d of its %d trajectories"
+            log.warning(text, damaged, total, lost, rows)
 
     def _add(self, group: Group, now: int) -> None:
-        finite = _finite(group.trajectories)
+        finite = _only_finite(group.trajectories)
         self.counts["not_finite"] += len(group.trajectories) - len(finite)
         if not finite:
             return
@@ -143,70 +137,49 @@ class ReplayBuffer:
         if group.reference > shelf.head.reference:
             self.counts["evicted_reference"] += store.remove(store.rows_of(prompt))
             shelf.head = replace(shelf.head, reference=group.reference)
-        new: dict[bytes, Trajectory] = {}
-        samples: Counter[bytes] = Counter()
-        for trajectory in finite:
-            key = key_of(trajectory.tokens, prompt)
-            new[key] = trajectory
-            samples[key] += 1
+        keys = [key_of(t.tokens, prompt) for t in finite]
+        new = dict(zip(keys, finite, strict=True))
+        arrived = np.array(list(Counter(keys).values()))
+        earlier, before = store.find(new), np.zeros(len(new), int)
+        held = earlier != EMPTY
         self.counts["duplicates"] += len(finite) - len(new)
-        arrived = list(samples.values())
-        earlier = self._replace(new)
+        if held.any():
+            before[held] = store.rows["count"][earlier[held]]
+            self.counts["duplicates"] += store.remove(earlier[held])
         rows = store.put(prompt, new, now)
         store.rows["arrived_count"][rows] = arrived
-        store.rows["count"][rows] = np.add(arrived, earlier)
+        store.rows["count"][rows] = arrived + before
         excess = store.prompts["held"].item(prompt) - self.per_prompt
         if excess > 0:
             self.counts["evicted_per_prompt"] += store.evict(excess, prompt)
 
-    def _replace(self, keys: Iterable[bytes]) -> np.ndarray:
-        """Remove the responses with these keys; return how many samples each stood for."""
-        rows = self._store.find(keys)
-        samples = np.zeros(len(rows), int)
-        held = rows != EMPTY
-        if held.any():
-            samples[held] = self._store.rows["count"][rows[held]]
-            self.counts["duplicates"] += self._store.remove(rows[held])
-        return samples
 
-
-def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, name: str) -> None:
-    """Raise ValueError unless the draw of the strategy `name` keeps the contract."""
+def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Strategy) -> None:
+    """Raise ValueError unless the draw of a strategy keeps the contract."""
+    who = f"strategy {type(strategy).__name__} drew"
     if drawn.dtype.kind != "i" or drawn.shape != shape:
         raise ValueError(
-            f"strategy {name} drew {drawn.dtype} {drawn.shape}; it must draw a numpy array of"
-            f" integers {shape}, which are rows of the buffer"
+            f"{who} {drawn.dtype} {drawn.shape}; it must draw a numpy array of integers {shape}"
         )
     chosen = drawn >= 0
     used = drawn[chosen]
     if used.max(initial=EMPTY) >= len(rows["stamp"]) or (rows["stamp"][used] == EMPTY).any():
-        raise ValueError(
-            f"strategy {name} drew rows that are empty; take them from columns.rows(prompt)"
-        )
+        raise ValueError(f"{who} rows that are empty; take them from columns.rows(prompt)")
     if not chosen.any(axis=1).all():
-        raise ValueError(
-            f"strategy {name} drew a group without a response; draw at least one for each group"
-        )
+        raise ValueError(f"{who} a group without a response; draw at least one for each group")
     prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
     if (chosen & (prompts != prompts.max(axis=1, keepdims=True))).any():
-        raise ValueError(
-            f"strategy {name} drew a group from several prompts; take the rows of a group"
-            " from columns.rows(prompt) of one prompt"
-        )
+        raise ValueError(f"{who} a group from several prompts; take one prompt's columns.rows")
 
 
-def _finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories all of whose numbers are finite."""
+def _only_finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     numbers = [np.array([t.reward for t in trajectories])]
     for t in trajectories:
         numbers += [t.behavior_logp, t.ref_logp]
-        if t.value is not None:
-            numbers.append(t.value)
+        numbers += [] if t.value is None else [t.value]
     if np.isfinite(np.concatenate(numbers)).all():
         return list(trajectories)
-    if len(trajectories) == 1:
-        return []
-    return [t for one in trajectories for t in _finite([one])]
+    return [t for t in trajectories if len(trajectories) > 1 and _only_finite([t])]
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

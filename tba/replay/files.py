@@ -1,17 +1,16 @@
 """Files of the replay buffer: groups end to end, and the state that goes with the segments."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from tba.replay.segments import Segment, SegmentFile
+from tba.replay.segments import Segment, file_name
 from tba.types import Group, Prompt, Trajectory
 
 FOLDER = "replay"
@@ -28,7 +27,7 @@ class State:
     in the lists below."""
     prompts: Sequence[Group]
     """Prompts, as groups without trajectories."""
-    segments: Sequence[Segment | None]
+    segments: list[Segment | None]
     """None for a segment whose file is damaged."""
     counts: Mapping[str, int]
     saves: int
@@ -37,25 +36,25 @@ class State:
         """Write the state into a checkpoint's folder; see `ReplayBuffer.save`."""
         (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
         source = None if older is None else older / SEGMENTS
-        files = [s.write(folder / SEGMENTS, source) for s in self.segments if s is not None]
+        sums = [s.write(folder / SEGMENTS, source) for s in self.segments if s is not None]
         path = folder / FOLDER
         save_file(dict(self.columns), path / COLUMNS)
         save_groups(self.prompts, path / PROMPTS)
-        segments = [asdict(file) for file in files]
+        segments = [{"name": file_name(sha256), "sha256": sha256} for sha256 in sums]
         plain = {"counts": self.counts, "saves": self.saves, "segments": segments}
         (path / STATE).write_text(json.dumps(plain))
-        return {f"{SEGMENTS}/{file.name}": file.sha256 for file in files}
+        return {f"{SEGMENTS}/{file_name(sha256)}": sha256 for sha256 in sums}
 
     @classmethod
     def read(cls, folder: Path) -> "State":
         """Return what `write` wrote."""
         path = folder / FOLDER
         plain = json.loads((path / STATE).read_text())
-        files = [SegmentFile(**file) for file in plain["segments"]]
+        sums = [file["sha256"] for file in plain["segments"]]
         return cls(
             columns=load_file(path / COLUMNS),
             prompts=load_groups(path / PROMPTS),
-            segments=[Segment.read(folder / SEGMENTS, file) for file in files],
+            segments=[Segment.read(folder / SEGMENTS, sha256) for sha256 in sums],
             counts=plain["counts"],
             saves=plain["saves"],
         )
@@ -70,6 +69,7 @@ def save_groups(groups: Sequence[Group], file: Path) -> None:
     """Write groups to a file, in their order."""
     prompts = json.dumps([asdict(g.prompt) for g in groups])
     trajectories = [t for g in groups for t in g.trajectories]
+    valued = [t.value for t in trajectories if t.value is not None]
     arrays = {
         "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
         "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
@@ -79,7 +79,7 @@ def save_groups(groups: Sequence[Group], file: Path) -> None:
         "behavior_logp": _joined([t.behavior_logp for t in trajectories]),
         "ref_logp": _joined([t.ref_logp for t in trajectories]),
         "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
-        "value": _joined([t.value for t in trajectories if t.value is not None]),
+        "value": _joined(valued),
         "valued": np.array([t.value is not None for t in trajectories], np.bool_),
         "reward": np.array([t.reward for t in trajectories], np.float64),
         "version": np.array([t.version for t in trajectories], np.int64),
@@ -93,27 +93,16 @@ def load_groups(file: Path) -> tuple[Group, ...]:
     with safe_open(file, "numpy") as opened:
         prompts = [Prompt(**p) for p in json.loads(opened.metadata()["prompts"])]
     arrays = load_file(file)
+    lengths, valued = arrays["lengths"], arrays["valued"]
+    flat = [_parted(arrays[name], lengths) for name in ("tokens", "behavior_logp", "ref_logp")]
+    plain = [arrays[name].tolist() for name in ("reward", "version", "finished")]
+    given = _parted(arrays["value"], lengths[valued])
+    values = [next(given) if has else None for has in valued.tolist()]
+    trajectories = map(Trajectory, *flat, *plain, values)
     tokens = _parted(arrays["prompt_tokens"], arrays["prompt_lengths"])
-    sizes, references = arrays["sizes"].tolist(), arrays["references"].tolist()
-    trajectories = _trajectories(arrays)
-    groups = []
-    for prompt, own, size, reference in zip(prompts, tokens, sizes, references, strict=True):
-        groups.append(Group(prompt, own, tuple(islice(trajectories, size)), reference))
-    return tuple(groups)
-
-
-def _trajectories(arrays: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
-    lengths = arrays["lengths"]
-    values = _parted(arrays["value"], lengths[arrays["valued"]])
-    columns: list[Iterable[Any]] = []
-    for name in ("tokens", "behavior_logp", "ref_logp"):
-        columns.append(_parted(arrays[name], lengths))
-    for name in ("reward", "version", "finished", "valued"):
-        columns.append(arrays[name].tolist())
-    for row in zip(*columns, strict=True):
-        tokens, behavior, ref, reward, version, finished, valued = row
-        value = next(values) if valued else None
-        yield Trajectory(tokens, behavior, ref, reward, version, finished, value)
+    sizes = arrays["sizes"].tolist()
+    owned = [tuple(islice(trajectories, size)) for size in sizes]
+    return tuple(map(Group, prompts, tokens, owned, arrays["references"].tolist()))
 
 
 def _joined(parts: Sequence[np.ndarray], kind: type = np.float32) -> np.ndarray:

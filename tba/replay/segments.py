@@ -21,26 +21,18 @@ PLACE = ["segment", "offset", "length", "valued", "reward", "version", "finished
 """Columns of a row that its trajectory is made of."""
 
 
-@dataclass(frozen=True)
-class SegmentFile:
-    """Name of a segment's file and the sha256 of its content. The name follows from the content."""
-
-    name: str
-    sha256: str
-
-
 @dataclass
 class Segment:
     """Tokens of many trajectories, end to end. What has been written to it never changes."""
 
     arrays: dict[str, np.ndarray]
-    """By field of a trajectory. There is a `value` only if a trajectory has value estimates."""
+    """By field of a trajectory; `value` only if one has value estimates."""
     used: int = 0
     """Tokens written."""
     live: int = 0
     """Tokens of rows in use."""
-    file: SegmentFile | None = None
-    """The file that this segment was last written to or read from."""
+    sha256: str | None = None
+    """Of the file that this segment was last written to or read from."""
 
     def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
         """Add trajectories, which reach up to `end`."""
@@ -54,34 +46,32 @@ class Segment:
         self.live += end - self.used
         self.used = end
 
-    def write(self, folder: Path, older: Path | None) -> SegmentFile:
-        """Link this segment's file from the folder `older`, or write it anew if that fails."""
-        if self.file is not None and older is not None:
+    def write(self, folder: Path, older: Path | None) -> str:
+        """Link this segment's file from the folder `older`, or write it; return its sha256."""
+        if self.sha256 is not None and older is not None:
             try:
-                os.link(older / self.file.name, folder / self.file.name)
+                os.link(older / file_name(self.sha256), folder / file_name(self.sha256))
+                return self.sha256
             except OSError:
                 pass  # not there, or on a file system without hard links: the content is here
-            else:
-                return self.file
         content = safetensors.numpy.save(self.arrays)
-        digest = hashlib.sha256(content).hexdigest()
-        self.file = SegmentFile(f"{digest[:20]}.safetensors", digest)
-        path = folder / self.file.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        path = folder / file_name(self.sha256)
         path.unlink(missing_ok=True)  # never write into a file that is linked elsewhere
         path.write_bytes(content)
-        return self.file
+        return self.sha256
 
     @classmethod
-    def read(cls, folder: Path, file: SegmentFile) -> "Segment | None":
+    def read(cls, folder: Path, sha256: str) -> "Segment | None":
         """Return the segment of a file; None if it is missing or not as it was written."""
         try:
-            content = (folder / file.name).read_bytes()
+            content = (folder / file_name(sha256)).read_bytes()
         except OSError:
             return None
-        if hashlib.sha256(content).hexdigest() != file.sha256:
+        if hashlib.sha256(content).hexdigest() != sha256:
             return None
         arrays = safetensors.numpy.load(content)
-        return cls(arrays, used=len(arrays["tokens"]), file=file)
+        return cls(arrays, used=len(arrays["tokens"]), sha256=sha256)
 
 
 class Segments:
@@ -175,15 +165,16 @@ class Segments:
         return self._open
 
 
+def file_name(sha256: str) -> str:
+    return f"{sha256[:20]}.safetensors"
+
+
 def _value(t: Trajectory) -> np.ndarray:
     return np.zeros(len(t.tokens), np.float32) if t.value is None else t.value
 
 
 def _room(size: int, kind: DTypeLike) -> np.ndarray:
-    """Return zeros in pages of their own, which go back to the system as soon as they are freed.
-
-    The heap would keep them, because small objects are allocated in between.
-    """
+    """Return zeros in pages of their own. Freed ones go back to the system; the heap keeps them."""
     length = max(1, size * np.dtype(kind).itemsize)
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, kind, size)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from tba.replay.files import State
 from tba.replay.segments import Segments
@@ -15,13 +16,8 @@ SHOWN = ("prompt", "reward", "version", "arrived", "count", "arrived_count", "le
 """Columns that strategies see."""
 SAVED = (*SHOWN, "segment", "offset", "finished", "valued")
 KEY = np.dtype("V12")
-ROW = dict.fromkeys((*SHOWN, "segment", "offset"), np.dtype(np.int32)) | {
-    "reward": np.dtype(np.float64),
-    "finished": np.dtype(np.bool_),
-    "valued": np.dtype(np.bool_),
-    "key": KEY,
-    "stamp": np.dtype(np.int64),
-}
+ROW: dict[str, DTypeLike] = dict.fromkeys((*SHOWN, "segment", "offset"), np.int32)
+ROW |= {"reward": np.float64, "finished": bool, "valued": bool, "key": KEY, "stamp": np.int64}
 """Columns of the distinct responses; `valued` is True if there are value estimates."""
 PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: the step of the latest arrival, and how many responses there are."""
@@ -87,10 +83,9 @@ class Store:
         rows = self.rows.take(len(new))
         table = self.rows
         table["segment"][rows], table["offset"][rows] = self.segments.append(trajectories)
+        for name in ("reward", "version", "finished"):
+            table[name][rows] = [getattr(t, name) for t in trajectories]
         table["length"][rows] = [len(t.tokens) for t in trajectories]
-        table["version"][rows] = [t.version for t in trajectories]
-        table["reward"][rows] = [t.reward for t in trajectories]
-        table["finished"][rows] = [t.finished for t in trajectories]
         table["valued"][rows] = [t.value is not None for t in trajectories]
         table["arrived"][rows] = now
         self._arrive(prompt, rows, list(new))
@@ -136,8 +131,7 @@ class Store:
         columns["prompt"] = _positions(prompts, columns["prompt"])
         columns["segment"] = _positions(numbers, columns["segment"])
         heads = [self.shelves[prompt].head for prompt in prompts.tolist()]
-        segments = list(self.segments.by_number.values())
-        return State(columns, heads, segments, dict(counts), saves)
+        return State(columns, heads, [*self.segments.by_number.values()], dict(counts), saves)
 
     def restore(self, state: State) -> None:
         """Fill an empty store, without the rows of damaged segments."""
@@ -177,10 +171,7 @@ class Store:
 
 
 def key_of(tokens: np.ndarray, prompt: int) -> bytes:
-    """Return a digest of a response to a prompt.
-
-    At 96 bits, two of a million responses share one with a chance below 1e-16.
-    """
+    """Return a digest: two of a million responses share these 96 bits with a chance below 1e-16."""
     salt = prompt.to_bytes(8, "little")
     return hashlib.blake2b(tokens.tobytes(), digest_size=KEY.itemsize, salt=salt).digest()
 

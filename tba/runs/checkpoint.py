@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,25 +92,22 @@ class Checkpoints:
         copied = time.perf_counter()
 
         def write() -> None:
-            write_trainer()
-            segments = write_buffer()
-            text.tokenizer.save_pretrained(aside / "model")
-            _write_search(aside, search, progress)
-            _commit(aside, target, known=segments)
-            _prune(target, self._keep)
-            self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
-            self._seconds["checkpoint/blocked"] += copied - started
+            try:
+                write_trainer()
+                segments = write_buffer()
+                text.tokenizer.save_pretrained(aside / "model")
+                _write_search(aside, search, progress)
+                _commit(aside, target, known=segments)
+                _prune(target, self._keep)
+                self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
+                self._seconds["checkpoint/blocked"] += copied - started
+            except Exception as error:  # raised in the train loop by `wait`
+                self._error = error
 
         self._step, name = progress.step, f"checkpoint of step {progress.step}"
         # a daemon, so that an interrupted process does not wait for it
-        self._thread = threading.Thread(target=self._attempt, args=[write], name=name, daemon=True)
+        self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
-
-    def _attempt(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # raised in the train loop by `wait`
-            self._error = error
 
     def wait(self) -> None:
         """Wait for the save that is being written; RuntimeError if it failed."""

@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from rich import live, progress
+from rich.columns import Columns
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from tba.config.schema import Config
 from tba.runs.summary import Summary
+from tba.search.result import Evaluation
 
 SHOWN = (  # metric, label, format
     ("reward", "reward", "{:.3f}"),
@@ -30,17 +31,21 @@ SHOWN = (  # metric, label, format
 )
 """The metrics that are displayed."""
 
+PASS = (
+    "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
+    "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
+)
+REWARD = (
+    "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}  greedy {greedy_reward:.3f}"
+)
+
 
 def open_console(config: Config) -> "Console":
     """Return the console that `log.console` names."""
     kind, steps = config.log.console, config.run.steps
-    if kind == "auto":
-        kind = "live" if sys.stdout.isatty() else "plain"
-    if kind == "live":
+    if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveConsole(steps)
-    if kind == "plain":
-        return Console(steps, partial(print, flush=True))
-    return Console(steps, lambda text: None)
+    return Console(steps, (lambda line: None) if kind == "off" else partial(print, flush=True))
 
 
 class Console:
@@ -51,9 +56,10 @@ class Console:
     def __init__(self, steps: int, write: Callable[[str], None]):
         self._steps, self._write = steps, write
         self._last_line = 0.0
+        self._followed: str | None = None
+        """Held-out prompt whose answer is shown at each evaluation."""
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self._write(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,18 +71,45 @@ class Console:
         values = "  ".join(f"{label} {value}" for label, value in _formatted(metrics))
         self._write(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
-    def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        """Show the scores of an evaluation."""
-        self._write(f"evaluation at step {version}: {in_a_line(scores)}")
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Show the scores, and the answer to the prompt with the lowest reward at the first one."""
+        self.scores(evaluation.version, in_a_line(evaluation.scores))
+        rewards = {x.prompt: x.reward for x in evaluation.examples if x.reward is not None}
+        if self._followed is None and rewards:
+            self._followed = min(rewards, key=rewards.__getitem__)
+        for x in evaluation.examples:
+            if x.prompt == self._followed and x.reward is not None:
+                self.sample(x.prompt, x.completion, x.reward)
+
+    def scores(self, version: int, line: str) -> None:
+        """Show the line of an evaluation."""
+        self._write(f"evaluation at step {version}: {line}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """Show a sample completion."""
         self._write(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
-    def end(self, summary: Summary, folder: Path) -> None:
+    def end(self, s: Summary, folder: Path) -> None:
         """Show the summary of the run."""
         self.close()
-        self._write("\n".join(closing_lines(summary, folder)))
+        outcome = "finished" if s.finished else "stopped"
+        rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
+        samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
+        rows = {
+            "samples": f"{samples}; rejected: {rejected}",
+            "lag": f"mean {s.lag_mean:.1f}, at most {s.lag_max:.0f} steps",
+            "trainer waited": f"{s.trainer_wait_fraction:.2%} of the time after the first fill",
+            "searchers restarted": str(s.searcher_restarts),
+        }
+        if s.last:
+            rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
+        if not s.finished:
+            rows["resume"] = f"tba train --resume {folder}"
+        rows["summary"] = str(folder / "summary.json")
+        rows["report"] = f"tba report {folder}"
+        lines = [f"  {label:<20} {text}" for label, text in rows.items()]
+        heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
+        self._write("\n".join(["", heading, *lines]))
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -87,33 +120,22 @@ class LiveConsole(Console):
 
     def __init__(self, steps: int):
         super().__init__(steps, partial(print, flush=True))
-        self._progress = progress.Progress(
-            progress.TextColumn("step"),
-            progress.BarColumn(None),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-        )
+        clocks = (progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn())
+        columns = ("step", progress.BarColumn(None), progress.MofNCompleteColumn(), *clocks)
+        self._progress = progress.Progress(*columns)
         self._task = self._progress.add_task("steps", total=steps)
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[str] = []
         self._sample = ""
-        self._live = live.Live(self._view(), console=Terminal(), refresh_per_second=4)
+        self._live = live.Live(get_renderable=self._view, console=Terminal())
         self._live.start()
-
-    def note(self, text: str) -> None:
-        self._live.console.print(Text(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics = metrics
         self._progress.update(self._task, completed=step)
-        self._live.update(self._view())
 
-    def evaluation(self, version: int, scores: Mapping[str, float]) -> None:
-        latest = f"step {version:>6}  {in_a_line(scores)}"
-        self._evaluations = [*self._evaluations, latest][-6:]
-        self._live.update(self._view())
+    def scores(self, version: int, line: str) -> None:
+        self._evaluations = [*self._evaluations, f"step {version:>6}  {line}"][-6:]
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         self._sample = f"{_short(prompt)} -> {_short(completion)}   (reward {reward:g})"
@@ -122,15 +144,13 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _view(self) -> Panel:
-        grid = Table.grid(padding=(0, 3))
-        cells: list[Text | str] = []
+        cells = []
         for label, value in _formatted(self._metrics):
-            cells += [Text(label, style="dim"), value]
-        for start in range(0, len(cells), 4):  # two metrics in a row
-            grid.add_row(*cells[start : start + 4])
+            cells.append(Text.from_markup(f"[dim]{label}[/dim]  {value}"))
         evaluations = Text("\n".join(self._evaluations))
         sample = Text(self._sample, style="italic", overflow="ellipsis")
         texts = [text for text in (evaluations, sample) if text.plain]
+        grid = Columns(cells, padding=(0, 3), equal=True)
         return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
 
 
@@ -142,44 +162,14 @@ def _formatted(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation in a line: pass@1 if the task defines it, otherwise the reward."""
-    s = {name.removeprefix("eval/"): value for name, value in scores.items()}
-
-    def with_error(score: str, error: str) -> str:
-        return f"{s[score]:.3f} ± {s[error]:.3f}"
-
-    if "sampled_pass@1" in s:
-        parts = [f"pass@1 sampled {with_error('sampled_pass@1', 'sampled_stderr')}"]
-        parts += [f"greedy {with_error('greedy_pass@1', 'greedy_stderr')}"]
-        names = [name for name in s if name.startswith("pass@") and not name.endswith("stderr")]
-        parts += [f"{name} {s[name]:.3f}" for name in names]
-    else:
-        parts = [f"reward sampled {with_error('sampled_reward', 'sampled_reward_stderr')}"]
-        parts += [f"greedy {s['greedy_reward']:.3f}"]
-    if s.get("sampled_rejected"):
-        parts += [f"rejected {s['sampled_rejected']:.1%}"]
+    form = PASS if "sampled_pass@1" in scores else REWARD
+    parts = [form.format_map(scores)]
+    for name, value in scores.items():
+        if name.startswith("pass@") and not name.endswith("stderr"):
+            parts.append(f"{name} {value:.3f}")
+    if scores.get("sampled_rejected"):
+        parts.append(f"rejected {scores['sampled_rejected']:.1%}")
     return "  ".join(parts)
-
-
-def closing_lines(summary: Summary, folder: Path) -> list[str]:
-    """Return the last lines of a run."""
-    s = summary
-    outcome = "finished" if s.finished else "stopped"
-    rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
-    samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
-    rows = {
-        "samples": f"{samples}; rejected: {rejected}",
-        "lag": f"mean {s.lag_mean:.1f}, at most {s.lag_max:.0f} steps",
-        "trainer waited": f"{s.trainer_wait_fraction:.2%} of the time after the first fill",
-        "searchers restarted": str(s.searcher_restarts),
-    }
-    if s.last:
-        rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
-    if not s.finished:
-        rows["resume"] = f"tba train --resume {folder}"
-    rows["summary"] = str(folder / "summary.json")
-    rows["report"] = f"tba report {folder}"
-    lines = [f"  {label:<20} {text}" for label, text in rows.items()]
-    return ["", f"{outcome} after {s.steps} steps in {s.seconds:.0f} s", *lines]
 
 
 def _short(text: str, width: int = 100) -> str:

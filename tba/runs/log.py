@@ -1,15 +1,17 @@
-"""Logs of a run: metrics.jsonl, sample completions, TensorBoard, and Weights & Biases."""
+"""Files of a run: config, metrics and sample completions, also for TensorBoard and W&B."""
 
 import json
 import math
 import uuid
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
+CHECKPOINTS = "checkpoints"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -23,18 +25,55 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop the rows after `step`, so that a resumed run does not log those steps twice."""
-    kept = [row for row in read(path) if row["step"] <= step]
-    if path.is_file():
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text)
     aside.rename(path)
+
+
+def create_folder(config: Config) -> Path:
+    """Create the folder of a new run; ValueError if it holds a run already."""
+    default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
+    run = Path(config.run.folder or default).expanduser()
+    if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
+        raise ValueError(
+            f"run.folder = {str(run)!r} holds a run already;"
+            f" continue it with --resume {run}, or choose another folder"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    write_config(run, config)
+    return run
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
+    tables: dict[str, Any] = json.loads((run / CONFIG).read_text())
+    return tables
+
+
+def write_config(run: Path, config: Config) -> None:
+    write_whole(run / CONFIG, json.dumps(config.nested(), indent=1) + "\n")
+
+
+def read_evaluations(run: Path) -> list[dict[str, float]]:
+    """Return the scores of every evaluation, in the order of their steps."""
+    evaluations = []
+    for row in read(run / METRICS):
+        scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
+        if scores:
+            stderr = scores.get("sampled_stderr", scores["sampled_reward_stderr"])
+            evaluations.append({**scores, "step": float(row["step"]), "stderr": stderr})
+    return sorted(evaluations, key=lambda scores: scores["step"])
+
+
+def rewind(run: Path, step: int) -> None:
+    """Drop metrics and samples after `step`, from which a run continues: they come again."""
+    for path in (run / METRICS, run / SAMPLES):
+        kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
+        write_whole(path, "".join(kept))
 
 
 class Journal:
@@ -47,14 +86,12 @@ class Journal:
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
         self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._wandb = _wandb_run(folder, config) if config.log.wandb else None
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = start + 1 if start else None
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        if config.log.wandb:
-            self._wandb = _wandb_run(folder, config)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -73,20 +110,18 @@ class Journal:
         _append(self._folder / SAMPLES, {**row, "prompt": prompt, "completion": completion})
 
     def close(self) -> None:
-        """Close TensorBoard and W&B."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    plain = dict(row)
-    for name, value in plain.items():
+def _append(path: Path, row: dict[str, Any]) -> None:
+    for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
-            plain[name] = None  # JSON has no NaN
+            row[name] = None  # JSON has no NaN
     with path.open("a") as file:
-        file.write(json.dumps(plain) + "\n")
+        file.write(json.dumps(row) + "\n")
 
 
 def _wandb_run(folder: Path, config: Config) -> Any:

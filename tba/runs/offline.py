@@ -1,21 +1,28 @@
-"""Evaluating and exporting a run's newest checkpoint."""
+"""Matters of a run that has ended: its config, and evaluating and exporting its model."""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.config.schema import override_all, parse
+from tba.config.schema import Config, override_all, parse
 from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
 from tba.runs import checkpoint
-from tba.runs.folder import RunFolder
+from tba.runs.log import CHECKPOINTS, read_config
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
-from tba.search.searcher import Searcher
 from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array
+
+
+def stored_config(run: Path, settings: Sequence[str]) -> Config:
+    """Return the config of a run with these settings; ValueError if Python passed it objects."""
+    tables = read_config(run)
+    refuse(parse(tables).task, str(run))
+    override_all(tables, settings)
+    return parse(tables)
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
@@ -24,25 +31,25 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     With `reference`, those of the model that the run began with. The KL is to the checkpoint's
     reference: the first model, unless it has been reset.
     """
-    folder = RunFolder.reopen(run)
-    tables = folder.config()
-    refuse(parse(tables).task, str(run))
-    override_all(tables, settings)
-    generation = None
-    if not reference:
-        generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay=True)
-    parts = check(parse(tables))
+    config = stored_config(run, settings)
+    generation = None if reference else _newest(run)
+    parts = check(config)
     if not parts.held_out:
         raise ValueError(
             "there are no held-out prompts; set eval.prompts=128, and a held-out set in [task]"
         )
     device = "cuda:0" if gpu_count() else "cpu"
-    bf16 = computes_in_bf16(parts.config.policy, device)
+    bf16 = computes_in_bf16(config.policy, device)
     searcher = parts.search_setup().build(device, bf16)
-    model = parts.config.policy.model
+    model = config.policy.model
     if generation is not None:
-        _load(generation, searcher, bf16)
         model = str(generation / "model")
+        arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
+        version = int(generation.name.removeprefix("step-"))
+        searcher.engine.load_weights(Weights(version, arrays))
+        changed = checkpoint.read_weights(generation / checkpoint.REFERENCE)
+        if changed is not None:
+            searcher.reference.load_weights(changed)
     scores = evaluate_held_out(searcher).scores
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
@@ -51,17 +58,10 @@ def export_run(run: Path, out: Path) -> Path:
     """Copy model and tokenizer of the newest undamaged checkpoint to the folder `out`."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    folder = RunFolder.reopen(run)
-    generation = checkpoint.newest(folder.checkpoints, drop_damaged_replay=True)
-    shutil.copytree(generation / "model", out, dirs_exist_ok=True)
+    read_config(run)  # raises if it is not the folder of a run
+    shutil.copytree(_newest(run) / "model", out, dirs_exist_ok=True)
     return out
 
 
-def _load(generation: Path, searcher: Searcher, bf16: bool) -> None:
-    """Give a checkpoint's model to the engine, and its reference if it had been reset."""
-    arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
-    version = int(generation.name.removeprefix("step-"))
-    searcher.engine.load_weights(Weights(version, arrays))
-    reference = checkpoint.read_weights(generation / checkpoint.REFERENCE)
-    if reference is not None:
-        searcher.reference.load_weights(reference)
+def _newest(run: Path) -> Path:
+    return checkpoint.newest(run / CHECKPOINTS, drop_damaged_replay=True)

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from pandas import DataFrame
 
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -18,23 +16,17 @@ class Result:
     summary: Summary
     folder: Path
 
-    def metrics(self) -> "DataFrame":
+    def metrics(self) -> DataFrame:
         """Return the metrics of each training step, in order, with a column `step`."""
         return self._table(evaluations=False)
 
-    def evaluations(self) -> "DataFrame":
+    def evaluations(self) -> DataFrame:
         """Return the scores of each evaluation, in the order in which they ended.
 
         `step` is the version of the weights that were evaluated.
         """
         return self._table(evaluations=True)
 
-    def _table(self, evaluations: bool) -> "DataFrame":
-        from pandas import DataFrame
-
-        rows = []
-        for row in read(self.folder / METRICS):
-            is_evaluation = any(name.startswith("eval/") for name in row)
-            if is_evaluation == evaluations:
-                rows.append(row)
-        return DataFrame(rows)
+    def _table(self, evaluations: bool) -> DataFrame:
+        rows = read(self.folder / METRICS)
+        return DataFrame([row for row in rows if ("eval/sampled_reward" in row) == evaluations])

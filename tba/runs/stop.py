@@ -14,16 +14,11 @@ class Stop:
         self.requested = False
         self._before: dict[int, Any] = {}
 
-    def is_requested(self) -> bool:
-        """Return whether the run should stop."""
-        return self.requested
-
     def install(self) -> None:
         """Install the signal handlers, which only the main thread can do."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.signal(number, self._handle)
-                self._before.setdefault(number, before)
+                self._before.setdefault(number, signal.signal(number, self._handle))
 
     def __enter__(self) -> "Stop":
         self.install()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ray
 import torch
 
 from tba.runtime.placement import Place
@@ -36,10 +35,9 @@ class SearcherActor:
         newest: Sent | None,
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
-        self._place = place.assigned([str(gpu) for gpu in ray.get_gpu_ids()])
-        self._place.take()
-        self._searcher = setup.build(self._place.device, bf16)
-        self._transport = transport
+        place.take()
+        self._place, self._transport = place, transport
+        self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
         self._loading = threading.Lock()
         self._counting = threading.Lock()  # guards everything below

@@ -10,13 +10,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.config.tables import RuntimeTable
-from tba.runtime.placement import (
-    Place,
-    gpu_count,
-    places_on_one_machine,
-    reserved_device,
-    share_gpus,
-)
+from tba.runtime import placement
+from tba.runtime.placement import Place
 from tba.runtime.reaper import Reaper
 from tba.weights import Sent, Weights
 
@@ -63,7 +58,6 @@ class Reservation:
     """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""
 
     def gpus(self) -> list[str]:
-        """Return the ids of the GPUs that Ray has assigned to this actor."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
@@ -73,7 +67,7 @@ def open_cluster(settings: RuntimeTable) -> Cluster:
     A private Ray ends with this process, however that ends.
     """
     if settings.address is None:
-        trainer, searchers = places_on_one_machine(settings)
+        trainer, searchers = placement.places_on_one_machine(settings)
         return Cluster(trainer, searchers, reaper=_start_private(settings.searchers))
     ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -87,16 +81,15 @@ def _join(settings: RuntimeTable) -> Cluster:
     """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
     node_id = ray.get_runtime_context().get_node_id()
     gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
-    sees_gpu = gpu_count() > 0
+    sees_gpu = placement.gpu_count() > 0
     trainer = int(sees_gpu and gpus[node_id] > 0)
-    reserved, each = share_gpus(sum(gpus.values()), trainer, settings.searchers)
+    reserved, each = placement.share_gpus(sum(gpus.values()), trainer, settings.searchers)
     searchers = [Place("cuda:0" if each else "cpu")] * settings.searchers
     if not reserved:
         return Cluster(Place("cuda:0" if sees_gpu else "cpu"), searchers, each)
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": here}
-    remote: Any = ray.remote(**options)(Reservation)
-    reservation = remote.remote()
+    request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
+    reservation: Any = request.remote()
     try:
         (gpu,) = ray.get(reservation.gpus.remote(), timeout=settings.start_deadline)
     except GetTimeoutError:
@@ -104,7 +97,7 @@ def _join(settings: RuntimeTable) -> Cluster:
             f"no GPU of this machine became free for the trainer within runtime.start_deadline ="
             f" {settings.start_deadline:g} s; end the job that has it, or start on another machine"
         ) from None
-    device = reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Cluster(Place(device), searchers, each, reservation)
 
 

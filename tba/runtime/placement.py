@@ -2,12 +2,12 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 
-import psutil
 import torch
 
 from tba.config.tables import RuntimeTable
@@ -20,22 +20,13 @@ class Place:
     device: str
     cores: tuple[int, ...] = ()
 
-    def assigned(self, gpus: Sequence[str]) -> "Place":
-        """Return the place of a process to which Ray has assigned these GPUs.
-
-        Ray hides all other GPUs from such a process, so that its own is the first one.
-        """
-        return replace(self, device="cuda:0") if gpus else self
-
     def take(self) -> None:
         """Move the calling thread to the cores; torch uses one thread for each of them."""
         if not self.cores:
             return
         torch.set_num_threads(len(self.cores))
-        if psutil.LINUX:
+        if sys.platform == "linux":
             os.sched_setaffinity(0, self.cores)
-        elif psutil.WINDOWS:
-            psutil.Process().cpu_affinity(list(self.cores))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -46,13 +37,15 @@ class Place:
             yield
         finally:
             torch.set_num_threads(threads)
-            if psutil.LINUX:
+            if sys.platform == "linux":
                 os.sched_setaffinity(0, cores)
 
 
 def available_cores() -> list[int]:
     """Return the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if psutil.LINUX else list(range(os.cpu_count() or 1))
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def gpu_count() -> int:
@@ -66,20 +59,15 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     Cores: half are the trainer's, or as many as leave one for each searcher; searchers divide the
     rest, and share where there are too few.
     """
-    device, devices = "cpu", ["cpu"]
-    if gpus:
-        first = min(1, gpus - 1)
-        device, devices = "cuda:0", [f"cuda:{gpu}" for gpu in range(first, gpus)]
-    own: tuple[int, ...] = ()
-    slots = [own]
-    if cores:
-        half = max(1, min(len(cores) // 2, len(cores) - searchers))
-        rest = cores[half:] or cores
-        each = max(1, len(rest) // searchers)
-        ends = range(each, len(rest) + 1, each)
-        own, slots = tuple(cores[:half]), [tuple(rest[end - each : end]) for end in ends]
-    pairs = zip(cycle(devices), cycle(slots))
-    return Place(device, own), [Place(*pair) for pair in islice(pairs, searchers)]
+    devices = [f"cuda:{gpu}" for gpu in range(gpus)] or ["cpu"]
+    half = max(1, min(len(cores) // 2, len(cores) - searchers))
+    rest = cores[half:] or cores
+    each = max(1, len(rest) // searchers)
+    starts = range(0, len(rest) - each + 1, each)
+    slots = [tuple(rest[start : start + each]) for start in starts] or [()]
+    pairs = zip(cycle(devices[1:] or devices), cycle(slots))
+    searching = [Place(*pair) for pair in islice(pairs, searchers)]
+    return Place(devices[0], tuple(cores[:half])), searching
 
 
 def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
@@ -94,11 +82,10 @@ def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:
     searcher gets one of its own if there are enough, or else an equal share of one. A single GPU is
     shared by all, and then not reserved.
     """
-    reserved = min(trainer, max(0, gpus - 1))
-    left = gpus - reserved
-    if left == 0:
+    if gpus == 0:
         return 0, 0.0
-    sharing = math.ceil(searchers / left)
+    reserved = min(trainer, gpus - 1)
+    sharing = math.ceil(searchers / (gpus - reserved))
     return reserved, math.floor(10_000 / sharing) / 10_000  # Ray rounds to so many places
 
 

@@ -2,22 +2,21 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Literal
 
 import ray
 
-from tba.config.tables import RuntimeTable
+from tba.runtime import SearchJob
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.placement import Place
-from tba.search.searcher import SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, Weights
 
-SEARCH, CONTROL = "search", "control"
-"""Threads of a searcher: those for searches and evaluations, and those for everything else."""
+CONTROL = "control"
+"""Threads of a searcher that are free while others search or evaluate."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 
@@ -32,8 +31,8 @@ class Task:
     prompts: tuple[Prompt, ...] = ()
     weights: Sent | None = None
     """Weights to evaluate."""
-    reference: int = 0
-    """Version of the reference that a search needs."""
+    reference: Sent | None = None
+    """Reference that a search needs."""
     began: float | None = None
     """Time at which the searcher could begin it; its deadline counts from there."""
 
@@ -82,18 +81,16 @@ class Pool:
 
     def __init__(
         self,
-        searcher: type[Any],
-        settings: RuntimeTable,
-        setup: SearchSetup,
+        job: SearchJob,
         cluster: Cluster,
         bf16: bool,
         newest: Weights | None,
         reference: Weights | None,
     ):
-        self._settings, self._setup, self._bf16 = settings, setup, bf16
-        task, evaluation = settings.task_deadline, setup.evaluation.deadline
+        self._settings, self._setup, self._bf16 = job.settings, job.setup, bf16
+        task, evaluation = job.settings.task_deadline, job.setup.evaluation.deadline
         self._deadlines: dict[Kind, float] = {
-            "start": settings.start_deadline,
+            "start": job.settings.start_deadline,
             "search": task,
             "evaluate": evaluation,
             "publish": task + evaluation,  # an evaluation may have begun before it
@@ -103,9 +100,10 @@ class Pool:
             "num_cpus": 0,
             "num_gpus": cluster.searcher_gpus,
             "max_restarts": 0,
-            "concurrency_groups": {CONTROL: 2, SEARCH: settings.concurrent_searches},
+            "max_concurrency": job.settings.concurrent_searches,
+            "concurrency_groups": {CONTROL: 2},
         }
-        self._actor: Any = ray.remote(**options)(searcher)
+        self._actor: Any = ray.remote(**options)(SearcherActor)
         self.newest = None if newest is None else self._transport.send(newest)
         self._reference = None if reference is None else self._transport.send(reference)
         self.handles = [self._start(place) for place in cluster.searchers]
@@ -114,19 +112,13 @@ class Pool:
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 
     def search(self, handle: Handle, prompts: list[Prompt], seed: int) -> None:
-        """Ask for a search with the newest reference.
-
-        In lockstep it has the weights of its turn, and nothing is published beside it.
-        """
+        """Ask for a search with the newest reference; in lockstep, with the weights of its turn."""
         weights = None if self._settings.lag is None else self.newest
-        call = handle.actor.search.options(concurrency_group=SEARCH)
-        ref = call.remote(prompts, seed, weights, self._reference)
-        version = 0 if self._reference is None else self._reference.version
-        handle.tasks.append(Task("search", ref, tuple(prompts), reference=version))
+        ref = handle.actor.search.remote(prompts, seed, weights, self._reference)
+        handle.tasks.append(Task("search", ref, tuple(prompts), reference=self._reference))
 
     def evaluate(self, handle: Handle, weights: Sent | None) -> None:
-        call = handle.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = call.remote(weights, self._reference)
+        ref = handle.actor.evaluate.remote(weights, self._reference)
         handle.tasks.append(Task("evaluate", ref, weights=weights))
 
     def publish(self, weights: Weights) -> None:
@@ -148,46 +140,34 @@ class Pool:
         """Make these weights the reference of every search and evaluation from now on."""
         self._reference = self._transport.send(weights)
 
-    def outstanding(self) -> dict[Any, tuple[Handle, Task]]:
-        """Return who has which call, by its reference, and begin the deadlines that are due."""
-        owners = {}
+    def calls(self) -> dict[Any, tuple[Handle, Task]]:
+        """Return who has which task, by its reference, and begin the deadlines that are due."""
+        calls = {}
         for handle in self.handles:
             handle.begin(self._settings.concurrent_searches)
-            owners.update({task.ref: (handle, task) for task in handle.tasks})
-        return owners
+            calls.update({task.ref: (handle, task) for task in handle.tasks})
+        return calls
 
-    def late(self) -> Iterator[tuple[Handle, str]]:
-        """Yield each searcher that has missed a deadline, and which."""
-        now = time.monotonic()
-        for handle in self.handles:
-            for task in handle.tasks:
-                limit = self._deadlines[task.kind]
-                if task.began is not None and now - task.began > limit:
-                    yield handle, f"did not finish `{task.kind}` in {limit:g} s"
-                    break
+    def late(self, handle: Handle) -> str | None:
+        """Return which deadline a searcher has missed, if any."""
+        for task in handle.tasks:
+            limit = self._deadlines[task.kind]
+            if task.began is not None and time.monotonic() - task.began > limit:
+                return f"did not finish `{task.kind}` in {limit:g} s"
+        return None
 
-    def restart(self, handle: Handle) -> list[Task]:
-        """Kill a searcher and start another; return the searches and evaluations it had."""
+    def restart(self, handle: Handle) -> None:
+        """Kill a searcher and start another at its place."""
         ray.kill(handle.actor)
         self.handles[self.handles.index(handle)] = self._start(handle.place)
-        return [task for task in handle.tasks if task.kind in ("search", "evaluate")]
 
     def kill(self) -> None:
         for handle in self.handles:
             ray.kill(handle.actor)
 
-    def pids(self) -> list[int]:
-        """Return the process ids of the searchers, each on its own machine."""
-        answers = [_pid(handle.actor) for handle in self.handles]
-        return list(ray.get(answers, timeout=self._settings.start_deadline))
-
     def _start(self, place: Place) -> Handle:
         version = 0 if self.newest is None else self.newest.version
-        actor = self._actor.remote(
-            self._setup, place, self._bf16, sys.path, self._transport, self.newest
-        )
-        return Handle(place, actor, version, [Task("start", _pid(actor))])
-
-
-def _pid(actor: Any) -> Any:
-    return actor.pid.options(concurrency_group=CONTROL).remote()
+        transport, newest = self._transport, self.newest
+        actor = self._actor.remote(self._setup, place, self._bf16, sys.path, transport, newest)
+        pid = actor.pid.options(concurrency_group=CONTROL)
+        return Handle(place, actor, version, [Task("start", pid.remote())])

@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
-from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
 from tba.runtime.pool import Handle, Pool, Task
 from tba.search.result import Evaluation, SearchResult, SearchStats
@@ -58,9 +57,7 @@ class RaySearchers:
         self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-        self._pool = Pool(
-            SearcherActor, job.settings, job.setup, cluster, bf16, newest, self._reference
-        )
+        self._pool = Pool(job, cluster, bf16, newest, self._reference)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -115,16 +112,9 @@ class RaySearchers:
             return SearchState(cursor, self._number, stats, None, self._reference)
 
     def close(self) -> None:
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
+        self._closing = True
         self._collector.join(timeout=10)
         self._pool.kill()
-
-    @property
-    def pids(self) -> list[int]:
-        return self._pool.pids()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait, with the condition held, until `enough()`, a stop, or a failure, which is raised.
@@ -153,16 +143,17 @@ class RaySearchers:
                     self._hand_out_evaluations()
                     self._hand_out_searches()
                     self._pool.send_newest()
-                    owners = self._pool.outstanding()
-                    if not owners:
+                    calls = self._pool.calls()
+                    if not calls:
                         self._changed.wait(0.1)
                         continue
-                ready, _ = ray.wait(list(owners), num_returns=1, timeout=0.1)
+                ready, _ = ray.wait(list(calls), timeout=0.1)
                 for ref in ready:
-                    self._receive(*owners[ref])
+                    self._receive(*calls[ref])
                 with self._changed:
-                    for handle, why in list(self._pool.late()):
-                        self._restart(handle, why)
+                    for handle in list(self._pool.handles):
+                        if why := self._pool.late(handle):
+                            self._restart(handle, why)
         except Exception as error:
             with self._changed:
                 self._failure = error
@@ -226,8 +217,8 @@ class RaySearchers:
                 )
             self._restarts_left -= 1
             self._stats.restarts += 1
-            tasks = self._pool.restart(handle)
-            log.warning("a searcher %s: restarted, %d tasks are issued again", why, len(tasks))
-            self._requested.extendleft(t.weights for t in tasks if t.kind == "evaluate")
-            for task in tasks:
+            self._pool.restart(handle)
+            log.warning("a searcher %s: restarted, its tasks are issued again", why)
+            self._requested.extendleft(t.weights for t in handle.tasks if t.kind == "evaluate")
+            for task in handle.tasks:
                 self._stream.put_back(task.prompts)

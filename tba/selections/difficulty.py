@@ -1,5 +1,3 @@
-"""Prompts that are neither too easy nor too hard."""
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +38,7 @@ class Difficulty(Counted):
             if not 0 <= share <= 1:
                 raise ValueError(f"selection.{name} = {share}: give a number from 0 to 1")
         if self.candidates < 1:
-            raise ValueError(
-                f"selection.candidates = {self.candidates}: give 1 (no choice) or more"
-            )
+            raise ValueError(f"selection.candidates = {self.candidates}: give 1 or more")
         if not min(self.prior) > 0:
             raise ValueError(f"selection.prior = {list(self.prior)}: give two numbers above 0")
 
@@ -54,19 +50,17 @@ class Difficulty(Counted):
         posteriors = [self._posterior.get(self.prompts[i].id, self.prior) for i in pool]
         alpha, beta = np.array(posteriors).reshape(-1, 2).T
         distance = np.abs(rng.beta(alpha, beta) - self.target)
-        nearest = pool[np.argsort(distance)][:count]
-        # if there are too few, start again from the nearest
-        return [self.prompts[i] for i in np.resize(nearest, count).tolist()]
+        nearest = np.resize(pool[np.argsort(distance)], count)  # repeats them if they are too few
+        return [self.prompts[i] for i in nearest.tolist()]
 
     def learn(self, group: Group) -> None:
         assert self.pass_reward is not None
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
         wrong = len(group.trajectories) - right
         old = self._posterior.get(group.prompt.id, self.prior)
-        kept = [self.forgetting * count for count in old]
-        fresh = [(1 - self.forgetting) * count for count in self.prior]
-        alpha, beta = kept[0] + fresh[0] + right, kept[1] + fresh[1] + wrong
-        self._posterior[group.prompt.id] = (alpha, beta)
+        kept = self.forgetting * np.array(old) + (1 - self.forgetting) * np.array(self.prior)
+        alpha, beta = kept.tolist()
+        self._posterior[group.prompt.id] = (alpha + right, beta + wrong)
 
     def state(self) -> dict[str, Any]:
         posterior = {prompt: list(counts) for prompt, counts in self._posterior.items()}

@@ -5,26 +5,12 @@ from collections import Counter
 import numpy as np
 from jaxtyping import Float, Int
 
-from tba.strategies import Columns
-
 LARGE = 10_000
 """Beyond so many choices, a draw does not look at each of them."""
 
 
-def newest(columns: Columns, groups: int, window: int, now: int) -> Int[np.ndarray, " N"]:
-    """Return the prompts that arrived in the last `window` steps; at least the newest `groups`."""
-    tail = columns.prompts[-groups:]
-    while len(tail) < len(columns.prompts) and now - columns.latest[tail[0]] < window:
-        tail = columns.prompts[-2 * len(tail) :]
-    fresh = np.count_nonzero(now - columns.latest[tail] < window)
-    return tail[-max(int(fresh), groups) :]
-
-
 def pick(prompts: Int[np.ndarray, " P"], groups: int, rng: np.random.Generator) -> Counter[int]:
-    """Return prompts at random and the groups to draw from each.
-
-    Every prompt is taken as often as the others. If that leaves a rest, it goes to some of them.
-    """
+    """Return prompts at random, all as often as possible, and the groups to draw from each."""
     rounds, rest = divmod(groups, len(prompts))
     drawn = prompts[distinct(len(prompts), rest, rng)]
     return Counter(np.concatenate([*[prompts] * rounds, drawn]).tolist())

@@ -1,5 +1,3 @@
-"""The paper's mixture of recent data and replay (MOP)."""
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +28,7 @@ class Mixture:
     def __post_init__(self) -> None:
         for name, share in (("recent", self.recent), ("reward", self.reward)):
             if not 0 <= share <= 1:
-                raise ValueError(
-                    f"strategy.{name} = {share} is a probability: give a number from 0 to 1"
-                )
+                raise ValueError(f"strategy.{name} = {share}: give a number from 0 to 1")
 
     def draw(
         self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
@@ -41,7 +37,7 @@ class Mixture:
         shares = (self.recent, replayed * self.reward, replayed * (1 - self.reward))
         arms: tuple[Strategy, ...] = (Recent(self.window), Reward(self.temperature), Uniform())
         drawn = []
-        for arm, share in zip(arms, rng.multinomial(groups, shares).tolist(), strict=True):
-            if share:
-                drawn.append(arm.draw(columns, share, size, now, rng))
+        for arm, count in zip(arms, rng.multinomial(groups, shares).tolist(), strict=True):
+            if count:
+                drawn.append(arm.draw(columns, count, size, now, rng))
         return np.concatenate(drawn)

@@ -1,12 +1,10 @@
-"""Newest data only."""
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int
 
 from tba.strategies import Columns
-from tba.strategies._draw import by_count, newest, pick
+from tba.strategies.uniform import Uniform
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,11 @@ class Recent:
     def draw(
         self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
     ) -> Int[np.ndarray, "{groups} {size}"]:
-        drawn = []
-        prompts = newest(columns, groups, self.window, now)
-        for prompt, times in pick(prompts, groups, rng).items():
-            rows = columns.latest_rows(prompt)
-            chosen = by_count(columns.arrived_count[rows], times, size, rng)
-            drawn.append(np.where(chosen < 0, -1, rows[chosen]))
-        return np.concatenate(drawn)
+        prompts, least = columns.prompts, groups
+        while least < len(prompts) and now - columns.latest[prompts[-least]] < self.window:
+            least *= 2
+        ages = now - columns.latest[prompts[-least:]]
+        fresh = max(int(np.count_nonzero(ages < self.window)), groups)
+        rows, count = columns.latest_rows, columns.arrived_count
+        newest = replace(columns, prompts=prompts[-fresh:], rows=rows, count=count)
+        return Uniform().draw(newest, groups, size, now, rng)

@@ -1,5 +1,3 @@
-"""Data of any age, high rewards first."""
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +18,7 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"strategy.temperature = {self.temperature} must be above 0;"
-                " try 1.0, or the strategy `uniform`"
-            )
+            raise ValueError(f"strategy.temperature = {self.temperature}: give a number above 0")
 
     def draw(
         self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from tba.runtime.actor import SearcherActor
@@ -97,7 +96,6 @@ def steps() -> Steps:
 
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
-    monkeypatch.setattr(ray, "get_gpu_ids", list)
     monkeypatch.setattr("tba.runtime.actor.evaluate_held_out", Steps.evaluate)
     return SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
 

@@ -7,13 +7,14 @@ from typing import Any
 from tba.runtime.placement import Place
 from tba.runtime.pool import Handle, Kind, Task
 from tba.types import Prompt
+from tba.weights import Sent
 
 
 def handle(*tasks: Task) -> Handle:
     return Handle(Place("cpu"), None, 0, list(tasks))
 
 
-def task(kind: Kind, name: Any, reference: int = 0) -> Task:
+def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:
     return Task(kind, name, (Prompt("id", "?"),), reference=reference)
 
 
@@ -52,7 +53,7 @@ def test_a_start_and_an_evaluation_run_alone() -> None:
 
 
 def test_a_search_with_a_newer_reference_waits_for_those_before() -> None:
-    old, new = task("search", "old"), task("search", "new", reference=5)
+    old, new = task("search", "old"), task("search", "new", reference=Sent(5, None))
     one = handle(old, new)
     assert begun(one, concurrent=2) == ["old"]
     one.tasks.remove(old)

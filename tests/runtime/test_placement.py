@@ -61,12 +61,6 @@ def test_the_reserved_gpu_is_named_as_torch_counts() -> None:
         reserved_device("2", "0,1")
 
 
-def test_a_searcher_computes_where_ray_has_put_it() -> None:
-    assert Place("cpu").assigned([]) == Place("cpu")
-    assert Place("cuda:1", (3,)).assigned([]) == Place("cuda:1", (3,))
-    assert Place("cuda:1", (3,)).assigned(["2"]) == Place("cuda:0", (3,))
-
-
 def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray of two nodes that are told to have one GPU and two; the driver is on the first.
 
@@ -76,7 +70,7 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
-    from tba.runtime import cluster
+    from tba.runtime import placement
     from tba.runtime.cluster import Reservation, open_cluster
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -85,7 +79,7 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
         nodes.add_node(num_cpus=1, num_gpus=2)
         settings = RuntimeTable(address=nodes.address, searchers=2)
 
-        monkeypatch.setattr(cluster, "gpu_count", lambda: 1)
+        monkeypatch.setattr(placement, "gpu_count", lambda: 1)
         opened = open_cluster(settings)
         assert (opened.trainer, opened.searcher_gpus) == (Place("cuda:0"), 1.0)
         assert (ray.cluster_resources()["GPU"], opened.reservation is None) == (3, False)
@@ -95,7 +89,7 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
         assert sorted(assigned) == [["0"], ["1"]]  # both of the second node
         opened.close()
 
-        monkeypatch.setattr(cluster, "gpu_count", lambda: 0)
+        monkeypatch.setattr(placement, "gpu_count", lambda: 0)
         opened = open_cluster(settings)
         assert (opened.trainer, opened.searchers) == (Place("cpu"), [Place("cuda:0")] * 2)
         assert (opened.searcher_gpus, opened.reservation) == (1.0, None)
