@@ -15,8 +15,8 @@ from toy import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
 
-KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "proximal_rloo", "ppo")
-"""Their target is ref(y) exp(r(y) / beta) / Z."""
+KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "ppo")
+"""Their target is ref(y) exp(r(y) / beta) / Z. On policy, `proximal_rloo` computes as `rloo`."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
