@@ -22,7 +22,6 @@ from tba.config.tables import Use
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
-
 KINDS = tuple(PLUGGED.values())
 
 
@@ -164,10 +163,9 @@ def resolve(
 def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
     """Return the value as a `kind`; ValueError if it is not one."""
     if scheduled and kind is float and isinstance(value, Mapping):
-        kind, known = Schedule, [field.name for field in dataclasses.fields(Schedule)]
-        for key in value:
-            if key not in known:
-                raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
+        kind, known = Schedule, options_of(Schedule)
+        for key in sorted(value.keys() - known.keys()):
+            raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     adapter = TypeAdapter(kind, config=config)
     try:

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import is_segment, load_groups, save_groups
+from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Weights
@@ -245,7 +245,7 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
             return generation
         name, problem = min(problems.items())
         log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
-        if all(is_segment(name) for name in problems):
+        if all(name.startswith(SEGMENTS) for name in problems):
             without_segments.append(generation)
     if not without_segments:
         raise ValueError(
