@@ -18,8 +18,7 @@ from tba.runs.console import Console, open_console
 from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
-from tba.runtime import Searchers, SearchJob, SearchState
-from tba.runtime.lag import LaggedSearchers
+from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine
 from tba.tasks._memory import InMemory
 from tba.types import Group

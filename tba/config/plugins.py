@@ -1,8 +1,7 @@
 """The registry of plug-ins: resolves the names in a config and checks the options.
 
-A name is a file of this package (`use = "tb"`) or a class on the path
-(`use = "mylab.huber_tb.HuberTB"`). The folder is the registry, and the fields of a class are its
-options: `tba/objectives/tb.py` holds one public dataclass.
+A name is a file of this package, which holds one public dataclass (`use = "tb"`), or a class on the
+path (`use = "mylab.huber_tb.HuberTB"`). The fields of the class are its options.
 """
 
 import dataclasses
@@ -65,9 +64,8 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with every schedule replaced by its value there."""
-        options = {}
-        for name, value in self.options.items():
-            options[name] = value.at(step) if isinstance(value, Schedule) else value
+        given = self.options.items()
+        options = {n: v.at(step) if isinstance(v, Schedule) else v for n, v in given}
         return self.cls(**options)
 
     def build(self, *positional: Any) -> Any:
@@ -149,10 +147,7 @@ def options_of(cls: type) -> dict[str, Option]:
 def resolve(
     kind: str, table: str, use: str, options: Mapping[str, Any], scheduled: bool = False
 ) -> Plugin:
-    """Find a class and check the options of `[table]` against its fields.
-
-    With `scheduled`, a number may be given as a schedule. ValueError tells what to type instead.
-    """
+    """Find a class and check the options of `[table]`; if `scheduled`, numbers may be schedules."""
     cls = find(kind, use)
     known = options_of(cls)
     checked: dict[str, Any] = {}
@@ -191,8 +186,6 @@ def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The five plug-ins that a config names, with checked options."""
-
     task: Plugin
     engine: Plugin
     objective: Plugin
@@ -201,7 +194,7 @@ class Plugins:
 
 
 def resolve_all(config: Config) -> Plugins:
-    """Find the five plug-ins and check their options; ValueError tells what to type instead."""
+    """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
     plugins = {}
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)

@@ -1,5 +1,3 @@
-"""All prompts in turn."""
-
 from dataclasses import dataclass, field
 
 import numpy as np

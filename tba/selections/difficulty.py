@@ -1,5 +1,3 @@
-"""Prompts that are neither too easy nor too hard."""
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Prompts at random."""
-
 from dataclasses import dataclass
 
 import numpy as np
