@@ -43,8 +43,8 @@ class Handle:
 
     place: Place
     actor: Any
-    version: int
-    """Newest version of the weights that it was sent."""
+    sent: Sent | None
+    """Newest weights that it was sent."""
     tasks: list[Task]
     """Calls that have not returned, in the order in which it begins them."""
 
@@ -128,11 +128,11 @@ class Pool:
 
     def send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
-        if self.newest is None or self._settings.lag is not None:
+        if self._settings.lag is not None:
             return
         for handle in self.handles:
-            if handle.version < self.newest.version and handle.accepts_weights():
-                handle.version = self.newest.version
+            if handle.sent is not self.newest and handle.accepts_weights():
+                handle.sent = self.newest
                 publish = handle.actor.publish.options(concurrency_group=CONTROL)
                 handle.tasks.append(Task("publish", publish.remote(self.newest)))
 
@@ -161,13 +161,8 @@ class Pool:
         ray.kill(handle.actor)
         self.handles[self.handles.index(handle)] = self._start(handle.place)
 
-    def kill(self) -> None:
-        for handle in self.handles:
-            ray.kill(handle.actor)
-
     def _start(self, place: Place) -> Handle:
-        version = 0 if self.newest is None else self.newest.version
         transport, newest = self._transport, self.newest
         actor = self._actor.remote(self._setup, place, self._bf16, sys.path, transport, newest)
         pid = actor.pid.options(concurrency_group=CONTROL)
-        return Handle(place, actor, version, [Task("start", pid.remote())])
+        return Handle(place, actor, newest, [Task("start", pid.remote())])

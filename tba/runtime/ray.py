@@ -114,20 +114,15 @@ class RaySearchers:
     def close(self) -> None:
         self._closing = True
         self._collector.join(timeout=10)
-        self._pool.kill()
+        for handle in self._pool.handles:
+            ray.kill(handle.actor)
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait, with the condition held, until `enough()`, a stop, or a failure, which is raised.
-
-        TimeoutError, which names the setting, after so many seconds.
-        """
+        """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""
         deadline = time.monotonic() + seconds
         while self._failure is None and not enough() and not self._stopping():
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{what} did not come within {seconds:g} s; raise that setting, or see what"
-                    " is slow"
-                )
+                raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting")
             self._changed.wait(0.2)
         if self._failure is not None:
             raise self._failure

@@ -19,13 +19,11 @@ EVERY = 2.0
 
 
 class Reaper:
-    """A watcher over the Ray with this session folder, outside this process group.
-
-    It is started by its path, so that it imports nothing else of the package.
-    """
+    """A watcher over the Ray with this session folder, outside this process group."""
 
     def __init__(self, session: str):
         self._process = subprocess.Popen(
+            # by its path, so that it imports nothing else of the package
             [sys.executable, __file__, str(os.getpid()), session],
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -34,16 +32,11 @@ class Reaper:
 
     def finish(self) -> None:
         """Clean up now, and return when that is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.communicate(timeout=30)  # closes the pipe
 
 
 def family(driver: int, session: str) -> set[psutil.Process]:
-    """Return the driver's children that name the session in their command line, and descendants.
-
-    This process is left out.
-    """
+    """Return the driver's children that name the session, but this process, and descendants."""
     members: set[psutil.Process] = set()
     try:
         children = psutil.Process(driver).children()
@@ -54,7 +47,7 @@ def family(driver: int, session: str) -> set[psutil.Process]:
             if child.pid != os.getpid() and any(session in word for word in child.cmdline()):
                 members |= {child, *child.children(recursive=True)}
         except psutil.Error:  # it ended, or is a zombie
-            continue
+            pass
     return members
 
 
@@ -69,7 +62,7 @@ def main() -> None:
             for remaining in [process, *process.children(recursive=True)]:
                 remaining.kill()
         except psutil.Error:
-            continue
+            pass
     if Path(session).name.startswith("session_"):
         shutil.rmtree(session, ignore_errors=True)
 
