@@ -38,8 +38,7 @@ class Answer:
 class Sampling:
     """Sampling parameters of a generation. Temperature 0 is greedy."""
 
-    samples: int
-    """Responses per prompt."""
+    samples: int  # responses per prompt
     temperature: float
     max_tokens: int
     top_p: float = 1.0
@@ -168,8 +167,7 @@ class Batch(TokenBatch):
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
     reward: Float[Tensor, "B K"]
-    value: Float[Tensor, "B K T"]
-    """NaN for a trajectory without value estimates."""
+    value: Float[Tensor, "B K T"]  # NaN for a trajectory without value estimates
 
 
 def collate_tokens(

@@ -25,10 +25,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every parameter by name, in fp32 or as the bits of bf16 (uint16).
-
-    NumPy arrays travel between processes without a copy.
-    """
+    """Every parameter by name, in fp32 or as the bits of bf16 (uint16): arrays travel uncopied."""
 
     version: int
     arrays: Mapping[str, np.ndarray]

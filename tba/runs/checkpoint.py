@@ -46,8 +46,7 @@ class Progress:
     missing: int
     evaluating: int
     rng: Mapping[str, Any]
-    counts: Mapping[str, float]
-    """Totals of the summary."""
+    counts: Mapping[str, float]  # totals of the summary
 
 
 class Checkpoints:
@@ -61,8 +60,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, deadline: float):
         self._folder, self._keep, self._deadline = folder, keep, deadline
         self._step: int | None = None
-        self._thread: threading.Thread | None = None
-        """Writes step `_step`, and sets the two below at its end."""
+        self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
         self._error: Exception | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 

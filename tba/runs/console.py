@@ -53,8 +53,7 @@ class Console:
     def __init__(self, steps: int, write: Callable[[str], None]):
         self._steps, self._write = steps, write
         self._last_line = 0.0
-        self._followed: str | None = None
-        """Held-out prompt whose answer is shown at each evaluation."""
+        self._followed: str | None = None  # held-out prompt whose answers are shown
 
     def note(self, text: str) -> None:
         self._write(text)
