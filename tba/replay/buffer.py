@@ -118,7 +118,7 @@ class ReplayBuffer:
             rows = len(state.columns["segment"])
             lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            text = "%d of %d segments of the buffer are damaged: dropped %d of its %d trajectories"
+            text = "%d of %d segments of the replay buffer are damaged: dropped %d of %d responses"
             log.warning(text, damaged, total, lost, rows)
 
     def _add(self, group: Group, now: int) -> None:
