@@ -118,8 +118,10 @@ class ReplayBuffer:
             rows = len(state.columns["segment"])
             lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            text = "%d of %d segments of the replay buffer are damaged: dropped %d of %d responses"
-            log.warning(text, damaged, total, lost, rows)
+            log.warning(
+                f"{damaged} of {total} segments of the replay buffer are damaged:"
+                f" dropped {lost} of its {rows} trajectories"
+            )
 
     def _add(self, group: Group, now: int) -> None:
         finite = _only_finite(group.trajectories)
