@@ -33,7 +33,6 @@ class Trial:
     folder: str
     label: str
     settings: Settings
-    """All settings of the grid that hold for this run."""
     axes: Settings
     """The settings that distinguish it from other runs of the grid; labelled variants are one."""
     status: Status = "pending"
@@ -64,7 +63,7 @@ def read_ledger(folder: Path) -> Ledger:
             f"{folder} is not the folder of a study: it has no {STUDY};"
             " run a study with `tba sweep STUDY.toml`"
         )
-    names = [f.name for f in fields(Trial)]
+    names = [f.name for f in fields(Trial)]  # not those of another version
     runs = [Trial(**{name: run[name] for name in names}) for run in study["runs"]]
     return Ledger(study["name"], study["metric"], runs)
 
@@ -138,9 +137,7 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
     A resumed run may have evaluated a step twice: the last one counts.
     """
     name = f"eval/{metric}"
-    if name not in metrics:
-        return pd.DataFrame({"score": [], "samples_trained": []}, dtype=float)
-    by_step = metrics.groupby("step")[[name, "samples_trained"]].last()
+    by_step = metrics.reindex(columns=["step", name, "samples_trained"]).groupby("step").last()
     if 0 in by_step.index:
         by_step.loc[0, "samples_trained"] = 0
     return by_step.rename(columns={name: "score"}).dropna()
