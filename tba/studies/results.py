@@ -149,9 +149,8 @@ def write_results(folder: Path) -> pd.DataFrame:
     known = [scores(folder / t.folder) for t in ledger.runs]
     metric = metric_of(next(filter(None, known), {}), ledger.metric)
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
-    table = pd.DataFrame(rows, dtype=object).drop(columns="axes")
-    without_nan = table.where(table.notna(), None).to_dict("records")
-    write_whole(folder / RESULTS, json.dumps(without_nan, indent=1) + "\n")
+    table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})
+    write_whole(folder / RESULTS, json.dumps(table.to_dict("records"), indent=1) + "\n")
     return pd.DataFrame(rows)
 
 
