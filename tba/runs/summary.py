@@ -17,10 +17,7 @@ from tba.types import Group
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run.
-
-    In `summary.json`, `first` and `last` are `eval/first` and `eval/last`.
-    """
+    """Summary of a run; in `summary.json`, `first` and `last` are `eval/first` and `eval/last`."""
 
     finished: bool
     steps: int
@@ -39,9 +36,8 @@ class Summary:
     rejected: dict[str, int]
     """Samples without a reward, by reason."""
     first: dict[str, float]
-    """Scores before training."""
     last: dict[str, float]
-    """Scores after training."""
+    """Scores before and after training."""
 
     def write(self, run: Path) -> None:
         """Write `summary.json` into the folder of the run."""
