@@ -5,43 +5,32 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from tba.config.plugins import KINDS, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load
 
-app = typer.Typer(
+app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
-TABLE_KEY = "[table.key=value …]"
+KEY = "[table.key=value …]"
+CONFIG = f"[CONFIG.toml] {KEY}"
+Settings = Annotated[list[str] | None, Argument(metavar=KEY, help="Settings to override.")]
 ConfigSettings = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar=f"[CONFIG.toml] {TABLE_KEY}", help="Config file, and settings that override it."
-    ),
+    list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar=TABLE_KEY, help="Settings that override the file or the run."),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and print what would be run.")
-]
-RunPath = Annotated[Path, typer.Argument(help="Folder of a run; its newest checkpoint is used.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check everything and print what would be run.")]
+Drop = Annotated[bool, Option("--drop-damaged-replay", help="With --resume: drop damaged replay.")]
+RunPath = Annotated[Path, Argument(help="Folder of a run; its newest checkpoint is used.")]
 
 
 @app.command()
 def train(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")
-    ] = None,
-    drop_damaged_replay: Annotated[
-        bool,
-        typer.Option("--drop-damaged-replay", help="With --resume: drop damaged replayed data."),
-    ] = False,
+    resume: Annotated[Path | None, Option(metavar="RUN", help="Folder of a run to resume.")] = None,
+    drop_damaged_replay: Drop = False,
 ) -> None:
     """Post-train a model. Without a config: three-digit addition on the CPU."""
     if drop_damaged_replay and resume is None:
@@ -62,26 +51,22 @@ def train(
 
 @app.command()
 def sweep(
-    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="File of the study.")],
+    study: Annotated[Path, Argument(metavar="STUDY.toml", help="File of the study.")],
     settings: Settings = None,
     dry_run: DryRun = False,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Start failed runs again.")
-    ] = False,
+    retry_failed: Annotated[bool, Option("--retry-failed", help="Restart failed runs.")] = False,
 ) -> None:
     """Run a study: many runs, several at once. Called again, it continues."""
     from tba.studies.sweep import sweep as carry_out
 
-    raise typer.Exit(carry_out(study, settings or [], dry_run, retry_failed))
+    raise Exit(carry_out(study, settings or [], dry_run, retry_failed))
 
 
 @app.command("eval")
 def evaluate(
     run: RunPath,
     settings: Settings = None,
-    reference: Annotated[
-        bool, typer.Option("--reference", help="Evaluate the initial model instead.")
-    ] = False,
+    reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,
 ) -> None:
     """Evaluate the model of a run on held-out prompts and print JSON."""
     from tba.runs.offline import evaluate_run
@@ -91,10 +76,8 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs to compare, or of one study.")
-    ],
-    out: Annotated[Path | None, typer.Option(help="Folder for the page and its pictures.")] = None,
+    runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
+    out: Annotated[Path | None, Option(help="Folder for the page and its pictures.")] = None,
 ) -> None:
     """Write a self-contained HTML report, and its pictures as PNG."""
     from tba.report import report as draw
@@ -105,9 +88,7 @@ def report(
 @app.command()
 def export(
     run: RunPath,
-    out: Annotated[
-        Path, typer.Argument(help="New folder, for AutoModelForCausalLM.from_pretrained.")
-    ],
+    out: Annotated[Path, Argument(help="New folder, for AutoModelForCausalLM.from_pretrained.")],
 ) -> None:
     """Write the trained model as a Hugging Face folder."""
     from tba.runs.offline import export_run
@@ -116,9 +97,7 @@ def export(
 
 
 @app.command("list")
-def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def list_plugins(as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
     """List the plug-ins and their options."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
@@ -161,7 +140,7 @@ def _config(settings: list[str], resume: Path | None) -> Config:
             f"--resume continues with the config in {resume};"
             f" leave out {path}, and give only table.key=value to change"
         )
-    from tba.runs.folder import stored_config
+    from tba.runs.offline import stored_config
 
     return stored_config(resume, settings)
 

@@ -13,24 +13,12 @@ from tba.config.schema import Config, parse
 from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
-from tba.runs import checkpoint
-from tba.runs.checkpoint import Checkpoints, Progress
+from tba.runs import checkpoint, log
 from tba.runs.console import Console, open_console
-from tba.runs.folder import (
-    CHECKPOINTS,
-    create_folder,
-    read_config,
-    read_evaluations,
-    rewind,
-    write_config,
-    write_summary,
-)
-from tba.runs.log import Journal
 from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
-from tba.runtime import Searchers, SearchJob, SearchState
-from tba.runtime.lag import LaggedSearchers
+from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine
 from tba.tasks._memory import InMemory
 from tba.types import Group
@@ -49,9 +37,9 @@ class Run:
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
-    checkpoints: Checkpoints
+    checkpoints: checkpoint.Checkpoints
     rng: np.random.Generator
-    journal: Journal
+    journal: log.Journal
     console: Console
     tracker: Tracker
     stop: Stop
@@ -93,7 +81,11 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            self._log_sample(groups[0])
+            t, decode = groups[0].trajectories[0], self.parts.text.decode
+            prompt, completion = decode(groups[0].prompt_tokens), decode(t.tokens)
+            self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
+            if not self.parts.held_out:  # else the console follows a held-out prompt
+                self.console.sample(prompt, completion, t.reward)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -114,7 +106,7 @@ class Run:
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        progress = Progress(self.step, self.missing, self.evaluating, rng, counts)
+        progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
         search = self.searchers.state()
         self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress)
 
@@ -137,19 +129,12 @@ class Run:
             self.checkpoints.wait()
         except ValueError as error:  # the config was checked: show where this one comes from
             raise RuntimeError(f"the run failed: {error}") from error
-        finished, evaluations = complete and self.evaluating == 0, read_evaluations(self.folder)
-        stats = self.searchers.stats
+        finished = complete and self.evaluating == 0
+        stats, evaluations = self.searchers.stats, log.read_evaluations(self.folder)
         summary = self.tracker.summary(self.step, stats, finished, evaluations)
-        write_summary(self.folder, summary)
+        summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
-
-    def _log_sample(self, group: Group) -> None:
-        t, text = group.trajectories[0], self.parts.text
-        prompt, completion = text.decode(group.prompt_tokens), text.decode(t.tokens)
-        self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-        if not self.parts.held_out:  # else the console follows a held-out prompt
-            self.console.sample(prompt, completion, t.reward)
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
@@ -172,11 +157,11 @@ def open_run(
     """
     parts, generation = check(config, memory), None
     if resume is None:
-        folder = create_folder(parts.config)
+        folder = log.create_folder(parts.config)
     else:
         folder = resume
-        check_resumed(parts.config, before=parse(read_config(folder)))
-        generation = checkpoint.newest(folder / CHECKPOINTS, drop_damaged_replay)
+        check_resumed(parts.config, before=parse(log.read_config(folder)))
+        generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
     with ExitStack() as closing:
         yield _assemble(parts, folder, generation, closing)
 
@@ -192,7 +177,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
-    progress, search = Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
+    progress, search = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
         step, steps = progress.step, c.run.steps
@@ -201,15 +186,16 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
                 f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
             )
         parts.prompt_stream().check(search.cursor)  # the last that can fail: now the files change
-        rewind(folder, step)
-        write_config(folder, c)  # with what was changed on resuming
+        log.rewind(folder, step)
+        log.write_config(folder, c)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out")
-    checkpoints = Checkpoints(folder / CHECKPOINTS, c.checkpoint.keep, c.checkpoint.deadline)
+    keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
+    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
     closing.enter_context(checkpoints)
-    journal = Journal(folder, c, progress.step)
+    journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:

@@ -1,8 +1,7 @@
 """The registry of plug-ins: resolves the names in a config and checks the options.
 
-A name is a file of this package (`use = "tb"`) or a class on the path
-(`use = "mylab.huber_tb.HuberTB"`). The folder is the registry, and the fields of a class are its
-options: `tba/objectives/tb.py` holds one public dataclass.
+A name is a file of this package, which holds one public dataclass (`use = "tb"`), or a class on the
+path (`use = "mylab.huber_tb.HuberTB"`). The fields of the class are its options.
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ from tba.config.tables import Use
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
-
 KINDS = tuple(PLUGGED.values())
 
 
@@ -31,9 +29,8 @@ KINDS = tuple(PLUGGED.values())
 class Schedule:
     """An option of an objective that is linear from `start` to `end` over `steps` steps.
 
-    From `cut_step` on, if given, it is `cut_to` instead. The paper's code uses a linear schedule
-    for GSM8K (.014 to .004 over 500 steps), and linear-then-cut for TL;DR (1.0 falling to 0, cut
-    to .05 at step 32 of 256), which trades KL for win rate.
+    From `cut_step` on, if given, it is `cut_to` instead. The paper's code has .014 to .004 over 500
+    steps for GSM8K, and 1.0 to 0 over 256 steps, cut to .05 at step 32, for TL;DR.
     """
 
     start: float
@@ -65,10 +62,8 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with every schedule replaced by its value there."""
-        options = {}
-        for name, value in self.options.items():
-            options[name] = value.at(step) if isinstance(value, Schedule) else value
-        return self.cls(**options)
+        given = self.options.items()
+        return self.cls(**{n: v.at(step) if isinstance(v, Schedule) else v for n, v in given})
 
     def build(self, *positional: Any) -> Any:
         """Return an instance. The fields that the run fills in are positional."""
@@ -149,10 +144,7 @@ def options_of(cls: type) -> dict[str, Option]:
 def resolve(
     kind: str, table: str, use: str, options: Mapping[str, Any], scheduled: bool = False
 ) -> Plugin:
-    """Find a class and check the options of `[table]` against its fields.
-
-    With `scheduled`, a number may be given as a schedule. ValueError tells what to type instead.
-    """
+    """Find a class and check the options of `[table]`; if `scheduled`, numbers may be schedules."""
     cls = find(kind, use)
     known = options_of(cls)
     checked: dict[str, Any] = {}
@@ -169,10 +161,9 @@ def resolve(
 def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
     """Return the value as a `kind`; ValueError if it is not one."""
     if scheduled and kind is float and isinstance(value, Mapping):
-        kind, known = Schedule, [field.name for field in dataclasses.fields(Schedule)]
-        for key in value:
-            if key not in known:
-                raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
+        kind, known = Schedule, options_of(Schedule)
+        for key in sorted(value.keys() - known.keys()):
+            raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
     config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
     adapter = TypeAdapter(kind, config=config)
     try:
@@ -191,8 +182,6 @@ def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The five plug-ins that a config names, with checked options."""
-
     task: Plugin
     engine: Plugin
     objective: Plugin
@@ -201,7 +190,7 @@ class Plugins:
 
 
 def resolve_all(config: Config) -> Plugins:
-    """Find the five plug-ins and check their options; ValueError tells what to type instead."""
+    """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
     plugins = {}
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)

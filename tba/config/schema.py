@@ -19,10 +19,8 @@ from tba.config.messages import choices, explain, reason
 from tba.config.tables import Table, Use
 
 Parsed = TypeVar("Parsed", bound=Table)
-
 DEFAULT = Path(__file__).parent / "default.toml"
 """The embedded default: three-digit addition on the CPU."""
-
 PLUGGED = {
     "task": "tasks",
     "engine": "engines",
@@ -76,7 +74,6 @@ class Config(Table):
 
     @classmethod
     def default_use(cls, table: str) -> str:
-        """Return the plug-in that `[table]` names by default."""
         return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
@@ -140,8 +137,7 @@ class Config(Table):
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, or the `config.json` of a run, and apply `table.key=value` settings to it.
 
-    Raises:
-        ValueError: If a key or a value is wrong. The message names the key and what to type.
+    ValueError if keys or values are wrong: it names each of them and what to type.
     """
     plain: dict[str, Any] = {}
     if path is not None:

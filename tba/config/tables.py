@@ -15,7 +15,6 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse
 
 
 def _single(value: Any) -> Any:
-    """Accept `eval.k=3` for `eval.k=[3]`."""
     return (value,) if isinstance(value, int) else value
 
 

@@ -11,18 +11,11 @@ from tba.objectives import Head
 from tba.types import TokenBatch
 
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
-"""Logits (numbers, not bytes) that exist at one time; the LM head runs over chunks of that size.
-
-The limit is low on a CPU, where allocating and clearing more memory takes as long as computing.
-"""
+"""Numbers in the chunks that the LM head runs over: few on a CPU, where clearing memory is slow."""
 
 
 class Output(NamedTuple):
-    """Results of a policy on a batch.
-
-    It is a tuple because hooks on modules, such as those of `fully_shard`, look for tensors in
-    tuples but not in other classes.
-    """
+    """Results of a policy on a batch: a tuple, because hooks on modules look for tensors there."""
 
     logp: Float[Tensor, "B K T"]
     """Log-probabilities of the response tokens; 0 at padding."""
@@ -33,10 +26,9 @@ class Output(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal LM and the objective's head in one module with one `forward`.
+    """A causal LM and the objective's head, with log-probabilities at one sampling temperature.
 
-    Log-probabilities are those of the distribution at one sampling temperature. Everything is
-    computed inside `forward`, so that hooks, sharding and adapters on the module take effect.
+    Everything is computed inside `forward`, so that hooks, sharding and adapters take effect.
     """
 
     def __init__(
@@ -63,7 +55,6 @@ class Policy(nn.Module):
         return next(self.model.parameters()).device
 
     def logp(self, batch: TokenBatch) -> Float[Tensor, "B K T"]:
-        """Return the log-probabilities of the response tokens; 0 at padding."""
         output: Output = self(batch)
         return output.logp
 
@@ -82,10 +73,7 @@ class Policy(nn.Module):
     def _read(
         self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: TokenBatch
     ) -> Tensor | None:
-        """Return the head's output.
-
-        Its input is divided by sqrt(D), so that a learning rate has the same effect at any width.
-        """
+        """Return the head's output. Its input is divided by sqrt(D): the same rate at any width."""
         if self.head is None or self.readout is None:
             return None
         scale = states.shape[-1] ** 0.5
@@ -96,10 +84,7 @@ class Policy(nn.Module):
         return self.readout(mean / scale).squeeze(-1)
 
     def _shared(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
-        """Return hidden states of the prompt, and those that predict the response.
-
-        Each prompt runs once; its keys and values serve all K responses.
-        """
+        """Return hidden states of the prompt, which runs once, and those that predict responses."""
         b, k, t = batch.tokens.shape
         backbone = self.model.base_model
         prompt = backbone(
@@ -127,10 +112,7 @@ class Policy(nn.Module):
         return states, torch.cat([first, following], 2)
 
     def _plain(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
-        """Return the same states with every prompt run K times.
-
-        Gradient checkpointing needs this, and so do models without such a cache.
-        """
+        """Return the same with every prompt run K times: without a cache, or with checkpointing."""
         b, k, t = batch.tokens.shape
         prompts = batch.prompt_tokens.repeat_interleave(k, 0)
         prompt_mask = batch.prompt_mask.repeat_interleave(k, 0)
@@ -147,10 +129,7 @@ class Policy(nn.Module):
     def _chunked(
         self, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"]
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Run the LM head a chunk at a time.
-
-        With several chunks, the backward pass computes the logits of each chunk again.
-        """
+        """Run the LM head a chunk at a time, and again on the way back if there are several."""
         size = max(1, LOGITS_AT_ONCE[self.device.type] // self._vocabulary)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
@@ -169,10 +148,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _refuse_processed_logits(self) -> None:
-        """Raise ValueError if the model caps or scales its logits after the LM head.
-
-        Log-probabilities computed here would differ silently from those that it samples with.
-        """
+        """ValueError if the model changes its logits after the head, so that samples differ."""
         # Token 0 is left out: it may be a pad token with an embedding of zeros.
         ids = torch.arange(1, 5, device=self.device)[None]
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -24,10 +24,9 @@ PROBE_TOKENS = 64
 
 @dataclass
 class SingleTrainer:
-    """Trainer that holds the whole policy in this process.
+    """Trainer in this process: master weights (fp32), the objective's head, and the optimizer.
 
-    It owns the master weights (fp32), the objective's head if it has one, and the optimizer. It
-    never holds a reference model. Micro-batches do not change the result of a step.
+    Micro-batches do not change the result of a step.
     """
 
     policy: Policy
@@ -97,8 +96,7 @@ class SingleTrainer:
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
-        limit = self.settings.max_grad_norm
-        groups = self.optimizer.param_groups
+        limit, groups = self.settings.max_grad_norm, self.optimizer.param_groups
         norms = [torch.nn.utils.clip_grad_norm_(g["params"], limit).item() for g in groups]
         if not all(map(math.isfinite, [*metrics.values(), *norms])):
             raise NotFinite(
@@ -121,10 +119,7 @@ class SingleTrainer:
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
-    """Return the schedule of transformers that `settings` names.
-
-    It rises from 0 over `warmup_steps` and ends at `min_lr_ratio`.
-    """
+    """Return the schedule of transformers that `settings` names."""
     from transformers import get_scheduler
 
     ratio, decay = settings.min_lr_ratio, settings.decay_steps or max(1, steps // 10)
@@ -152,17 +147,16 @@ def _loss(objective: Objective | HasHead, output: Output, batch: Batch) -> Loss:
         returned = objective(output.logp, batch, output.head)
     else:
         returned = objective(output.logp, batch)
-    name, groups = type(objective).__name__, len(batch)
+    name, shape = f"objective {type(objective).__name__}", (len(batch),)
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise ValueError(
-            f"objective {name} returned {type(returned).__name__}; it must return (loss, metrics)"
-        )
+        kind = type(returned).__name__
+        raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
     loss, metrics = returned
-    for kind, value in (("loss", loss), *metrics.items()):
-        if value.shape != (groups,):
+    for key, value in (("loss", loss), *metrics.items()):
+        if value.shape != shape:
             raise ValueError(
-                f"objective {name}: {kind} has shape {tuple(value.shape)};"
-                f" it must be ({groups},), a number for each group"
+                f"{name}: {key} has shape {tuple(value.shape)};"
+                f" it must be {shape}, a number for each group"
             )
     return loss, metrics
 

@@ -3,10 +3,9 @@
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from tba.objectives import PerResponse, PerToken
+from tba.objectives import PerGroup, PerResponse, PerToken
 from tba.types import Batch
 
 Importance = Literal["none", "token", "sequence"]
@@ -30,15 +29,13 @@ def centred(values: PerResponse) -> PerResponse:
     return values - values.mean(1, keepdim=True)
 
 
-def leave_one_out(values: PerResponse) -> PerResponse:
-    """Subtract the mean of the others in the group: K / (K - 1) times the centred value."""
-    k = values.shape[1]
-    return centred(values) * k / (k - 1)
+def leave_one_out(batch: Batch, beta: float) -> PerResponse:
+    """Return R - mean of the others' R in the group: K / (K - 1) times the centred R.
 
-
-def regularised(batch: Batch, beta: float) -> PerResponse:
-    """Return r - beta (log mu - log ref), where mu sampled the response."""
-    return batch.reward - beta * total(batch.behavior_logp - batch.ref_logp, batch)
+    R = r - beta (log mu - log ref), where mu sampled the response.
+    """
+    regularised = batch.reward - beta * total(batch.behavior_logp - batch.ref_logp, batch)
+    return centred(regularised) * batch.samples / (batch.samples - 1)
 
 
 def log_ratio(logp: PerToken, batch: Batch) -> PerToken:
@@ -56,7 +53,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def outside(ratio: PerToken, low: float, high: float, batch: Batch) -> Float[Tensor, " B"]:
+def outside(ratio: PerToken, low: float, high: float, batch: Batch) -> PerGroup:
     """Return the share of tokens whose ratio is not in [1 - low, 1 + high], mean over responses."""
     is_outside = (ratio < 1 - low) | (ratio > 1 + high)
     share = (is_outside * batch.mask).sum(-1) / batch.mask.sum(-1)
@@ -83,16 +80,11 @@ def kl_k3(logp: PerToken, batch: Batch) -> PerToken:
 
 
 def penalised(
-    logp: PerToken,
-    batch: Batch,
-    advantage: Float[Tensor, "B K #T"],
-    beta: float,
-    low: float,
-    high: float,
-) -> tuple[PerResponse, Float[Tensor, " B"]]:
+    logp: PerToken, batch: Batch, advantage: Tensor, beta: float, low: float, high: float
+) -> tuple[PerResponse, PerGroup]:
     """Return sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t] of each response, and `outside`.
 
-    rho_t = pi / mu of a token, and KL_t is the k3 estimate.
+    rho_t = pi / mu of a token, KL_t is the k3 estimate, and the advantage is [B K T] or [B K 1].
     """
     rho = ratio(log_ratio(logp, batch))
     surrogate = clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch)

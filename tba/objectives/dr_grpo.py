@@ -1,5 +1,3 @@
-"""GRPO without its two normalisations."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken

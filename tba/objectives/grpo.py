@@ -1,5 +1,3 @@
-"""Group relative policy optimisation (GRPO)."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken

@@ -1,5 +1,3 @@
-"""Direct preference optimisation (DPO) on responses of the policy itself."""
-
 from dataclasses import dataclass
 from typing import Literal
 

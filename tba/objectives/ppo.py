@@ -1,5 +1,3 @@
-"""Proximal policy optimisation (PPO) with a value head."""
-
 from dataclasses import dataclass
 
 import torch

@@ -1,9 +1,7 @@
-"""RLOO with the clipping of PPO."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken
-from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio, regularised
+from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio
 from tba.types import Batch
 
 
@@ -27,7 +25,7 @@ class ProximalRloo:
         positive(self, "clip")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        advantage = leave_one_out(regularised(batch, self.beta))
+        advantage = leave_one_out(batch, self.beta)
         rho = ratio(log_ratio(logp, batch).sum(-1))
         outside = ((rho - 1).abs() > self.clip).float().mean(1)
         loss = -clipped(rho, advantage, self.clip, self.clip).mean(1)

@@ -1,5 +1,3 @@
-"""Imitation of the good responses (RAFT)."""
-
 from dataclasses import dataclass
 from typing import Literal
 

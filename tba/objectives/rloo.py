@@ -1,16 +1,7 @@
-"""REINFORCE with a leave-one-out baseline (RLOO)."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken
-from tba.objectives._terms import (
-    Importance,
-    importance,
-    leave_one_out,
-    of_response,
-    positive,
-    regularised,
-)
+from tba.objectives._terms import Importance, importance, leave_one_out, of_response, positive
 from tba.types import Batch
 
 
@@ -41,7 +32,7 @@ class Rloo:
         positive(self, "importance_cap")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        advantage = leave_one_out(regularised(batch, self.beta))
+        advantage = leave_one_out(batch, self.beta)
         weight = importance(self.importance, logp, batch, self.importance_cap)
         likelihood = of_response(weight * logp, batch, self.length_normalised)
         loss = -(advantage * likelihood).mean(1)

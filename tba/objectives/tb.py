@@ -1,5 +1,3 @@
-"""Trajectory balance (TB) with the VarGrad estimate of log Z."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken

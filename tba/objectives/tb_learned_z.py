@@ -1,5 +1,3 @@
-"""Trajectory balance with a learned log Z."""
-
 from dataclasses import dataclass
 
 from jaxtyping import Float

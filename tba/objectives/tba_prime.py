@@ -1,5 +1,3 @@
-"""TBA': trajectory balance as a policy gradient."""
-
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken

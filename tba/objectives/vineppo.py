@@ -1,5 +1,3 @@
-"""PPO with values from rollouts instead of a value head (VinePPO)."""
-
 from dataclasses import dataclass
 
 import torch

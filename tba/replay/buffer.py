@@ -16,7 +16,7 @@ from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
 REWRITE_EVERY = 10
-"""Saves from one that rewrites all segments to the next. Others link the segments they can."""
+"""Saves from one that rewrites all segments to the next; the others link what they can."""
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +100,9 @@ class ReplayBuffer:
         return partial(self._store.state(self.counts, self._saves).write, folder, older)
 
     def load(self, folder: Path, drop_damaged: bool = False) -> None:
-        """Replace the content by a saved one; it goes on as the saved buffer would have.
+        """Replace the content by a saved one; ValueError if segments are damaged.
 
-        ValueError if a segment is damaged. With `drop_damaged`, the trajectories of damaged
-        segments are dropped instead, and counted in `dropped_damaged`.
+        With `drop_damaged`, their trajectories are dropped, and counted in `dropped_damaged`.
         """
         state = State.read(folder)
         total, damaged = len(state.segments), state.segments.count(None)
@@ -119,11 +118,11 @@ class ReplayBuffer:
             rows = len(state.columns["segment"])
             lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            text = "%d of %d segments of the buffer are damaged: dropped %d of its %d trajectories"
+            text = "%d of %d segments of the replay buffer are damaged: dropped %d of %d responses"
             log.warning(text, damaged, total, lost, rows)
 
     def _add(self, group: Group, now: int) -> None:
-        finite = _finite(group.trajectories)
+        finite = _only_finite(group.trajectories)
         self.counts["not_finite"] += len(group.trajectories) - len(finite)
         if not finite:
             return
@@ -142,8 +141,10 @@ class ReplayBuffer:
         arrived = np.array(list(Counter(keys).values()))
         earlier, before = store.find(new), np.zeros(len(new), int)
         held = earlier != EMPTY
-        before[held] = store.rows["count"][earlier[held]]
-        self.counts["duplicates"] += len(finite) - len(new) + store.remove(earlier[held])
+        self.counts["duplicates"] += len(finite) - len(new)
+        if held.any():
+            before[held] = store.rows["count"][earlier[held]]
+            self.counts["duplicates"] += store.remove(earlier[held])
         rows = store.put(prompt, new, now)
         store.rows["arrived_count"][rows] = arrived
         store.rows["count"][rows] = arrived + before
@@ -170,15 +171,14 @@ def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Str
         raise ValueError(f"{who} a group from several prompts; take one prompt's columns.rows")
 
 
-def _finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories all of whose numbers are finite."""
+def _only_finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     numbers = [np.array([t.reward for t in trajectories])]
     for t in trajectories:
         numbers += [t.behavior_logp, t.ref_logp]
         numbers += [] if t.value is None else [t.value]
     if np.isfinite(np.concatenate(numbers)).all():
         return list(trajectories)
-    return [t for t in trajectories if len(trajectories) > 1 and _finite([t])]
+    return [t for t in trajectories if len(trajectories) > 1 and _only_finite([t])]
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

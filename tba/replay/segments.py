@@ -26,13 +26,13 @@ class Segment:
     """Tokens of many trajectories, end to end. What has been written to it never changes."""
 
     arrays: dict[str, np.ndarray]
-    """By field of a trajectory. There is a `value` only if a trajectory has value estimates."""
+    """By field of a trajectory; `value` only if one has value estimates."""
     used: int = 0
     """Tokens written."""
     live: int = 0
     """Tokens of rows in use."""
     sha256: str | None = None
-    """Of the file that this segment was last written to or read from."""
+    """Digest of the file that this segment was last written to or read from."""
 
     def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
         """Add trajectories, which reach up to `end`."""
@@ -174,10 +174,7 @@ def _value(t: Trajectory) -> np.ndarray:
 
 
 def _room(size: int, kind: DTypeLike) -> np.ndarray:
-    """Return zeros in pages of their own, which go back to the system as soon as they are freed.
-
-    The heap would keep them, because small objects are allocated in between.
-    """
+    """Return zeros in pages of their own. Freed ones go back to the system; the heap keeps them."""
     length = max(1, size * np.dtype(kind).itemsize)
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, kind, size)

@@ -171,10 +171,7 @@ class Store:
 
 
 def key_of(tokens: np.ndarray, prompt: int) -> bytes:
-    """Return a digest of a response to a prompt.
-
-    At 96 bits, two of a million responses share one with a chance below 1e-16.
-    """
+    """Return a digest: two of a million responses share these 96 bits with a chance below 1e-16."""
     salt = prompt.to_bytes(8, "little")
     return hashlib.blake2b(tokens.tobytes(), digest_size=KEY.itemsize, salt=salt).digest()
 

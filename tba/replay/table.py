@@ -32,8 +32,7 @@ class Table:
             self["stamp"][size:] = EMPTY
             self._free = [*range(size + more - 1, size - 1, -1), *self._free]
         start = len(self._free) - count
-        taken = self._free[start:]
-        del self._free[start:]
+        taken, self._free[start:] = self._free[start:], []
         return np.array(taken[::-1], np.int32)
 
     def free(self, rows: np.ndarray) -> None:
@@ -45,9 +44,9 @@ class Table:
 class Line:
     """Rows of a table in order of arrival, each with the stamp of that arrival.
 
-    An entry counts while its row still has this stamp. So removing a row from all lines means
-    changing its stamp. Outdated entries are swept out when they are in the way, hence every
-    operation takes constant time a row, amortized.
+    An entry counts while its row still has this stamp: a row leaves all lines when its stamp
+    changes. Outdated entries are swept out when they are in the way, so every operation takes
+    constant time a row, amortized.
     """
 
     def __init__(self, table: Table) -> None:

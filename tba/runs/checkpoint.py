@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import is_segment, load_groups, save_groups
+from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Weights
@@ -92,25 +92,22 @@ class Checkpoints:
         copied = time.perf_counter()
 
         def write() -> None:
-            write_trainer()
-            segments = write_buffer()
-            text.tokenizer.save_pretrained(aside / "model")
-            _write_search(aside, search, progress)
-            _commit(aside, target, known=segments)
-            _prune(target, self._keep)
-            self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
-            self._seconds["checkpoint/blocked"] += copied - started
+            try:
+                write_trainer()
+                segments = write_buffer()
+                text.tokenizer.save_pretrained(aside / "model")
+                _write_search(aside, search, progress)
+                _commit(aside, target, known=segments)
+                _prune(target, self._keep)
+                self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
+                self._seconds["checkpoint/blocked"] += copied - started
+            except Exception as error:  # raised in the train loop by `wait`
+                self._error = error
 
         self._step, name = progress.step, f"checkpoint of step {progress.step}"
         # a daemon, so that an interrupted process does not wait for it
-        self._thread = threading.Thread(target=self._attempt, args=[write], name=name, daemon=True)
+        self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
-
-    def _attempt(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # raised in the train loop by `wait`
-            self._error = error
 
     def wait(self) -> None:
         """Wait for the save that is being written; RuntimeError if it failed."""
@@ -162,10 +159,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
 
 
 def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
-    """Add the manifest to the folder `aside`, flush everything to disk, and rename it to `target`.
-
-    `known` has the sha256 of files that need not be read again.
-    """
+    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
     digests = {}
     for name, path in _files(aside).items():
         digests[name] = known[name] if name in known else _sha256(path)
@@ -181,10 +175,7 @@ def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
 
 
 def _prune(newest: Path, keep: int) -> None:
-    """Remove all generations except `newest` and the keep - 1 before it, and unfinished ones.
-
-    Later ones were abandoned when the run was resumed from an earlier one.
-    """
+    """Keep `newest` and the keep - 1 before it; a run that was resumed abandons later ones."""
     folder = newest.parent
     complete = [g for g in generations(folder) if g <= newest]
     for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:]}:
@@ -232,8 +223,8 @@ def damage(generation: Path) -> dict[str, str]:
 def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
     """Return the newest undamaged generation. Damaged ones are logged as errors.
 
-    ValueError if there is none. With `drop_damaged_replay`, return the newest one in which
-    nothing but segments of the replay buffer is damaged instead.
+    ValueError if there is none. With `drop_damaged_replay`, segments of the replay buffer may be
+    damaged if all generations are.
     """
     without_segments = []
     complete = generations(folder)
@@ -248,7 +239,7 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
             return generation
         name, problem = min(problems.items())
         log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
-        if all(is_segment(name) for name in problems):
+        if all(name.startswith(SEGMENTS) for name in problems):
             without_segments.append(generation)
     if not without_segments:
         raise ValueError(
@@ -267,10 +258,7 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
 def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
-    """Put trainer, random states and buffer back; return where the run and its search stood.
-
-    The generation must have been verified.
-    """
+    """Put trainer and buffer back from an undamaged generation; return the other states."""
     state = json.loads((generation / STATE).read_text())
     if state.get("format") != FORMAT:
         raise ValueError(

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from rich import live, progress
+from rich.columns import Columns
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from tba.config.schema import Config
@@ -31,25 +31,18 @@ SHOWN = (  # metric, label, format
 )
 """The metrics that are displayed."""
 
-PASS = (
-    "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
-    "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
-)
-REWARD = (
-    "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}  greedy {greedy_reward:.3f}"
-)
+REWARD = "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}"
+REWARD += "  greedy {greedy_reward:.3f}"
+PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
+PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
 
 
 def open_console(config: Config) -> "Console":
     """Return the console that `log.console` names."""
     kind, steps = config.log.console, config.run.steps
-    if kind == "auto":
-        kind = "live" if sys.stdout.isatty() else "plain"
-    if kind == "live":
+    if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveConsole(steps)
-    if kind == "plain":
-        return Console(steps, partial(print, flush=True))
-    return Console(steps, lambda text: None)
+    return Console(steps, (lambda line: None) if kind == "off" else partial(print, flush=True))
 
 
 class Console:
@@ -96,7 +89,6 @@ class Console:
     def end(self, s: Summary, folder: Path) -> None:
         """Show the summary of the run."""
         self.close()
-        outcome = "finished" if s.finished else "stopped"
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
         rows = {
@@ -112,6 +104,7 @@ class Console:
         rows["summary"] = str(folder / "summary.json")
         rows["report"] = f"tba report {folder}"
         lines = [f"  {label:<20} {text}" for label, text in rows.items()]
+        outcome = "finished" if s.finished else "stopped"
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
         self._write("\n".join(["", heading, *lines]))
 
@@ -124,23 +117,15 @@ class LiveConsole(Console):
 
     def __init__(self, steps: int):
         super().__init__(steps, partial(print, flush=True))
-        self._progress = progress.Progress(
-            progress.TextColumn("step"),
-            progress.BarColumn(None),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-        )
+        clocks = (progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn())
+        columns = ("step", progress.BarColumn(None), progress.MofNCompleteColumn(), *clocks)
+        self._progress = progress.Progress(*columns)
         self._task = self._progress.add_task("steps", total=steps)
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[str] = []
         self._sample = ""
         self._live = live.Live(get_renderable=self._view, console=Terminal())
         self._live.start()
-
-    def note(self, text: str) -> None:
-        self._live.console.print(Text(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics = metrics
@@ -156,15 +141,13 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _view(self) -> Panel:
-        grid = Table.grid(padding=(0, 3))
-        cells: list[Text | str] = []
+        cells = []
         for label, value in _formatted(self._metrics):
-            cells += [Text(label, style="dim"), value]
-        for start in range(0, len(cells), 4):  # two metrics in a row
-            grid.add_row(*cells[start : start + 4])
+            cells.append(Text.from_markup(f"[dim]{label}[/dim]  {value}"))
         evaluations = Text("\n".join(self._evaluations))
         sample = Text(self._sample, style="italic", overflow="ellipsis")
         texts = [text for text in (evaluations, sample) if text.plain]
+        grid = Columns(cells, padding=(0, 3), equal=True)
         return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
 
 
@@ -176,8 +159,7 @@ def _formatted(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation in a line: pass@1 if the task defines it, otherwise the reward."""
-    form = PASS if "sampled_pass@1" in scores else REWARD
-    parts = [form.format_map(scores)]
+    parts = [(PASS if "sampled_pass@1" in scores else REWARD).format_map(scores)]
     for name, value in scores.items():
         if name.startswith("pass@") and not name.endswith("stderr"):
             parts.append(f"{name} {value:.3f}")

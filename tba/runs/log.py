@@ -1,22 +1,21 @@
-"""Logs of a run: metrics.jsonl, sample completions, TensorBoard, and Weights & Biases."""
+"""Files of a run: config, metrics and sample completions, also for TensorBoard and W&B."""
 
 import json
 import math
 import uuid
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
+CHECKPOINTS = "checkpoints"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file, or none if there is no file.
-
-    A last line that a crash cut short is left out.
-    """
+    """Return the rows of a JSONL file, if there is one, without a line that a crash cut short."""
     if not path.is_file():
         return []
     lines = path.read_text().split("\n")
@@ -30,22 +29,76 @@ def write_whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
-class Journal:
-    """Writes metrics and samples as they come.
+def create_folder(config: Config) -> Path:
+    """Create the folder of a new run; ValueError if it holds a run already."""
+    default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
+    run = Path(config.run.folder or default).expanduser()
+    if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
+        raise ValueError(
+            f"run.folder = {str(run)!r} holds a run already;"
+            f" continue it with --resume {run}, or choose another folder"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    write_config(run, config)
+    return run
 
-    Every JSONL row is on disk when `row` returns; `close` flushes TensorBoard and W&B. `start` is
-    the step at which a resumed run continues; TensorBoard drops what it has after it.
-    """
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
+    return json.loads((run / CONFIG).read_text())
+
+
+def write_config(run: Path, config: Config) -> None:
+    write_whole(run / CONFIG, json.dumps(config.nested(), indent=1) + "\n")
+
+
+def read_evaluations(run: Path) -> list[dict[str, float]]:
+    """Return the scores of every evaluation, in the order of their steps."""
+    evaluations = []
+    for row in read(run / METRICS):
+        scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
+        if scores:
+            stderr = scores.get("sampled_stderr", scores["sampled_reward_stderr"])
+            evaluations.append({**scores, "step": float(row["step"]), "stderr": stderr})
+    return sorted(evaluations, key=lambda scores: scores["step"])
+
+
+def rewind(run: Path, step: int) -> None:
+    """Drop metrics and samples after `step`, from which a run continues: they come again."""
+    for path in (run / METRICS, run / SAMPLES):
+        kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
+        write_whole(path, "".join(kept))
+
+
+class Journal:
+    """Writes metrics and samples as they come; `start` is the step at which the run continues."""
 
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
         self._tensorboard: Any = None
-        self._wandb = _wandb_run(folder, config) if config.log.wandb else None
+        self._wandb: Any = None
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = start + 1 if start else None
+            purge = start + 1 if start else None  # drops the steps that come again
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+        if config.log.wandb:
+            import wandb
+
+            identity = folder / "wandb_id"  # folders of different studies may have the same name
+            if not identity.is_file():
+                write_whole(identity, uuid.uuid4().hex)
+            self._wandb = wandb.init(
+                project=config.log.wandb_project,
+                name=folder.name,
+                id=identity.read_text(),
+                dir=str(folder),
+                config=config.nested(),
+                resume="allow",
+            )
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -76,19 +129,3 @@ def _append(path: Path, row: dict[str, Any]) -> None:
             row[name] = None  # JSON has no NaN
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def _wandb_run(folder: Path, config: Config) -> Any:
-    import wandb
-
-    own = folder / "wandb_id"  # folders of different studies may have the same name
-    if not own.is_file():
-        write_whole(own, uuid.uuid4().hex)
-    return wandb.init(
-        project=config.log.wandb_project,
-        name=folder.name,
-        id=own.read_text(),
-        dir=str(folder),
-        config=config.nested(),
-        resume="allow",
-    )

@@ -1,18 +1,28 @@
-"""Evaluating and exporting a run's newest checkpoint."""
+"""Matters of a run that has ended: its config, and evaluating and exporting its model."""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tba.config.schema import Config, override_all, parse
 from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
-from tba.runs import checkpoint
-from tba.runs.folder import CHECKPOINTS, read_config, stored_config
+from tba.runs.checkpoint import REFERENCE, newest, read_weights
+from tba.runs.log import CHECKPOINTS, read_config
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
+from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array
+
+
+def stored_config(run: Path, settings: Sequence[str]) -> Config:
+    """Return the config of a run with these settings; ValueError if Python passed it objects."""
+    tables = read_config(run)
+    refuse(parse(tables).task, str(run))
+    override_all(tables, settings)
+    return parse(tables)
 
 
 def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
@@ -22,7 +32,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     reference: the first model, unless it has been reset.
     """
     config = stored_config(run, settings)
-    generation = None if reference else _newest(run)
+    generation = None if reference else newest(run / CHECKPOINTS, drop_damaged_replay=True)
     parts = check(config)
     if not parts.held_out:
         raise ValueError(
@@ -37,7 +47,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
         arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
         version = int(generation.name.removeprefix("step-"))
         searcher.engine.load_weights(Weights(version, arrays))
-        changed = checkpoint.read_weights(generation / checkpoint.REFERENCE)
+        changed = read_weights(generation / REFERENCE)
         if changed is not None:
             searcher.reference.load_weights(changed)
     scores = evaluate_held_out(searcher).scores
@@ -49,9 +59,6 @@ def export_run(run: Path, out: Path) -> Path:
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
     read_config(run)  # raises if it is not the folder of a run
-    shutil.copytree(_newest(run) / "model", out, dirs_exist_ok=True)
+    generation = newest(run / CHECKPOINTS, drop_damaged_replay=True)
+    shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
-
-
-def _newest(run: Path) -> Path:
-    return checkpoint.newest(run / CHECKPOINTS, drop_damaged_replay=True)

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
@@ -20,7 +19,7 @@ from tba.models.pretrained import (
     load_model,
     load_text,
 )
-from tba.objectives import Objective, head_of, value_rollouts_of
+from tba.objectives import head_of, value_rollouts_of
 from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
 from tba.search.searcher import SearchSetup
@@ -87,10 +86,9 @@ class Parts:
 
 
 def check(config: Config, memory: InMemory | None = None) -> Parts:
-    """Read everything that the config names: plug-ins, tokenizer, data.
+    """Read everything that the config names: plug-ins, tokenizer, data; ValueError if it is wrong.
 
-    `memory` holds the rows and functions that were passed from Python. ValueError for whatever
-    could not work. No process is started.
+    `memory` holds the rows and functions that were passed from Python. No process is started.
     """
     config = with_memory(config, memory)
     if config.log.wandb and find_spec("wandb") is None:
@@ -111,8 +109,16 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if not prompts:
         raise ValueError("the task has no prompts to train on")
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
-    n = len(prompts)
-    _check_disjoint(prompts, tokens[:n], [*tokens[n:], *map(text.encode, unused)])
+    others = [*tokens[len(prompts) :], *map(text.encode, unused)]
+    seen = {ids.tobytes() for ids in others}  # prompts as the model sees them
+    shared = [p for p, ids in zip(prompts, tokens, strict=False) if ids.tobytes() in seen]
+    if shared:
+        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
+        raise ValueError(
+            f"{len(shared):,} of {len(prompts):,} training prompts are also held out, so that"
+            f" evaluations would not measure what was learned: {examples}. Remove them from one of"
+            " the two, name another file for one, or set eval.prompts=0"
+        )
     functions: RewardFunctions = None if memory is None else memory.reward
     if isinstance(functions, tuple) and config.runtime.use == "ray":
         functions = pickled(functions, config.runtime.address)
@@ -131,37 +137,20 @@ def check_resumed(config: Config, before: Config) -> None:
             f"sampling.temperature = {now}, but the run's log-probabilities are of temperature"
             f" {then}; leave it unchanged, or start a new run"
         )
-    objective, earlier = (resolve_all(c).objective.at(0) for c in (config, before))
-    name, owned, had = config.objective.use, _head(objective), _head(earlier)
-    if owned != had:
+    name, advice = config.objective.use, "keep the objective, or start a new run"
+    head, values = _asks(config)
+    had, there = _asks(before)
+    if head != had:
+        raise ValueError(f"objective.use = {name!r} has {head}, but the run has {had}; {advice}")
+    if values not in ("none", there):
         raise ValueError(
-            f"objective.use = {name!r} has {owned}, but the run has {had};"
-            " keep the objective, or start a new run"
-        )
-    wanted, there = value_rollouts_of(objective), value_rollouts_of(earlier)
-    if wanted is not None and (there is None or there.step_tokens != wanted.step_tokens):
-        has = "none" if there is None else f"one every {there.step_tokens} tokens"
-        raise ValueError(
-            f"objective.use = {name!r} needs values every {wanted.step_tokens}"
-            f" tokens, the run has {has}; keep the objective, or start a new run"
+            f"objective.use = {name!r} needs values, {values}, but the run has {there}; {advice}"
         )
 
 
-def _check_disjoint(
-    prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], held_out: Sequence[np.ndarray]
-) -> None:
-    """ValueError if training prompts are the same, as the model sees them, as held-out ones."""
-    kept_back = {ids.tobytes() for ids in held_out}
-    shared = [p for p, ids in zip(prompts, tokens, strict=True) if ids.tobytes() in kept_back]
-    if shared:
-        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
-        raise ValueError(
-            f"{len(shared):,} of {len(prompts):,} training prompts are also held out, so that"
-            f" evaluations would not measure what was learned: {examples}. Remove them from one of"
-            " the two, name another file for one, or set eval.prompts=0"
-        )
-
-
-def _head(objective: Objective) -> str:
-    head = head_of(objective)
-    return "no head" if head is None else f"a head on the {head.on}"
+def _asks(config: Config) -> tuple[str, str]:
+    """Return in words the head of the config's objective, and the values that it needs."""
+    objective = resolve_all(config).objective.at(0)
+    head, values = head_of(objective), value_rollouts_of(objective)
+    on = "no head" if head is None else f"a head on the {head.on}"
+    return on, "none" if values is None else f"one every {values.step_tokens} tokens"

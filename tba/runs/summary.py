@@ -1,23 +1,23 @@
 """Per-step metrics and the final summary of a run."""
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 
 from tba.replay.buffer import ReplayBuffer
+from tba.runs.log import SUMMARY, write_whole
 from tba.search.result import SearchStats
 from tba.types import Group
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run.
-
-    In `summary.json`, `first` and `last` are `eval/first` and `eval/last`.
-    """
+    """Summary of a run; in `summary.json`, `first` and `last` are `eval/first` and `eval/last`."""
 
     finished: bool
     steps: int
@@ -36,9 +36,14 @@ class Summary:
     rejected: dict[str, int]
     """Samples without a reward, by reason."""
     first: dict[str, float]
-    """Scores before training."""
     last: dict[str, float]
-    """Scores after training."""
+    """Scores before and after training."""
+
+    def write(self, run: Path) -> None:
+        """Write `summary.json` into the folder of the run."""
+        plain = asdict(self)
+        plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
+        write_whole(run / SUMMARY, json.dumps(plain, indent=1) + "\n")
 
 
 class Tracker:
@@ -140,11 +145,7 @@ class Tracker:
         self._searched = dict(stats.seconds)
 
     def summary(
-        self,
-        steps: int,
-        stats: SearchStats,
-        finished: bool,
-        evaluations: Sequence[dict[str, float]],
+        self, steps: int, stats: SearchStats, finished: bool, evaluations: list[dict[str, float]]
     ) -> Summary:
         """Return the summary of a run after `steps` steps, with its first and last evaluation."""
         total, training = self._total, self.seconds - self._total["first_fill"]

@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 import numpy as np
 
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example, Rejected, Verdict
+from tba.search.result import Evaluation, Example, Rejected
 from tba.search.searcher import Searcher
-from tba.types import Completion, Prompt, Sampling
+from tba.types import Completion, Sampling
 
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
@@ -36,7 +36,9 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
         sampling = Sampling(samples, temperature, setup.sampling.max_tokens)
         completions = searcher.engine.generate(tokens, sampling, settings.seed)
         answers = [[text.answer(c) for c in group] for group in completions]
-        rewards = [list(map(_number, group)) for group in searcher.guard(prompts, answers)]
+        rewards = []
+        for verdicts in searcher.guard(prompts, answers):
+            rewards.append([nan if isinstance(v, Rejected) else v for v in verdicts])
         return completions, np.array(rewards)
 
     pass_reward = searcher.guard.task.pass_reward
@@ -55,17 +57,16 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
     examples = []
     answers = zip(prompts, greedy, greedy_rewards.tolist(), strict=True)
     for prompt, (completion,), (reward,) in islice(answers, EXAMPLES):
-        value = None if isnan(reward) else reward
-        examples.append(Example(_shown(prompt), text.decode(completion.tokens), value))
+        shown, value = prompt.text, None if isnan(reward) else reward
+        if not isinstance(shown, str):
+            shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
+        examples.append(Example(shown, text.decode(completion.tokens), value))
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(searcher.engine.version, scores, examples)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return an unbiased estimate, from n answers, of the probability that one of k is correct.
-
-    Equation 1 of arXiv 2107.03374.
-    """
+    """Estimate from n answers the chance that one of k is correct (arXiv 2107.03374, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -94,13 +95,3 @@ def _kl(prompts: Sequence[np.ndarray], completions: Completions, reference: Refe
     logp, _ = reference.logp(prompts, [[c.tokens for c in group] for group in completions])
     pairs = zip(chain(*completions), chain(*logp), strict=True)
     return fmean(float((completion.logp - ref_logp).sum()) for completion, ref_logp in pairs)
-
-
-def _shown(prompt: Prompt) -> str:
-    if isinstance(prompt.text, str):
-        return prompt.text
-    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
-
-
-def _number(verdict: Verdict) -> float:
-    return nan if isinstance(verdict, Rejected) else verdict

@@ -17,9 +17,8 @@ from tba.types import Answer, Prompt
 class FaultyTask:
     """A task that gives some answers of one search a wrong reward, as `[faults]` says.
 
-    The search task's seed decides which, so that the same search task has the same faults
-    wherever it runs. An answer without a reward gets none, and does not change other answers'
-    faults.
+    The search task's seed decides which, wherever it runs. An answer without a reward gets none,
+    and does not change other answers' faults.
     """
 
     def __init__(
@@ -36,8 +35,9 @@ class FaultyTask:
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the scores of the wrapped task, some of them wrong."""
         scores: Any = self._task.score(prompt, answers)
-        later = isawaitable(scores)
-        return self._later(scores, answers) if later else self._falsified(scores, answers)
+        if isawaitable(scores):
+            return self._later(scores, answers)
+        return self._falsified(scores, answers)
 
     def count(self, answers: Sequence[Answer], verdicts: Sequence[Verdict]) -> int:
         """Return how many of these answers have a reward, and a wrong one."""
@@ -49,9 +49,9 @@ class FaultyTask:
 
     def _falsified(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
         scores = list(scores)
-        if len(scores) != len(answers):
-            return scores  # the guard rejects them
-        return list(map(self._reward, scores, answers))
+        if len(scores) == len(answers):  # else the guard rejects them
+            scores = list(map(self._reward, scores, answers))
+        return scores
 
     def _reward(self, score: float | None, answer: Answer) -> float | None:
         verdict, faults = verdict_on(score), self._faults

@@ -10,8 +10,6 @@ from typing import Any, TypedDict
 from tba.selections import Selection
 from tba.types import Group, Prompt
 
-log = logging.getLogger(__name__)
-
 
 class Cursor(TypedDict):
     """Position of a stream, as JSON: the selection's class and state, and what was handed out."""
@@ -28,8 +26,6 @@ class PromptStream:
     """Endless prompts from a selection, with a record of those that are being searched."""
 
     def __init__(self, prompts: Sequence[Prompt], selection: Selection):
-        if not prompts:
-            raise ValueError("there are no prompts to train on")
         self._prompts = {p.id: p for p in prompts}
         self._selection = selection
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
@@ -46,10 +42,7 @@ class PromptStream:
         return taken
 
     def done(self, prompts: Iterable[Prompt], groups: Iterable[Group]) -> None:
-        """Record that these prompts were searched and their groups received.
-
-        A prompt whose samples were all rejected has no group.
-        """
+        """Record a finished search. A prompt whose samples were all rejected has no group."""
         for prompt in prompts:
             self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
         for group in groups:
@@ -62,10 +55,8 @@ class PromptStream:
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
-        out = self._outstanding + self._again
-        return Cursor(
-            selection=self._name, state=self._selection.state(), outstanding=out, data=self._data
-        )
+        state, out = self._selection.state(), self._outstanding + self._again
+        return Cursor(selection=self._name, state=state, outstanding=out, data=self._data)
 
     def check(self, cursor: Cursor) -> None:
         """ValueError if the cursor belongs to other prompts."""
@@ -82,11 +73,10 @@ class PromptStream:
             self._selection.restore(cursor["state"])
         else:
             text = "the run's selection was %s; it is now %s, which starts from its initial state"
-            log.warning(text, cursor["selection"], self._name)
+            logging.getLogger(__name__).warning(text, cursor["selection"], self._name)
         self._again, self._outstanding = list(cursor["outstanding"]), []
 
-    @cached_property
+    @cached_property  # a stream that is only checked needs none
     def _data(self) -> str:
-        # computed when first needed: a stream that is only checked needs none
         rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

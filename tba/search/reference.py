@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tba.learn.policy import Policy
-from tba.types import TokenBatch, collate_tokens
+from tba.types import collate_tokens
 from tba.weights import Weights, load_weights
 
 
@@ -18,11 +18,9 @@ class Reference:
     Searches and `load_weights` may run in several threads.
     """
 
-    def __init__(self, policy: Policy, token_budget: int, version: int = 0):
-        self.policy = policy
-        self.version = version
-        self._token_budget = token_budget
-        self._lock = Lock()
+    def __init__(self, policy: Policy, token_budget: int):
+        self.policy, self.version = policy, 0
+        self._token_budget, self._lock = token_budget, Lock()
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights by those of a policy, or raise and keep the old ones."""
@@ -30,6 +28,7 @@ class Reference:
             load_weights(self.policy.model, weights)
             self.version = weights.version
 
+    @torch.inference_mode()
     def logp(
         self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[np.ndarray]], int]:
@@ -41,7 +40,9 @@ class Reference:
         with self._lock:
             for part in self._parts(prompts, responses):
                 batch = collate_tokens([prompts[i] for i in part], [responses[i] for i in part])
-                for i, rows in zip(part, self._rows(batch), strict=True):
+                pieces = [self.policy.logp(piece) for piece in batch.pieces(self._token_budget)]
+                arrays = torch.cat(pieces, 1).float().cpu().numpy()
+                for i, rows in zip(part, arrays, strict=True):
                     pairs = zip(rows, responses[i], strict=True)
                     logp[i] = [row[: len(tokens)].copy() for row, tokens in pairs]
             return logp, self.version
@@ -58,9 +59,3 @@ class Reference:
             size = max(1, self._token_budget // longest)
             for start in range(0, len(places), size):
                 yield places[start : start + size]
-
-    @torch.inference_mode()
-    def _rows(self, batch: TokenBatch) -> np.ndarray:
-        """Return [B K T] log-probs, 0 at padding."""
-        pieces = [self.policy.logp(piece) for piece in batch.pieces(self._token_budget)]
-        return torch.cat(pieces, 1).float().cpu().numpy()

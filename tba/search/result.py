@@ -40,7 +40,6 @@ class SearchStats:
     faulty: int = 0
     """Samples with a wrong reward on purpose, see `[faults]`."""
     restarts: int = 0
-    """Searchers that died or hung and were restarted."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
     last_rejection: str = ""

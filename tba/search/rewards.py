@@ -10,7 +10,7 @@ from asyncio import run_coroutine_threadsafe
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import isawaitable
 from threading import Lock
 from typing import Any
@@ -191,10 +191,7 @@ class Guard:
         answers: Sequence[Sequence[Answer]],
         score: Callable[..., Any] | None = None,
     ) -> list[list[Verdict]]:
-        """Return one verdict for each answer; `answers` has a group for each prompt.
-
-        `score` takes the place of the task's own function.
-        """
+        """Return verdicts on the answers to each prompt; `score` may replace the task's."""
         groups = list(zip(prompts, answers, strict=True))
         calls = Calls(self._events, score or self.task.score, groups, self.deadline)
         scores = calls.run()
@@ -217,12 +214,11 @@ def verdict_on(score: Any) -> Verdict:
     return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
 
 
-@dataclass
 class RejectionMonitor:
     """Stops the run when more than `max_share` of the last 64 or more samples were rejected."""
 
-    max_share: float
-    _recent: deque[SearchStats] = field(default_factory=deque)
+    def __init__(self, max_share: float):
+        self._max_share, self._recent = max_share, deque[SearchStats]()
 
     def add(self, stats: SearchStats) -> None:
         """Take in the statistics of one search; RuntimeError if too many were rejected."""
@@ -234,10 +230,10 @@ class RejectionMonitor:
         for one in self._recent:
             recent.add(one)
         rejected = recent.rejected.total()
-        if total >= WINDOW and rejected > self.max_share * total:
+        if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
             raise RuntimeError(
                 f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
-                f" reward.max_rejected = {self.max_share}; fix the scoring function. The last"
+                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
             )

@@ -12,7 +12,7 @@ from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
-from tba.types import Answer, Completion, Group, Sampling, Trajectory
+from tba.types import Answer, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
 """Index of a group, and the response tokens so far."""
@@ -69,19 +69,17 @@ class Rollouts:
         """Return `request.rollouts` verdicts for each state, `start` tokens into its response."""
         origins = [groups[i] for i, _ in states]
         heads = [np.frombuffer(tokens, np.int32) for _, tokens in states]
-        pairs = zip(origins, heads, strict=True)
-        contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in pairs]
+        starts = zip(origins, heads, strict=True)
+        contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in starts]
         max_tokens = self.sampling.max_tokens - start
         sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
         endings = self.engine.generate(contexts, sampling, seed + start)
         answers = []
         for head, of_state in zip(heads, endings, strict=True):
-            answers.append([self._answer(head, ending) for ending in of_state])
+            wholes = [np.concatenate([head, ending.tokens]) for ending in of_state]
+            pairs = zip(wholes, of_state, strict=True)
+            answers.append([Answer(self.text.decode(t), e.finished) for t, e in pairs])
         return self.guard([group.prompt for group in origins], answers)
-
-    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
-        whole = np.concatenate([head, ending.tokens])
-        return Answer(self.text.decode(whole), ending.finished)
 
     def _value(
         self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]

@@ -21,12 +21,8 @@ from tba.search.reference import Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
-from tba.tasks import Task
 from tba.tasks._memory import InMemory, build_task
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
-
-STAGES = ("generate", "reward", "reference", "rollouts")
-"""Stages of a search, whose seconds are counted."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,13 @@ class SearchSetup:
         model = load_model(self.policy, torch.float32).to(device)
         policy = Policy(model, self.sampling.temperature, bf16)
         reference = Reference(policy, self.token_budget)
-        guard = Guard(self._task(), self.reward.deadline, self.reward.concurrency)
-        return Searcher(engine, reference, text, guard, self)
-
-    def _task(self) -> Task:
-        plugin = resolve("tasks", "task", self.task.use, self.task.options)
         functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
-        return build_task(plugin, None if functions is None else InMemory(reward=functions))
+        plugin = resolve("tasks", "task", self.task.use, self.task.options)
+        task = build_task(plugin, None if functions is None else InMemory(reward=functions))
+        guard = Guard(task, self.reward.deadline, self.reward.concurrency)
+        return Searcher(engine, reference, text, guard, self)
 
 
 @dataclass(frozen=True)
@@ -82,10 +76,7 @@ class Searcher:
     setup: SearchSetup
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
-        """Sample and score S responses of each prompt.
-
-        A prompt whose samples were all rejected gives no group.
-        """
+        """Sample and score S responses of each prompt; no group if all were rejected."""
         times = [time.perf_counter()]
         tokens = [self.text.encode(p) for p in prompts]
         completions = self.engine.generate(tokens, self.setup.sampling, seed)
@@ -105,8 +96,8 @@ class Searcher:
             if isinstance(verdict, Rejected):
                 stats.rejected[verdict.reason] += 1
                 stats.last_rejection = verdict.detail
-        for stage, seconds in zip(STAGES, np.diff(times).tolist(), strict=True):
-            stats.seconds[stage] += seconds
+        stages = ("generate", "reward", "reference", "rollouts")
+        stats.seconds.update(zip(stages, np.diff(times).tolist(), strict=True))
         return SearchResult(groups, stats)
 
     def _score(
@@ -114,8 +105,6 @@ class Searcher:
     ) -> tuple[list[list[Verdict]], int]:
         """Return a verdict on each completion, and how many rewards are wrong on purpose."""
         answers = [[self.text.answer(c) for c in group] for group in completions]
-        if self.setup.faults.kind == "none":
-            return self.guard(prompts, answers), 0
         faulty = FaultyTask(self.guard.task, self.setup.faults, seed, answers)
         verdicts = self.guard(prompts, answers, faulty.score)
         return verdicts, sum(map(faulty.count, answers, verdicts))
@@ -128,7 +117,10 @@ class Searcher:
         verdicts: Sequence[Sequence[Verdict]],
     ) -> list[Group]:
         """Return the samples that have a reward, by prompt, with the reference's log-probs."""
-        rewarded = list(map(_rewarded, completions, verdicts))
+        rewarded = []
+        for group, judged in zip(completions, verdicts, strict=True):
+            pairs = zip(group, judged, strict=True)
+            rewarded.append([(c, v) for c, v in pairs if not isinstance(v, Rejected)])
         kept = [i for i, samples in enumerate(rewarded) if samples]
         responses = [[c.tokens for c, _ in rewarded[i]] for i in kept]
         logp, version = self.reference.logp([tokens[i] for i in kept], responses)
@@ -140,10 +132,3 @@ class Searcher:
                 trajectories.append(t)
             groups.append(Group(prompts[i], tokens[i], tuple(trajectories), version))
         return groups
-
-
-def _rewarded(
-    completions: Sequence[Completion], verdicts: Sequence[Verdict]
-) -> list[tuple[Completion, float]]:
-    pairs = zip(completions, verdicts, strict=True)
-    return [(c, v) for c, v in pairs if not isinstance(v, Rejected)]

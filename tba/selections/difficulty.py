@@ -1,11 +1,9 @@
-"""Prompts that are neither too easy nor too hard."""
-
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tba.selections._counted import Counted
+from tba.selections import Counted
 from tba.types import Group, Prompt
 
 

@@ -1,5 +1,3 @@
-"""The paper's mixture of recent data and replay (MOP)."""
-
 from dataclasses import dataclass
 
 import numpy as np

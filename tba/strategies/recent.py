@@ -1,5 +1,3 @@
-"""Newest data only."""
-
 from dataclasses import dataclass, replace
 
 import numpy as np

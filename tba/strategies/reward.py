@@ -1,5 +1,3 @@
-"""Data of any age, high rewards first."""
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Data of any age, as sampled."""
-
 from dataclasses import dataclass
 
 import numpy as np

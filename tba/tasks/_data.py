@@ -81,19 +81,17 @@ def _split_file(key: str, folder: Path, split: str) -> Path:
 
 def _from_file(path: Path) -> Rows:
     """Read a file without `datasets`, which would keep a copy of it in the user's cache."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-        return list(parquet.read_table(path).to_pylist())
-    if path.suffix == ".csv":
-        from pyarrow import csv
-
-        return list(csv.read_csv(path).to_pylist())
+    if path.suffix in (".parquet", ".csv"):
+        read = parquet.read_table if path.suffix == ".parquet" else csv.read_csv
+        return list(read(path).to_pylist())
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         table = json.loads(text)
     else:  # not splitlines(): JSON strings may hold U+2028 and the like
-        table = [_parsed(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = enumerate(text.split("\n"), 1)
+        table = [_parsed(number, line) for number, line in lines if line.strip()]
     if not all(isinstance(row, dict) for row in table):
         raise ValueError("every row must be a table, {column: value, ...}")
     return list(table)

@@ -44,13 +44,19 @@ class InMemory:
 
 def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
     """Check the objects that were passed from Python; None if there are none."""
-    if data is None and held_out_data is None and reward is None:
-        return None
-    return InMemory(
-        None if data is None else to_rows("data", data),
-        None if held_out_data is None else to_rows("held_out_data", held_out_data),
-        None if reward is None else _functions(reward),
-    )
+    rows = None if data is None else to_rows("data", data)
+    held_out = None if held_out_data is None else to_rows("held_out_data", held_out_data)
+    functions = None
+    if reward is not None:
+        functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
+        for function in functions:
+            if not callable(function):
+                raise ValueError(
+                    f"reward= has {function!r}, which is not a function; for"
+                    " package.module:function or file.py:function, set task.reward in the config"
+                )
+    memory = InMemory(rows, held_out, functions)
+    return None if memory == InMemory() else memory
 
 
 def with_memory(config: Config, memory: InMemory | None) -> Config:
@@ -134,14 +140,3 @@ def to_rows(argument: str, data: Any) -> Rows:
 def _is_text(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return any(isinstance(v, str) and v.startswith(MARK) for v in values)
-
-
-def _functions(reward: Any) -> tuple[Callable[..., Any], ...]:
-    functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
-    for function in functions:
-        if not callable(function):
-            raise ValueError(
-                f"reward= has {function!r}, which is not a function; for package.module:function"
-                " or file.py:function, set task.reward in the config"
-            )
-    return functions

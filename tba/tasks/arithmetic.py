@@ -9,10 +9,7 @@ from tba.types import Answer, Prompt
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether a sum belongs to the tenth that is never trained on, whatever the seed.
-
-    The hash is Knuth's multiplicative one.
-    """
+    """Return whether a sum is in the tenth that is never trained on, by Knuth's hash."""
     return (a * 1_000_003 + b) * 2_654_435_761 % 2**32 < 2**32 // 10
 
 

@@ -88,10 +88,8 @@ class Custom:
     def _weighted(self, scores: Sequence[Scores], count: int) -> list[float | None]:
         for function, of_function in zip(self.functions, scores, strict=True):
             if len(of_function) != count:
-                raise WrongLength(
-                    f"{_short_name(function)} returned {len(of_function)} rewards for {count}"
-                    " completions"
-                )
+                name, returned = _short_name(function), len(of_function)
+                raise WrongLength(f"{name} returned {returned} rewards for {count} completions")
         weights = self.reward_weights or [1.0] * len(scores)
         sums: list[float | None] = []
         for of_answer in zip(*scores, strict=True):
