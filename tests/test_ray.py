@@ -156,16 +156,16 @@ def test_search_and_learning_take_turns(
     A new reference arrives in its turn, and so do values.
     """
     bind_ray(None)
-    from tba.runtime.pool import Pool
+    from tba.runtime.handle import Handle
 
     given: Counter[int] = Counter()
-    search = Pool.search
+    search = Handle.search
 
-    def counting(self: Pool, handle: Any, prompts: list[Prompt], seed: int) -> None:
-        given[id(handle)] += len(prompts)
-        search(self, handle, prompts, seed)
+    def counting(self: Handle, prompts: list[Prompt], *rest: Any) -> None:
+        given[id(self)] += len(prompts)
+        search(self, prompts, *rest)
 
-    monkeypatch.setattr(Pool, "search", counting)
+    monkeypatch.setattr(Handle, "search", counting)
     settings = (
         "runtime.lag=0",
         "runtime.publish_every=1",
@@ -260,7 +260,7 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
         import ray
 
         assert wait_until(lambda: run.step > 0, 60)
-        handles = run.searchers._pool.handles  # type: ignore[attr-defined]
+        handles = run.searchers._handles  # type: ignore[attr-defined]
         ids = [h.actor.pid.options(concurrency_group="control").remote() for h in handles]
         killed, hung = ray.get(ids, timeout=60)
         os.kill(killed, signal.SIGKILL)

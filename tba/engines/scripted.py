@@ -34,9 +34,7 @@ class Scripted:
 
     def __post_init__(self) -> None:
         if not self.answers:
-            raise ValueError(
-                "engine.answers is empty; give at least one: engine.answers=['yes', 'no']"
-            )
+            raise ValueError("engine.answers is empty; set engine.answers=['yes', 'no']")
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
@@ -60,7 +58,6 @@ class Scripted:
         encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
         whole = [*encoded, min(self.text.eos_ids)]
         tokens = np.asarray(whole[:max_tokens], np.int32)
-        share = self.answers.count(answer) / len(self.answers)
         logp = np.zeros(len(tokens), np.float32)
-        logp[0] = math.log(share)
+        logp[0] = math.log(self.answers.count(answer) / len(self.answers))
         return Completion(tokens, logp, len(whole) <= max_tokens, version)

@@ -66,8 +66,8 @@ class Transformers:
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
         start = len(probe.prompt_tokens)
         logp = _logp(logits[start - 1 : -1], probe.temperature)
-        chosen = logp.gather(1, ids[start:, None]).squeeze(1).cpu()
-        return float((chosen - torch.from_numpy(probe.logp.copy())).abs().mean())
+        chosen = logp.gather(1, ids[start:, None]).squeeze(1)
+        return float(np.abs(chosen.cpu().numpy() - probe.logp).mean())
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[Completion]:

@@ -1,6 +1,8 @@
 """The places where searchers run. `Searchers` is everything that the train loop knows of them."""
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -79,6 +81,34 @@ class Searchers(Protocol):
 
     def close(self) -> None:
         """End every searcher process. It may be called twice."""
+
+
+class LaggedSearchers:
+    """Searchers that hold back the newest `behind` groups: a constant lag.
+
+    With a batch's worth of groups gathered at each step, step v then learns from what version
+    v - lag found, where `behind` = lag x the groups of a batch.
+    """
+
+    def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
+        self._searchers, self._behind = searchers, behind
+        self._held = deque(held)
+        self.publish, self.reset_reference = searchers.publish, searchers.reset_reference
+        self.evaluate, self.evaluations = searchers.evaluate, searchers.evaluations
+        self.close = searchers.close
+
+    @property
+    def stats(self) -> SearchStats:
+        return self._searchers.stats
+
+    def gather(self, at_least: int) -> list[Group]:
+        missing = max(0, self._behind - len(self._held))
+        self._held.extend(self._searchers.gather(at_least + missing))
+        ready = len(self._held) - self._behind  # negative when a stop has cut the search short
+        return [self._held.popleft() for _ in range(ready)]
+
+    def state(self) -> SearchState:
+        return replace(self._searchers.state(), held=tuple(self._held))
 
 
 def task_seed(seed: int, task: int) -> int:

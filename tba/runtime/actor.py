@@ -21,8 +21,7 @@ class SearcherActor:
     """Searcher that runs several searches at once, each in a thread of its own.
 
     Searches share a lock and newer weights may arrive under them. An evaluation holds it alone,
-    because it needs the same weights to its end, and so does a change of the reference, which
-    searches that have begun keep to their end.
+    because it needs the same weights to its end; so does a change of the reference.
     """
 
     def __init__(
@@ -104,7 +103,8 @@ class SearcherActor:
             gap = self._searcher.engine.load_weights(self._transport.receive(weights))
             with self._counting:
                 self._unreported.seconds["load_weights"] += time.perf_counter() - started
-                self._unreported.logp_gap = self._unreported.logp_gap if gap is None else gap
+                if gap is not None:
+                    self._unreported.logp_gap = gap
 
     def _load_newer_reference(self, weights: Sent | None) -> None:
         reference = self._searcher.reference

@@ -24,10 +24,7 @@ def bind_ray(address: str | None) -> None:
 
 
 def pickled(functions: tuple[Callable[..., Any], ...], address: str | None) -> bytes:
-    """Return reward functions as bytes; ValueError if one cannot be sent to a searcher process.
-
-    `address` is that of the Ray cluster.
-    """
+    """Return reward functions as bytes; ValueError if one cannot be sent to a searcher process."""
     bind_ray(address)
     from ray import cloudpickle
 

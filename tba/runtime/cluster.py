@@ -15,6 +15,8 @@ from tba.runtime.placement import Place
 from tba.runtime.reaper import Reaper
 from tba.weights import Sent, Weights
 
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
 
 @dataclass
 class Cluster:
@@ -50,8 +52,7 @@ class ObjectStore:
 
     def receive(self, sent: Sent) -> Weights:
         (reference,) = sent.parcel
-        weights: Weights = ray.get(reference, timeout=self.deadline)
-        return weights
+        return ray.get(reference, timeout=self.deadline)
 
 
 class Reservation:
@@ -69,7 +70,7 @@ def open_cluster(settings: RuntimeTable) -> Cluster:
     if settings.address is None:
         trainer, searchers = placement.places_on_one_machine(settings)
         return Cluster(trainer, searchers, reaper=_start_private(settings.searchers))
-    ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address=settings.address, **QUIET)
     try:
         return _join(settings)
     except BaseException:
@@ -95,7 +96,7 @@ def _join(settings: RuntimeTable) -> Cluster:
     except GetTimeoutError:
         raise TimeoutError(
             f"no GPU of this machine became free for the trainer within runtime.start_deadline ="
-            f" {settings.start_deadline:g} s; end the job that has it, or start on another machine"
+            f" {settings.start_deadline:g} s; end the job that has it"
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Cluster(Place(device), searchers, each, reservation)
@@ -106,11 +107,5 @@ def _start_private(searchers: int) -> Reaper:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # at Ray's default of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
-    context: Any = ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=searchers,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    context: Any = ray.init("local", include_dashboard=False, num_cpus=searchers, **QUIET)
     return Reaper(context.address_info["session_dir"])

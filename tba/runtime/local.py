@@ -31,16 +31,14 @@ class LocalSearchers:
                 self.reset_reference(resumed.reference)
 
     def gather(self, at_least: int) -> list[Group]:
-        settings = self._job.settings
         deadline = time.monotonic() + self._job.gather_deadline(at_least)
         groups: list[Group] = []
         while len(groups) < at_least:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"only {len(groups)} of {at_least} groups within runtime.gather_deadline;"
-                    " raise that setting, or see what is slow"
-                )
-            prompts = self._stream.take(min(settings.prompts_per_task, at_least - len(groups)))
+                few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
+                raise TimeoutError(f"{few}; raise that setting")
+            most = self._job.settings.prompts_per_task
+            prompts = self._stream.take(min(most, at_least - len(groups)))
             result = self._searcher.search(prompts, task_seed(self._job.seed, self._tasks))
             self._tasks += 1
             self._stream.done(prompts, result.groups)

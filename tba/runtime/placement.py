@@ -78,9 +78,8 @@ def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
 def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:
     """Return the GPUs to reserve for the trainer and those that each searcher requests of Ray.
 
-    `gpus` is how many the cluster has; `trainer` is 1 if the trainer computes on one of them. A
-    searcher gets one of its own if there are enough, or else an equal share of one. A single GPU is
-    shared by all, and then not reserved.
+    The cluster has `gpus`; `trainer` of them, 0 or 1, is the trainer's. Searchers get one each, or
+    equal shares if there are too few. A single GPU is shared by all, and then not reserved.
     """
     if gpus == 0:
         return 0, 0.0
@@ -90,16 +89,11 @@ def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:
 
 
 def reserved_device(gpu: str, visible: str | None) -> str:
-    """Return torch's name of a GPU that Ray reserved on this machine.
-
-    `visible` is CUDA_VISIBLE_DEVICES of this process, by which torch counts.
-    """
+    """Return torch's name of a GPU of Ray; torch counts by CUDA_VISIBLE_DEVICES = `visible`."""
     if visible is None:
         return f"cuda:{gpu}"
     names = [name.strip() for name in visible.split(",")]
     if gpu not in names:
-        raise ValueError(
-            f"Ray reserved GPU {gpu} for the trainer, but CUDA_VISIBLE_DEVICES={visible} hides it;"
-            f" unset CUDA_VISIBLE_DEVICES, or add {gpu} to it"
-        )
+        problem = f"CUDA_VISIBLE_DEVICES={visible} hides GPU {gpu}, which Ray reserved"
+        raise ValueError(f"{problem}; unset CUDA_VISIBLE_DEVICES, or add {gpu} to it")
     return f"cuda:{names.index(gpu)}"

@@ -14,18 +14,13 @@ from pathlib import Path
 
 import psutil
 
-EVERY = 2.0
-"""Seconds between two looks at the processes."""
-
 
 class Reaper:
-    """A watcher over the Ray with this session folder, outside this process group.
-
-    It is started by its path, so that it imports nothing else of the package.
-    """
+    """A watcher over the Ray with this session folder, outside this process group."""
 
     def __init__(self, session: str):
         self._process = subprocess.Popen(
+            # by its path, so that it imports nothing else of the package
             [sys.executable, __file__, str(os.getpid()), session],
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -34,16 +29,11 @@ class Reaper:
 
     def finish(self) -> None:
         """Clean up now, and return when that is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.communicate(timeout=30)  # closes the pipe
 
 
 def family(driver: int, session: str) -> set[psutil.Process]:
-    """Return the driver's children that name the session in their command line, and descendants.
-
-    This process is left out.
-    """
+    """Return the driver's children that name the session, but this process, and descendants."""
     members: set[psutil.Process] = set()
     try:
         children = psutil.Process(driver).children()
@@ -54,7 +44,7 @@ def family(driver: int, session: str) -> set[psutil.Process]:
             if child.pid != os.getpid() and any(session in word for word in child.cmdline()):
                 members |= {child, *child.children(recursive=True)}
         except psutil.Error:  # it ended, or is a zombie
-            continue
+            pass
     return members
 
 
@@ -62,14 +52,14 @@ def main() -> None:
     """Watch until the pipe closes, then clean up."""
     driver, session = int(sys.argv[1]), sys.argv[2]
     known = family(driver, session)
-    while not select.select([sys.stdin], [], [], EVERY)[0]:  # readable only when it is closed
+    while not select.select([sys.stdin], [], [], 2.0)[0]:  # readable only when it is closed
         known |= family(driver, session)
     for process in known:
         try:
             for remaining in [process, *process.children(recursive=True)]:
                 remaining.kill()
         except psutil.Error:
-            continue
+            pass
     if Path(session).name.startswith("session_"):
         shutil.rmtree(session, ignore_errors=True)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tba.runtime.handle import Handle, Kind, Task
 from tba.runtime.placement import Place
-from tba.runtime.pool import Handle, Kind, Task
 from tba.types import Prompt
 from tba.weights import Sent
 
 
 def handle(*tasks: Task) -> Handle:
-    return Handle(Place("cpu"), None, 0, list(tasks))
+    return Handle(Place("cpu"), None, None, list(tasks))
 
 
 def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:

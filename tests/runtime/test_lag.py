@@ -7,8 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from tba.runtime import Searchers, SearchState
-from tba.runtime.lag import LaggedSearchers
+from tba.runtime import LaggedSearchers, Searchers, SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Prompt
