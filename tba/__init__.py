@@ -6,6 +6,7 @@ import os
 # down 30 to 50 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config, load
@@ -13,7 +14,6 @@ from tba.config.schema import Config, load
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
     from typing import Any, TypeAlias
 
     from datasets import Dataset
@@ -63,8 +63,6 @@ def open_run(
     The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
     its summary. Leaving the block ends all processes.
     """
-    from pathlib import Path
-
     from tba.run import open_run as opened
     from tba.tasks._memory import in_memory
 

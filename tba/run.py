@@ -81,7 +81,11 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            self._log_sample(groups[0])
+            t, decode = groups[0].trajectories[0], self.parts.text.decode
+            prompt, completion = decode(groups[0].prompt_tokens), decode(t.tokens)
+            self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
+            if not self.parts.held_out:  # else the console follows a held-out prompt
+                self.console.sample(prompt, completion, t.reward)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -125,19 +129,12 @@ class Run:
             self.checkpoints.wait()
         except ValueError as error:  # the config was checked: show where this one comes from
             raise RuntimeError(f"the run failed: {error}") from error
-        finished, evaluations = complete and self.evaluating == 0, log.read_evaluations(self.folder)
-        stats = self.searchers.stats
+        finished = complete and self.evaluating == 0
+        stats, evaluations = self.searchers.stats, log.read_evaluations(self.folder)
         summary = self.tracker.summary(self.step, stats, finished, evaluations)
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
-
-    def _log_sample(self, group: Group) -> None:
-        t, text = group.trajectories[0], self.parts.text
-        prompt, completion = text.decode(group.prompt_tokens), text.decode(t.tokens)
-        self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-        if not self.parts.held_out:  # else the console follows a held-out prompt
-            self.console.sample(prompt, completion, t.reward)
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:

@@ -38,8 +38,7 @@ class Answer:
 class Sampling:
     """Sampling parameters of a generation. Temperature 0 is greedy."""
 
-    samples: int
-    """Responses per prompt."""
+    samples: int  # responses per prompt
     temperature: float
     max_tokens: int
     top_p: float = 1.0
@@ -97,8 +96,8 @@ AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 class TokenBatch:
     """B groups of K responses as token tensors: the input of a policy.
 
-    Prompts are padded on the left to P, responses on the right to T. Masks come from lengths, never
-    from token values, because the pad token may be the EOS token.
+    Prompts are padded on the left to P, responses on the right to T. Masks come from lengths: the
+    pad token may be the EOS token.
     """
 
     prompt_tokens: Int[Tensor, "B P"]
@@ -116,10 +115,9 @@ class TokenBatch:
 
     def chunks(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
         """Yield batches of one group or more, each of at most `token_budget` tokens if possible."""
-        # groups of similar length together: less padding
-        order = torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist()
         part: list[int] = []
-        for b in order:
+        # groups of similar length together: less padding
+        for b in torch.argsort(self.mask.sum(-1).amax(1), stable=True).tolist():
             if part and self.cost([*part, b]) > token_budget:
                 yield self.groups(part)
                 part = []
@@ -128,8 +126,7 @@ class TokenBatch:
 
     def pieces(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
         """Yield pieces of this batch along K, each of at most `token_budget` tokens if possible."""
-        cost = max(1, self.cost(range(len(self))))
-        size = max(1, self.samples * token_budget // cost)
+        size = max(1, self.samples * token_budget // self.cost(range(len(self))))
         for start in range(0, self.samples, size):
             yield self.slice(slice(start, start + size))
 
@@ -144,17 +141,16 @@ class TokenBatch:
         chosen = {name: tensor[list(index)] for name, tensor in self.tensors().items()}
         prompt, response = (int(chosen[m].sum(-1).max()) for m in ("prompt_mask", "mask"))
         for name, tensor in chosen.items():
-            if name in PROMPT_FIELDS:
+            if name.startswith("prompt_"):
                 chosen[name] = tensor[:, -prompt:]
             elif tensor.ndim == 3:
                 chosen[name] = tensor[..., :response]
         return replace(self, **chosen)
 
     def slice(self: AnyBatch, k: slice) -> AnyBatch:
-        """Return the same groups with only the responses `k` of each."""
-        tensors = self.tensors()
-        chosen = {name: tensors[name][:, k] for name in tensors.keys() - set(PROMPT_FIELDS)}
-        return replace(self, **chosen)
+        """Return the same groups with only these responses of each."""
+        tensors = self.tensors().items()
+        return replace(self, **{n: x[:, k] for n, x in tensors if not n.startswith("prompt_")})
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
         moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}
@@ -164,10 +160,6 @@ class TokenBatch:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-PROMPT_FIELDS = ("prompt_tokens", "prompt_mask")
-"""The tensors of a batch that have no axis K."""
-
-
 @dataclass(frozen=True)
 class Batch(TokenBatch):
     """B groups of K trajectories as tensors: the input of an objective."""
@@ -175,8 +167,7 @@ class Batch(TokenBatch):
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
     reward: Float[Tensor, "B K"]
-    value: Float[Tensor, "B K T"]
-    """NaN for a trajectory without value estimates."""
+    value: Float[Tensor, "B K T"]  # NaN for a trajectory without value estimates
 
 
 def collate_tokens(

@@ -15,10 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Probe:
-    """A response and its log-probs under the trainer's weights.
-
-    An engine that has loaded these weights must compute the same log-probs.
-    """
+    """A response, and the log-probs that an engine must compute for it with the same weights."""
 
     prompt_tokens: Int32[np.ndarray, " P"]
     tokens: Int32[np.ndarray, " T"]
@@ -28,10 +25,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every parameter by name, in fp32 or as the bits of bf16 (uint16).
-
-    NumPy arrays travel between processes without a copy.
-    """
+    """Every parameter by name, in fp32 or as the bits of bf16 (uint16): arrays travel uncopied."""
 
     version: int
     arrays: Mapping[str, np.ndarray]
@@ -87,7 +81,7 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
 
 @dataclass(frozen=True)
 class Sent:
-    """Weights that a transport has sent; `parcel` is what it needs to receive them."""
+    """Weights that a transport has sent; it receives them by their parcel."""
 
     version: int
     parcel: Any
@@ -105,10 +99,7 @@ class Transport(Protocol):
 
 
 class SharedLock:
-    """Lock that many threads hold together or one holds alone.
-
-    A thread that waits to be alone goes before those that ask to share after it.
-    """
+    """Lock that threads share or hold alone; who waits to be alone goes before later sharers."""
 
     def __init__(self) -> None:
         self._entrance = threading.Lock()

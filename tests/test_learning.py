@@ -15,8 +15,8 @@ from toy import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
 
-KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "proximal_rloo", "ppo")
-"""Their target is ref(y) exp(r(y) / beta) / Z."""
+KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "ppo")
+"""Their target is ref(y) exp(r(y) / beta) / Z. On policy, `proximal_rloo` computes as `rloo`."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
@@ -41,14 +41,14 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
 def test_kl_in_the_reward_ends_at_the_tilted_reference(
     objective: str, toy_model: Path, tmp_path: Path
 ) -> None:
-    """The total variation falls from .24 and more to below .05."""
-    settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=200")
+    """The total variation falls from .24 and more to below .07."""
+    settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=100")
     for found in learned(toy_model, tmp_path, *settings):
         target = found.target(BETA)
         assert 0.5 * (found.reference - target).abs().sum() > 0.1
-        assert found.distance(target) < 0.05
+        assert found.distance(target) < 0.07
         assert found.expected_reward == pytest.approx(
-            (target * found.reward).sum().item(), abs=0.03
+            (target * found.reward).sum().item(), abs=0.04
         )
 
 
@@ -70,7 +70,7 @@ def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
 
     That is not the tilted reference, and the difference is visible.
     """
-    settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=150")
+    settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=100")
     for found in learned(toy_model, tmp_path, *settings, max_tokens=1):
         target = at_rest(found, 0.3, 15 / 16)
         assert found.distance(target) < 0.03

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,16 @@ def test_search_and_learning_take_turns(
     A new reference arrives in its turn, and so do values.
     """
     bind_ray(None)
-    from tba.runtime.pool import Pool
+    from tba.runtime.handle import Handle
 
     given: Counter[int] = Counter()
-    search = Pool.search
+    search = Handle.search
 
-    def counting(self: Pool, handle: Any, prompts: list[Prompt], seed: int) -> None:
-        given[id(handle)] += len(prompts)
-        search(self, handle, prompts, seed)
+    def counting(self: Handle, prompts: list[Prompt], *rest: Any) -> None:
+        given[id(self)] += len(prompts)
+        search(self, prompts, *rest)
 
-    monkeypatch.setattr(Pool, "search", counting)
+    monkeypatch.setattr(Handle, "search", counting)
     settings = (
         "runtime.lag=0",
         "runtime.publish_every=1",
@@ -219,12 +220,16 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
 
         return stop
 
-    for steps, finished in ((2, False), (5, False), (None, True)):
-        resume = folder if (folder / "config.json").exists() else None
-        given = config(tiny_model, folder, *slow, *turns) if resume is None else _config([], resume)
-        run_and_keep(given, resume, stop_after(steps) if steps else None)
-        summary = json.loads((folder / SUMMARY).read_text())
-        assert summary["finished"] == finished, steps
+    def finished() -> bool:
+        return json.loads((folder / SUMMARY).read_text())["finished"]
+
+    run_and_keep(config(tiny_model, folder, *slow, *turns), meanwhile=stop_after(2))
+    assert not finished()
+    run_and_keep(_config([], folder), folder, stop_after(5))
+    assert not finished()
+    run_and_keep(_config(["runtime.use=local"], folder), folder)  # only the evaluation is left
+    assert finished()
+    summary = json.loads((folder / SUMMARY).read_text())
     rows = [r for r in read(folder / METRICS) if "loss" in r]
     assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [
         (step, 0) for step in range(1, 6)
@@ -255,7 +260,7 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
         import ray
 
         assert wait_until(lambda: run.step > 0, 60)
-        handles = run.searchers._pool.handles  # type: ignore[attr-defined]
+        handles = run.searchers._handles  # type: ignore[attr-defined]
         ids = [h.actor.pid.options(concurrency_group="control").remote() for h in handles]
         killed, hung = ray.get(ids, timeout=60)
         os.kill(killed, signal.SIGKILL)
@@ -282,55 +287,67 @@ def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
         tba.run.run(broken)
 
 
-@pytest.mark.parametrize("how", ["finished", "interrupted", "killed"])
-def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path, how: str) -> None:
-    """Ten seconds after any exit there is no process, port or shared memory of the run.
-
-    While it runs, all its ports are on loopback.
-    """
-    folder = tmp_path / "run"
-    steps = 5 if how == "finished" else 1_000_000
-    settings = as_settings(config(tiny_model, folder, f"run.steps={steps}", "checkpoint.every=5"))
-    before = shared_memory()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tba.cli", "train", *settings],
-        start_new_session=True,
-        env=ENVIRONMENT,
-    )
-    assert wait_until(lambda: len(read(folder / METRICS)) >= 3, 90)
-    children = psutil.Process(process.pid).children(recursive=True)
-    if how != "finished":
-        listening = [
-            c
-            for p in [psutil.Process(process.pid), *children]
-            for c in p.net_connections("inet")
-            if c.status == psutil.CONN_LISTEN
-        ]
-        assert listening
-        assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-        if how == "killed":
-            process.kill()
-        else:
-            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of the group
-    process.wait(timeout=60)
-    assert wait_until(
-        lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10
-    ), [c for c in children if c.is_running()]
+@contextmanager
+def nothing_is_left() -> Iterator[list[psutil.Process]]:
+    """Ten seconds after the block, no process that it lists and no shared memory of it exists."""
+    before, processes = shared_memory(), []
+    yield processes
+    assert processes
+    assert wait_until(lambda: not any(map(runs, processes)), 10), list(filter(runs, processes))
     assert shared_memory() <= before
 
 
-def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
-    """After kill -9 of everything, --resume continues with step, buffer, cursor and counts."""
+def runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def children(pid: int | None = None) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a run that would take hours, in a process group of its own."""
+    settings = ("run.steps=1000000", "checkpoint.every=10", "task.size=5000")
+    command = [sys.executable, "-m", "tba.cli", "train"]
+    given = as_settings(config(model, folder, *settings))
+    return subprocess.Popen([*command, *given], start_new_session=True, env=ENVIRONMENT)
+
+
+def test_a_finished_run_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    with nothing_is_left() as processes:
+        run_and_keep(
+            config(tiny_model, tmp_path / "run", "run.steps=5"),
+            meanwhile=lambda _: processes.extend(children()),
+        )
+
+
+def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches every process of the group."""
     folder = tmp_path / "run"
-    settings = as_settings(
-        config(tiny_model, folder, "run.steps=1000000", "checkpoint.every=10", "task.size=5000")
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tba.cli", "train", *settings], env=ENVIRONMENT
-    )
-    assert wait_until(lambda: len(checkpoint.generations(folder / "checkpoints")) >= 2, 90)
-    process.kill()
-    process.wait(timeout=10)
+    with nothing_is_left() as processes:
+        process = started(tiny_model, folder)
+        assert wait_until(lambda: len(read(folder / METRICS)) >= 3, 90)
+        processes += children(process.pid)
+        connections = []
+        for each in [psutil.Process(process.pid), *processes]:
+            connections += each.net_connections("inet")
+        listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def test_a_killed_run_leaves_nothing_behind_and_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    """After kill -9 of the run, --resume continues with step, buffer, cursor and counts."""
+    folder = tmp_path / "run"
+    with nothing_is_left() as processes:
+        process = started(tiny_model, folder)
+        assert wait_until(lambda: len(checkpoint.generations(folder / "checkpoints")) >= 2, 90)
+        processes += children(process.pid)
+        process.kill()
+        process.wait(timeout=10)
     step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())[
         "progress"
     ]["step"]

@@ -255,7 +255,8 @@ def test_at_most_parallel_runs_in_the_order_of_the_study(tmp_path, tiny_model, s
     study.folder.mkdir(parents=True)
     carried.start()
     assert scripted == ["seed=7", "seed=8"] and list(carried.running) == [0, 1]
-    assert carried.carry_out()
+    carried.carry_out()
+    assert not carried.pending()
     assert scripted == [f"seed={seed}" for seed in range(7, 12)]
 
 

@@ -19,7 +19,6 @@ from tba.config.messages import choices, explain, reason
 from tba.config.tables import Table, Use
 
 Parsed = TypeVar("Parsed", bound=Table)
-
 DEFAULT = Path(__file__).parent / "default.toml"
 """The embedded default: three-digit addition on the CPU."""
 PLUGGED = {

@@ -13,10 +13,7 @@ class Trainer(Protocol):
     """Owner of the master weights and the optimizer."""
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Take one optimizer step on the mean of the groups' losses and return its metrics.
-
-        NotFinite is raised before any weight has changed.
-        """
+        """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
 
     def weights(self, version: int) -> Weights:
         """Return a copy of the weights for the searchers."""
@@ -29,10 +26,7 @@ class Trainer(Protocol):
         """
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote.
-
-        ValueError, before anything is changed, if it belongs to another model.
-        """
+        """Continue from what `save` wrote; ValueError, before any change, for another model's."""
 
 
 class NotFinite(RuntimeError):

@@ -1,7 +1,4 @@
-"""State of a trainer on disk: the model as a Hugging Face folder, the head, the optimizer.
-
-Safetensors and JSON only; nothing is pickled.
-"""
+"""State of a trainer on disk: a Hugging Face folder, safetensors and JSON; nothing is pickled."""
 
 import hashlib
 import json
@@ -19,7 +16,6 @@ from tba.weights import check_same_model
 
 MODEL, TRAINER = "model", "trainer.json"
 OPTIMIZER, HEAD = "optimizer.safetensors", "head.safetensors"
-
 SAMPLED = 1024
 """Elements of each parameter that a fingerprint reads: any retraining changes some of them."""
 
@@ -87,10 +83,7 @@ def load(
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of the model's parameters: their names, shapes, and a sample of their values.
-
-    It depends neither on the folder that the model came from, nor on the device.
-    """
+    """Return a hash of the parameters' names, shapes and a sample of their values."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()

@@ -96,8 +96,7 @@ class SingleTrainer:
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
-        limit = self.settings.max_grad_norm
-        groups = self.optimizer.param_groups
+        limit, groups = self.settings.max_grad_norm, self.optimizer.param_groups
         norms = [torch.nn.utils.clip_grad_norm_(g["params"], limit).item() for g in groups]
         if not all(map(math.isfinite, [*metrics.values(), *norms])):
             raise NotFinite(

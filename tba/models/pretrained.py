@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,10 +133,8 @@ def _declared_eos(path: str, config: Any) -> list[int]:
     """Return the EOS tokens that the model itself declares."""
     from transformers import GenerationConfig
 
-    try:
+    with suppress(OSError):  # no generation_config.json
         config = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
-    except OSError:  # no generation_config.json
-        pass
     declared = config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     return [i for i in ids if i is not None]

@@ -54,10 +54,7 @@ class HasHead(Protocol):
 
 @dataclass(frozen=True)
 class ValueRollouts:
-    """Monte-Carlo value estimates that an objective asks search for.
-
-    Search samples `rollouts` continuations from the state before every `step_tokens`-th token.
-    """
+    """Value estimates by search: `rollouts` continuations before every `step_tokens`-th token."""
 
     rollouts: int
     step_tokens: int

@@ -100,10 +100,9 @@ class ReplayBuffer:
         return partial(self._store.state(self.counts, self._saves).write, folder, older)
 
     def load(self, folder: Path, drop_damaged: bool = False) -> None:
-        """Replace the content by a saved one.
+        """Replace the content by a saved one; ValueError if segments are damaged.
 
-        ValueError if a segment is damaged, unless `drop_damaged`: then its trajectories are
-        dropped, and counted in `dropped_damaged`.
+        With `drop_damaged`, their trajectories are dropped, and counted in `dropped_damaged`.
         """
         state = State.read(folder)
         total, damaged = len(state.segments), state.segments.count(None)
@@ -119,8 +118,10 @@ class ReplayBuffer:
             rows = len(state.columns["segment"])
             lost = rows - len(self)
             self.counts["dropped_damaged"] += lost
-            text = "%d of %d segments of the buffer are damaged: dropped %d of its %d trajectories"
-            log.warning(text, damaged, total, lost, rows)
+            log.warning(
+                f"{damaged} of {total} segments of the replay buffer are damaged:"
+                f" dropped {lost} of its {rows} trajectories"
+            )
 
     def _add(self, group: Group, now: int) -> None:
         finite = _only_finite(group.trajectories)

@@ -23,10 +23,9 @@ class State:
     """Everything that a buffer saves."""
 
     columns: Mapping[str, np.ndarray]
-    """Columns of the rows in use, in order of arrival; `prompt` and `segment` are positions
-    in the lists below."""
+    """Columns of rows in order of arrival; `prompt` and `segment` are positions in these lists."""
     prompts: Sequence[Group]
-    """Prompts, as groups without trajectories."""
+    """Groups without trajectories."""
     segments: list[Segment | None]
     """None for a segment whose file is damaged."""
     counts: Mapping[str, int]
@@ -58,11 +57,6 @@ class State:
             counts=plain["counts"],
             saves=plain["saves"],
         )
-
-
-def is_segment(name: str) -> bool:
-    """Return whether a file of a checkpoint, by its relative name, is a segment of its buffer."""
-    return name.startswith(f"{SEGMENTS}/")
 
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:

@@ -32,7 +32,7 @@ class Segment:
     live: int = 0
     """Tokens of rows in use."""
     sha256: str | None = None
-    """Of the file that this segment was last written to or read from."""
+    """Digest of the file that this segment was last written to or read from."""
 
     def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
         """Add trajectories, which reach up to `end`."""

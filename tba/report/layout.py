@@ -11,7 +11,6 @@ import pandas as pd
 from tba.report.draw import with_stderr
 from tba.studies.results import SEED, curve, phrase, read_metrics
 
-BEST = " ★"
 COLUMNS = {
     "last": ("end", ""),
     "peak": ("peak", ""),
@@ -23,36 +22,21 @@ COLUMNS = {
 }
 """Head and format of the columns of a grid's table; those without a format show the metric."""
 
-Value = str | int | float
-"""Value on an axis; lists, tables and booleans are shown as JSON."""
-
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid. Runs of one setting differ in the seed.
-
-    Lines are the text axis with the most values, which usually is the objective; all other keys
-    make panels.
-    """
+    """A grid. Runs of one setting differ in the seed."""
 
     settings: pd.DataFrame
-    """A row for each setting, and a column for each key that varies.
-
-    Numbers are sorted, and text is in the order of the study.
-    """
+    """A row for each setting, and a column for each key that varies; numbers are sorted."""
     lines: str | None
+    """The text axis with the most values, often the objective. All other keys make panels."""
     rows: pd.DataFrame
     """The rows of `results.json`, with a column `setting`."""
     ends: pd.DataFrame
-    """Mean, standard error, min and max of `last`, `seconds`, … over the finished runs.
-
-    One row for each setting, and columns such as `("last", "mean")`. Without finished runs: NaN.
-    """
+    """Columns such as `("last", "mean")` over the finished runs; a row for each setting, or NaN."""
     curves: pd.DataFrame
-    """Learning curves by setting and step: samples trained on, and mean, min and max of the score.
-
-    Only steps at which all finished runs of the setting were evaluated.
-    """
+    """By setting and step: samples trained on, and mean, min and max of the score."""
 
     @property
     def metric(self) -> str:
@@ -74,10 +58,10 @@ class Layout:
         return max(self.numeric, key=lambda key: (key != self.lines, count[key]), default=None)
 
     @property
-    def line_values(self) -> list[Value]:
+    def line_values(self) -> list[Any]:
         return [] if self.lines is None else list(self.settings[self.lines].unique())
 
-    def line(self, setting: int) -> Value | None:
+    def line(self, setting: int) -> Any:
         return None if self.lines is None else self.settings[self.lines][setting]
 
     def best(self, settings: pd.Index) -> int | None:
@@ -91,8 +75,7 @@ class Layout:
         """Return the mean and its standard error of each setting, in the format of the column."""
         of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
         form = COLUMNS[name][1] or of_metric
-        ends = self.ends[name]
-        return ends.apply(lambda end: with_stderr(end["mean"], end["sem"], form), axis=1)
+        return self.ends[name].apply(lambda end: with_stderr(end["mean"], end["sem"], form), axis=1)
 
 
 def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
@@ -104,7 +87,9 @@ def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
     partitions = pd.DataFrame({key: own.factorize()[0] for key, own in values.items()})
     varied = partitions.loc[:, partitions.any()].T.drop_duplicates().index
     settings = values[varied]  # of keys that vary together, the first
-    settings = settings.sort_values(list(varied), key=_places)
+    settings = settings.sort_values(
+        list(varied), key=lambda own: own if numbers(own) else own.factorize()[0]
+    )
     texts = [key for key in varied if not numbers(settings[key])]
     lines = max(texts or varied, key=lambda key: settings[key].nunique(), default=None)
     ended = rows[rows["status"] == "finished"]
@@ -147,26 +132,23 @@ def _table(layout: Layout) -> pd.DataFrame:
     for block in blocks:
         best = layout.best(block.index)
         if len(block) > 1 and best is not None:
-            shown.loc[best, "end"] += BEST
+            shown.loc[best, "end"] += " ★"
     return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
 
 
 def _best_table(layout: Layout) -> pd.DataFrame:
-    """Return the best setting for each combination of the text axes, as TOML for the next study."""
+    """Return the best setting for each combination of the text axes, as TOML for another study."""
     settings = layout.rows.groupby("setting")["settings"].first()
     keys = dict.fromkeys(key for own in settings for key in own if key != SEED)
     varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
-    rows = []
+    rows, limits = [], layout.settings[layout.numeric].agg(["min", "max"])
     for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
         best = layout.best(group.index)
         if best is not None and layout.keys:
             own = settings[best]
             toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
-            edges = []
-            for key in layout.numeric:
-                values = layout.settings[key]
-                if values[best] in (values.min(), values.max()):
-                    edges.append(key)
+            values = layout.settings.loc[best]
+            edges = [key for key in layout.numeric if values[key] in set(limits[key])]
             advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
             rows.append([name, toml, layout.texts("last")[best], advice * bool(edges)])
     return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
@@ -183,17 +165,13 @@ def numbers(values: Iterable[Any]) -> bool:
     return all(type(v) in (int, float) for v in values)
 
 
-def _plain(axes: dict[str, Any]) -> dict[str, Value]:
-    shown: dict[str, Value] = {}
-    for key, value in axes.items():
-        if key != SEED:
-            is_plain = isinstance(value, str) or numbers([value])
-            shown[key] = value if is_plain else json.dumps(value)
+def _plain(axes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without the seed; lists, tables and booleans as JSON."""
+    shown = {key: value for key, value in axes.items() if key != SEED}
+    for key, value in shown.items():
+        if not (isinstance(value, str) or numbers([value])):
+            shown[key] = json.dumps(value)
     return shown
-
-
-def _places(values: pd.Series) -> Any:
-    return values if numbers(values) else values.factorize()[0]
 
 
 def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
@@ -203,6 +181,7 @@ def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
         by_run.append(curve(metrics, row.metric).assign(setting=row.setting))
     if not by_run:
         return pd.DataFrame(columns=["samples", "mean", "min", "max"])
+    # only steps at which all finished runs of a setting were evaluated
     at = pd.concat(by_run).reset_index().groupby(["setting", "step"])
     curves = at["score"].agg(["mean", "min", "max", "size"])
     curves["samples"] = at["samples_trained"].mean()

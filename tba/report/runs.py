@@ -30,25 +30,15 @@ LOWEST_TOP: dict[Form, float] = {"positive": 1e-9, "share": 0.1, "count": 1.0}
 """Least height of an axis that begins at 0, so that small shares look small."""
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A score of evaluations, in each of `MODES`."""
-
-    label: str
-    value: str
-    stderr: str
-    form: Form
-
-    def names(self, mode: str) -> tuple[str, str]:
-        return self.value.format(mode), self.stderr.format(mode)
-
-    def text(self, evaluation: Row, mode: str) -> str:
-        value, stderr = (evaluation.get(name, nan) for name in self.names(mode))
-        return with_stderr(value, stderr, "{:.1%}" if self.form == "share" else "{:.3f}")
+def names(measure: str, mode: str) -> tuple[str, str]:
+    """Return the columns of a score, `pass@1` or `reward`, and of its standard error."""
+    stderr = "stderr" if measure == "pass@1" else "reward_stderr"
+    return f"eval/{mode}_{measure}", f"eval/{mode}_{stderr}"
 
 
-PASS = Measure("pass@1", "eval/{}_pass@1", "eval/{}_stderr", "share")
-REWARD = Measure("reward", "eval/{}_reward", "eval/{}_reward_stderr", "number")
+def score(evaluation: Row, measure: str, mode: str) -> str:
+    value, stderr = (evaluation.get(name, nan) for name in names(measure, mode))
+    return with_stderr(value, stderr, "{:.1%}" if measure == "pass@1" else "{:.3f}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Record:
     samples: list[Row]
     totals: Row
 
-    def facts(self, measure: Measure) -> Mapping[str, str]:
+    def facts(self, measure: str) -> Mapping[str, str]:
         totals, steps = self.totals, self.steps
         newest, tenth = steps.iloc[-1], ceil(len(steps) / 10)
         first, last = steps["reward"].head(tenth).mean(), steps["reward"].tail(tenth).mean()
@@ -72,8 +62,8 @@ class Record:
         evaluations, held_out = self.evaluations.to_dict("records"), {}
         ends = evaluations[:1] + evaluations[1:][-1:]
         for mode in MODES:
-            texts = [measure.text(e, mode) for e in ends]
-            held_out[f"Held-out {measure.label}, {mode}"] = " → ".join(texts) or "–"
+            texts = [score(e, measure, mode) for e in ends]
+            held_out[f"Held-out {measure}, {mode}"] = " → ".join(texts) or "–"
         return {
             "Objective": self.config["objective"]["use"],
             "Steps": f"{newest['step']:,.0f} of {planned:,} ({totals['status']})",
@@ -116,18 +106,17 @@ def read_record(path: Path, name: str, colour: str) -> Record:
         )
     metrics = read_metrics(path, "samples_generated", "searchers/rejected", *LAG, *WAITS.values())
     is_step = metrics["samples_generated"].notna()
-    steps, evaluations = metrics[is_step], metrics[~is_step]
+    steps = metrics[is_step]
     if steps.empty:
         raise ValueError(
             f"{path} has no metrics yet; type `tba report {path}` again after its first step"
         )
-    if not evaluations.empty:  # a resumed run may have repeated one
-        evaluations = evaluations.drop_duplicates("step", keep="last").sort_values("step")
+    # a resumed run may have repeated an evaluation
+    evaluations = metrics[~is_step].drop_duplicates("step", keep="last").sort_values("step")
     at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
-    samples = np.interp(evaluations["step"], at, generated)
-    evaluations = evaluations.assign(samples_generated=samples)
-    totals = _totals(path, steps)
-    return Record(name, colour, config, steps, evaluations, read(path / SAMPLES), totals)
+    evaluations["samples_generated"] = np.interp(evaluations["step"], at, generated)
+    samples, totals = read(path / SAMPLES), _totals(path, steps)
+    return Record(name, colour, config, steps, evaluations, samples, totals)
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
@@ -146,8 +135,7 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
 class Panel:
     """Axes with at most two metrics, the second dashed, each ± its `spread`.
 
-    Metrics of steps are smoothed, and drawn over the values of each step, unless they are counts.
-    Evaluations are points.
+    Metrics of steps are smoothed, unless they are counts. Evaluations are points.
     """
 
     title: str
@@ -204,10 +192,7 @@ FIGURES = {
 
 
 def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw the page into `out` and return its path. ValueError for a folder with nothing to draw.
-
-    By default, `out` is the folder `report` of the run or, for several, of the working directory.
-    """
+    """Draw the page, by default into `report` in the run's folder or, for several, here."""
     paths = list(dict.fromkeys(path.expanduser().resolve() for path in runs))
     if not paths:
         raise ValueError("name at least one run: tba report RUN")
@@ -217,20 +202,14 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
         name = path.name if count[path.name] == 1 else str(path)
         records.append(read_record(path, name, COLOURS[i % len(COLOURS)]))
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
-    passes = pd.concat(r.evaluations.reindex(columns=[PASS.names("sampled")[0]]) for r in records)
-    graded = not passes.empty and bool(passes.notna().all(axis=None))
-    measure = PASS if graded else REWARD
+    passes = pd.concat(r.evaluations.reindex(columns=["eval/sampled_pass@1"]) for r in records)
+    graded = len(passes) and passes.notna().all(axis=None)
+    measure = "pass@1" if graded else "reward"
     panels = {"reward": _rewards(measure), **FIGURES}
     figures = {name: _draw(own, records) for name, own in panels.items()}
-    values = {
-        "runs": records,
-        "measure": measure,
-        "modes": MODES,
-        "differences": _differences(records),
-        "number": number,
-        "nan": nan,
-    }
-    return write_page(folder, "report.html", values, figures)
+    values = {"runs": records, "differences": _differences(records), "measure": measure}
+    helpers = {"modes": MODES, "score": score, "number": number, "nan": nan}
+    return write_page(folder, "report.html", {**values, **helpers}, figures)
 
 
 def _differences(records: Sequence[Record]) -> pd.DataFrame:
@@ -240,12 +219,13 @@ def _differences(records: Sequence[Record]) -> pd.DataFrame:
     return keys[keys.nunique(axis=1) > 1]
 
 
-def _rewards(measure: Measure) -> list[Panel]:
+def _rewards(measure: str) -> list[Panel]:
     """Return the panels of training and of held-out rewards, over each of `AXES`."""
-    values, stderrs = zip(*(measure.names(mode) for mode in MODES), strict=True)
-    title = f"held-out {measure.label} ± standard error"
+    values, stderrs = zip(*(names(measure, mode) for mode in MODES), strict=True)
+    title = f"held-out {measure} ± standard error"
+    form: Form = "share" if measure == "pass@1" else "number"
     training = [Panel("training reward", ("reward",), x=x) for x in AXES]
-    return training + [Panel(title, values, measure.form, MODES, stderrs, x) for x in AXES]
+    return training + [Panel(title, values, form, MODES, stderrs, x) for x in AXES]
 
 
 def _draw(panels: Sequence[Panel], runs: Sequence[Record]) -> Figure:

@@ -17,25 +17,20 @@ from tba.report.layout import Layout, counts, lay_out, numbers, panels, section,
 from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {"sampled_kl": "KL to the reference at the end (nats)", "seconds": "time of a run (s)"}
-Style = Mapping[str, Any]
-Styles = Mapping[Any, Style]
-STYLES: Sequence[Style] = [
+Styles = Mapping[Any, dict[str, Any]]
+STYLES: list[dict[str, Any]] = [
     {"color": colour, "marker": marker, "linestyle": "-" if i < 7 else (0, (4, 1.5))}
     for i, (colour, marker) in enumerate(zip(COLOURS, "osD^vPXosD^v", strict=True))
 ]
 
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
-    """Draw the page of a study, by default into its folder `report`, and return the page's path.
-
-    Also writes `results.json` again.
-    """
+    """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
     name, rows = read_ledger(folder).name, write_results(folder)
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
     if begun.empty:
         raise ValueError(
-            f"{folder} has no evaluations yet; type `tba report {folder}` again once its first run"
-            " is done"
+            f"{folder} has no evaluations yet; type `tba report {folder}` again after its first run"
         )
     layouts = {grid: lay_out(folder, own) for grid, own in begun.groupby("grid", sort=False)}
     texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
@@ -63,7 +58,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     return write_page(out or folder / "report", "study.html", values, figures)
 
 
-def styles_for(values: Iterable[Any]) -> dict[Any, Style]:
+def styles_for(values: Iterable[Any]) -> Styles:
     """Return a style for each line, and for a grid without lines; the first twelve are distinct."""
     styles = {v: STYLES[i % len(STYLES)] for i, v in enumerate(dict.fromkeys(values))}
     return {None: STYLES[0], **styles}
@@ -122,7 +117,12 @@ def _fronts(layout: Layout, styles: Styles) -> Figure | None:
             style = {**styles[layout.line(s)], "linestyle": "none", "markersize": 6}
             axes.errorbar(x[s], y[s], spread["last"][s], spread[cost][s], **style, elinewidth=0.6)
         front = pareto(x, y)
-        steps: Style = {"drawstyle": "steps-post", "color": GREY, "linewidth": 1.1, "zorder": 1.5}
+        steps: dict[str, Any] = {
+            "drawstyle": "steps-post",
+            "color": GREY,
+            "linewidth": 1.1,
+            "zorder": 1.5,
+        }
         axes.plot(x[front], y[front], **steps)
         names = [title(layout.settings.loc[s, layout.keys[::-1]]) for s in front]
         unbroken = "  ·  ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
@@ -141,7 +141,7 @@ def pareto(costs: pd.Series, scores: pd.Series) -> list[int]:
     return list(points.index[points["score"] > cheaper])
 
 
-def _line(axes: Axes, x: pd.Series, scores: pd.DataFrame, style: Style) -> None:
+def _line(axes: Axes, x: pd.Series, scores: pd.DataFrame, style: dict[str, Any]) -> None:
     """Draw the mean over seeds, and a band from the lowest to the highest."""
     band = {"color": style["color"], "alpha": 0.13, "linewidth": 0}
     axes.fill_between(x, scores["min"], scores["max"], **band)
@@ -169,8 +169,8 @@ def _axes(count: int, layout: Layout, styles: Styles) -> tuple[Figure, list[Axes
     if lines:
         handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
         names = [plain(phrase(layout.lines or "", v)[-40:]) for v in lines]
-        place: Style = {"loc": "outside upper left", "ncols": 6}
-        figure.legend(handles, names, **place, frameon=False, handlelength=3.2)
+        look: dict[str, Any] = {"frameon": False, "handlelength": 3.2}
+        figure.legend(handles, names, loc="outside upper left", ncols=6, **look)
     return figure, list(grid.flat[:count])
 
 

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from tba.learn import Trainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import is_segment, load_groups, save_groups
+from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Weights
@@ -46,8 +46,7 @@ class Progress:
     missing: int
     evaluating: int
     rng: Mapping[str, Any]
-    counts: Mapping[str, float]
-    """Totals of the summary."""
+    counts: Mapping[str, float]  # totals of the summary
 
 
 class Checkpoints:
@@ -61,8 +60,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, deadline: float):
         self._folder, self._keep, self._deadline = folder, keep, deadline
         self._step: int | None = None
-        self._thread: threading.Thread | None = None
-        """Writes step `_step`, and sets the two below at its end."""
+        self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
         self._error: Exception | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -159,10 +157,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
 
 
 def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
-    """Add the manifest to the folder `aside`, flush everything to disk, and rename it to `target`.
-
-    `known` has the sha256 of files that need not be read again.
-    """
+    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
     digests = {}
     for name, path in _files(aside).items():
         digests[name] = known[name] if name in known else _sha256(path)
@@ -178,10 +173,7 @@ def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
 
 
 def _prune(newest: Path, keep: int) -> None:
-    """Remove all generations except `newest` and the keep - 1 before it, and unfinished ones.
-
-    Later ones were abandoned when the run was resumed from an earlier one.
-    """
+    """Keep `newest` and the keep - 1 before it; a run that was resumed abandons later ones."""
     folder = newest.parent
     complete = [g for g in generations(folder) if g <= newest]
     for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:]}:
@@ -229,8 +221,8 @@ def damage(generation: Path) -> dict[str, str]:
 def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
     """Return the newest undamaged generation. Damaged ones are logged as errors.
 
-    ValueError if there is none. With `drop_damaged_replay`, return the newest one in which
-    nothing but segments of the replay buffer is damaged instead.
+    ValueError if there is none. With `drop_damaged_replay`, segments of the replay buffer may be
+    damaged if all generations are.
     """
     without_segments = []
     complete = generations(folder)
@@ -245,7 +237,7 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
             return generation
         name, problem = min(problems.items())
         log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
-        if all(is_segment(name) for name in problems):
+        if all(name.startswith(SEGMENTS) for name in problems):
             without_segments.append(generation)
     if not without_segments:
         raise ValueError(
@@ -264,10 +256,7 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
 def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
-    """Put trainer, random states and buffer back; return where the run and its search stood.
-
-    The generation must have been verified.
-    """
+    """Put trainer and buffer back from an undamaged generation; return the other states."""
     state = json.loads((generation / STATE).read_text())
     if state.get("format") != FORMAT:
         raise ValueError(

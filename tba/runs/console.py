@@ -31,13 +31,10 @@ SHOWN = (  # metric, label, format
 )
 """The metrics that are displayed."""
 
-PASS = (
-    "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
-    "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
-)
-REWARD = (
-    "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}  greedy {greedy_reward:.3f}"
-)
+REWARD = "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}"
+REWARD += "  greedy {greedy_reward:.3f}"
+PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
+PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
 
 
 def open_console(config: Config) -> "Console":
@@ -56,8 +53,7 @@ class Console:
     def __init__(self, steps: int, write: Callable[[str], None]):
         self._steps, self._write = steps, write
         self._last_line = 0.0
-        self._followed: str | None = None
-        """Held-out prompt whose answer is shown at each evaluation."""
+        self._followed: str | None = None  # held-out prompt whose answers are shown
 
     def note(self, text: str) -> None:
         self._write(text)
@@ -92,7 +88,6 @@ class Console:
     def end(self, s: Summary, folder: Path) -> None:
         """Show the summary of the run."""
         self.close()
-        outcome = "finished" if s.finished else "stopped"
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
         rows = {
@@ -108,6 +103,7 @@ class Console:
         rows["summary"] = str(folder / "summary.json")
         rows["report"] = f"tba report {folder}"
         lines = [f"  {label:<20} {text}" for label, text in rows.items()]
+        outcome = "finished" if s.finished else "stopped"
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
         self._write("\n".join(["", heading, *lines]))
 
@@ -162,8 +158,7 @@ def _formatted(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation in a line: pass@1 if the task defines it, otherwise the reward."""
-    form = PASS if "sampled_pass@1" in scores else REWARD
-    parts = [form.format_map(scores)]
+    parts = [(PASS if "sampled_pass@1" in scores else REWARD).format_map(scores)]
     for name, value in scores.items():
         if name.startswith("pass@") and not name.endswith("stderr"):
             parts.append(f"{name} {value:.3f}")

@@ -15,10 +15,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file, or none if there is no file.
-
-    A last line that a crash cut short is left out.
-    """
+    """Return the rows of a JSONL file, if there is one, without a line that a crash cut short."""
     if not path.is_file():
         return []
     lines = path.read_text().split("\n")
@@ -50,8 +47,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
-    tables: dict[str, Any] = json.loads((run / CONFIG).read_text())
-    return tables
+    return json.loads((run / CONFIG).read_text())
 
 
 def write_config(run: Path, config: Config) -> None:
@@ -77,21 +73,32 @@ def rewind(run: Path, step: int) -> None:
 
 
 class Journal:
-    """Writes metrics and samples as they come.
-
-    Every JSONL row is on disk when `row` returns; `close` flushes TensorBoard and W&B. `start` is
-    the step at which a resumed run continues; TensorBoard drops what it has after it.
-    """
+    """Writes metrics and samples as they come; `start` is the step at which the run continues."""
 
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
         self._tensorboard: Any = None
-        self._wandb = _wandb_run(folder, config) if config.log.wandb else None
+        self._wandb: Any = None
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = start + 1 if start else None
+            purge = start + 1 if start else None  # drops the steps that come again
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+        if config.log.wandb:
+            import wandb
+
+            identity = folder / "wandb_id"  # folders of different studies may have the same name
+            if not identity.is_file():
+                write_whole(identity, uuid.uuid4().hex)
+            self._wandb = wandb.init(
+                project=config.log.wandb_project,
+                name=folder.name,
+                id=identity.read_text(),
+                dir=str(folder),
+                config=config.nested(),
+                resume="allow",
+            )
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -122,19 +129,3 @@ def _append(path: Path, row: dict[str, Any]) -> None:
             row[name] = None  # JSON has no NaN
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def _wandb_run(folder: Path, config: Config) -> Any:
-    import wandb
-
-    own = folder / "wandb_id"  # folders of different studies may have the same name
-    if not own.is_file():
-        write_whole(own, uuid.uuid4().hex)
-    return wandb.init(
-        project=config.log.wandb_project,
-        name=folder.name,
-        id=own.read_text(),
-        dir=str(folder),
-        config=config.nested(),
-        resume="allow",
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from tba.config.schema import Config, override_all, parse
 from tba.learn.state import read_model
 from tba.models.pretrained import computes_in_bf16
-from tba.runs import checkpoint
+from tba.runs.checkpoint import REFERENCE, newest, read_weights
 from tba.runs.log import CHECKPOINTS, read_config
 from tba.runs.parts import check
 from tba.runtime.placement import gpu_count
@@ -32,7 +32,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     reference: the first model, unless it has been reset.
     """
     config = stored_config(run, settings)
-    generation = None if reference else _newest(run)
+    generation = None if reference else newest(run / CHECKPOINTS, drop_damaged_replay=True)
     parts = check(config)
     if not parts.held_out:
         raise ValueError(
@@ -47,7 +47,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
         arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
         version = int(generation.name.removeprefix("step-"))
         searcher.engine.load_weights(Weights(version, arrays))
-        changed = checkpoint.read_weights(generation / checkpoint.REFERENCE)
+        changed = read_weights(generation / REFERENCE)
         if changed is not None:
             searcher.reference.load_weights(changed)
     scores = evaluate_held_out(searcher).scores
@@ -59,9 +59,6 @@ def export_run(run: Path, out: Path) -> Path:
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
     read_config(run)  # raises if it is not the folder of a run
-    shutil.copytree(_newest(run) / "model", out, dirs_exist_ok=True)
+    generation = newest(run / CHECKPOINTS, drop_damaged_replay=True)
+    shutil.copytree(generation / "model", out, dirs_exist_ok=True)
     return out
-
-
-def _newest(run: Path) -> Path:
-    return checkpoint.newest(run / CHECKPOINTS, drop_damaged_replay=True)

@@ -86,10 +86,9 @@ class Parts:
 
 
 def check(config: Config, memory: InMemory | None = None) -> Parts:
-    """Read everything that the config names: plug-ins, tokenizer, data.
+    """Read everything that the config names: plug-ins, tokenizer, data; ValueError if it is wrong.
 
-    `memory` holds the rows and functions that were passed from Python. ValueError for whatever
-    could not work. No process is started.
+    `memory` holds the rows and functions that were passed from Python. No process is started.
     """
     config = with_memory(config, memory)
     if config.log.wandb and find_spec("wandb") is None:

@@ -21,10 +21,7 @@ class Result:
         return self._table(evaluations=False)
 
     def evaluations(self) -> DataFrame:
-        """Return the scores of each evaluation, in the order in which they ended.
-
-        `step` is the version of the weights that were evaluated.
-        """
+        """Return the scores of each evaluation as it ended; `step` is the version evaluated."""
         return self._table(evaluations=True)
 
     def _table(self, evaluations: bool) -> DataFrame:

@@ -17,10 +17,7 @@ from tba.types import Group
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run.
-
-    In `summary.json`, `first` and `last` are `eval/first` and `eval/last`.
-    """
+    """Summary of a run; in `summary.json`, `first` and `last` are `eval/first` and `eval/last`."""
 
     finished: bool
     steps: int
@@ -39,9 +36,8 @@ class Summary:
     rejected: dict[str, int]
     """Samples without a reward, by reason."""
     first: dict[str, float]
-    """Scores before training."""
     last: dict[str, float]
-    """Scores after training."""
+    """Scores before and after training."""
 
     def write(self, run: Path) -> None:
         """Write `summary.json` into the folder of the run."""
@@ -54,8 +50,7 @@ class Tracker:
     """Totals over all steps and all sessions of a run, and its clocks."""
 
     def __init__(self) -> None:
-        self.published = 0
-        """Bytes of the weights that have been published since the last step."""
+        self.published = 0  # bytes since the last step
         self._total: defaultdict[str, float] = defaultdict(float)
         self._spent: defaultdict[str, float] = defaultdict(float)  # since the last step
         self._started: float | None = None
@@ -124,10 +119,8 @@ class Tracker:
             "searchers/restarts": stats.restarts,
             "searchers/rejected": stats.rejected.total(),
         }
-        if stats.faulty:
-            metrics["reward/faulty"] = stats.faulty
-        if stats.rollouts:
-            metrics["rollouts_generated"] = stats.rollouts
+        rare = {"reward/faulty": stats.faulty, "rollouts_generated": stats.rollouts}
+        metrics |= {name: count for name, count in rare.items() if count}
         self._last, self.published = now, 0
         self._spent.clear()
         return metrics

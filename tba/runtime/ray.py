@@ -7,18 +7,22 @@ one is restarted: its prompts are issued again, and its late results are refused
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
-from tba.runtime.cluster import Cluster
-from tba.runtime.pool import Handle, Pool, Task
+from tba.runtime.actor import SearcherActor
+from tba.runtime.cluster import Cluster, ObjectStore
+from tba.runtime.handle import CONTROL, Handle, Kind, Task
+from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.types import Group, Prompt
@@ -57,7 +61,19 @@ class RaySearchers:
         self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-        self._pool = Pool(job, cluster, bf16, newest, self._reference)
+        task, evaluation = job.settings.task_deadline, job.setup.evaluation.deadline
+        self._deadlines: dict[Kind, float] = {
+            "start": job.settings.start_deadline,
+            "search": task,
+            "evaluate": evaluation,
+            "publish": task + evaluation,  # an evaluation may have begun before it
+        }
+        self._bf16, self._gpus, self._transport = bf16, cluster.searcher_gpus, ObjectStore(task)
+        self._newest = None if newest is None else self._transport.send(newest)
+        self._sent_reference: Sent | None = None
+        if self._reference is not None:
+            self._sent_reference = self._transport.send(self._reference)
+        self._handles = [self._start(place) for place in cluster.searchers]
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -84,16 +100,17 @@ class RaySearchers:
 
     def publish(self, weights: Weights) -> None:
         with self._changed:
-            self._pool.publish(weights)
+            self._newest = self._transport.send(weights)
+            self._send_newest()
 
     def reset_reference(self, weights: Weights) -> None:
         with self._changed:
             self._reference = weights
-            self._pool.reset_reference(weights)
+            self._sent_reference = self._transport.send(weights)
 
     def evaluate(self) -> None:
         with self._changed:
-            self._requested.append(self._pool.newest)
+            self._requested.append(self._newest)
             self._evaluating += 1
             self._hand_out_evaluations()
 
@@ -114,7 +131,7 @@ class RaySearchers:
     def close(self) -> None:
         self._closing = True
         self._collector.join(timeout=10)
-        for handle in self._pool.handles:
+        for handle in self._handles:
             ray.kill(handle.actor)
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
@@ -137,8 +154,8 @@ class RaySearchers:
                 with self._changed:
                     self._hand_out_evaluations()
                     self._hand_out_searches()
-                    self._pool.send_newest()
-                    calls = self._pool.calls()
+                    self._send_newest()
+                    calls = self._calls()
                     if not calls:
                         self._changed.wait(0.1)
                         continue
@@ -146,38 +163,56 @@ class RaySearchers:
                 for ref in ready:
                     self._receive(*calls[ref])
                 with self._changed:
-                    for handle in list(self._pool.handles):
-                        if why := self._pool.late(handle):
+                    for handle in list(self._handles):
+                        if why := handle.late(self._deadlines):
                             self._restart(handle, why)
         except Exception as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
+    def _send_newest(self) -> None:
+        """Send the newest weights to the searchers that have older ones and accept them now."""
+        for handle in self._handles:
+            behind = self._settings.lag is None and handle.sent is not self._newest
+            if behind and handle.accepts_weights():
+                handle.publish(self._newest)
+
+    def _calls(self) -> dict[Any, tuple[Handle, Task]]:
+        """Return who has which task, by its reference, and begin the deadlines that are due."""
+        calls = {}
+        for handle in self._handles:
+            handle.begin(self._settings.concurrent_searches)
+            calls.update({task.ref: (handle, task) for task in handle.tasks})
+        return calls
+
+    def _least_busy_first(self) -> list[Handle]:
+        return sorted(self._handles, key=lambda handle: len(handle.work()))
+
     def _hand_out_evaluations(self) -> None:
         """Give each searcher an evaluation at most, before and beyond its other tasks."""
-        for handle in self._pool.least_busy_first():
+        for handle in self._least_busy_first():
             if self._requested and not handle.has("evaluate"):
-                self._pool.evaluate(handle, self._requested.popleft())
+                handle.evaluate(self._requested.popleft(), self._sent_reference)
 
     def _hand_out_searches(self) -> None:
         """Give searches to whoever has fewest tasks, so that all work on what is waited for."""
         while count := self._due():
-            handle = self._pool.least_busy_first()[0]
+            handle = self._least_busy_first()[0]
             if len(handle.work()) >= self._in_flight:
                 return
             prompts, seed = self._stream.take(count), task_seed(self._job.seed, self._number)
             self._number += 1
-            self._pool.search(handle, prompts, seed)
+            weights = None if self._settings.lag is None else self._newest  # those of its turn
+            handle.search(prompts, seed, weights, self._sent_reference)
 
     def _due(self) -> int:
         """Return the prompts of the next search; in lockstep, a share of those still owed."""
         most = self._settings.prompts_per_task
         if self._settings.lag is None:
             return most
-        handles = self._pool.handles
-        asked = sum(len(task.prompts) for handle in handles for task in handle.tasks)
-        share = -(-self._owed // len(handles))
+        asked = sum(len(task.prompts) for handle in self._handles for task in handle.tasks)
+        share = -(-self._owed // len(self._handles))
         return max(0, min(most, share, self._owed - self._arrived() - asked))
 
     def _receive(self, handle: Handle, task: Task) -> None:
@@ -212,8 +247,23 @@ class RaySearchers:
                 )
             self._restarts_left -= 1
             self._stats.restarts += 1
-            self._pool.restart(handle)
+            ray.kill(handle.actor)
+            self._handles[self._handles.index(handle)] = self._start(handle.place)
             log.warning("a searcher %s: restarted, its tasks are issued again", why)
             self._requested.extendleft(t.weights for t in handle.tasks if t.kind == "evaluate")
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
+
+    def _start(self, place: Place) -> Handle:
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": self._gpus,
+            "max_restarts": 0,
+            "max_concurrency": self._settings.concurrent_searches,
+            "concurrency_groups": {CONTROL: 2},
+        }
+        start: Any = ray.remote(**options)(SearcherActor)
+        transport, newest = self._transport, self._newest
+        actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
+        pid = actor.pid.options(concurrency_group=CONTROL)
+        return Handle(place, actor, newest, [Task("start", pid.remote())])

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import psutil
 
-EVERY = 2.0
-"""Seconds between two looks at the processes."""
-
 
 class Reaper:
     """A watcher over the Ray with this session folder, outside this process group."""
@@ -55,7 +52,7 @@ def main() -> None:
     """Watch until the pipe closes, then clean up."""
     driver, session = int(sys.argv[1]), sys.argv[2]
     known = family(driver, session)
-    while not select.select([sys.stdin], [], [], EVERY)[0]:  # readable only when it is closed
+    while not select.select([sys.stdin], [], [], 2.0)[0]:  # readable only when it is closed
         known |= family(driver, session)
     for process in known:
         try:

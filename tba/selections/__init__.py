@@ -1,16 +1,16 @@
 """The contract of selections, which choose the next prompts. Each other file is one selection."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from tba.config.plugins import GIVEN
 from tba.types import Group, Prompt
 
 
 @runtime_checkable
 class Selection(Protocol):
-    """An endless choice of prompts.
-
-    The same seed, choices and groups lead to the same choices, also after `restore`.
-    """
+    """An endless choice of prompts, which follows from the seed, earlier choices and groups."""
 
     def choose(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts. A prompt that is in flight may be chosen again."""
@@ -23,3 +23,22 @@ class Selection(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
+
+
+@dataclass
+class Counted:
+    """A selection that depends on the seed and the number of earlier choices only."""
+
+    prompts: Sequence[Prompt] = field(metadata=GIVEN)
+    seed: int = field(metadata=GIVEN)
+    pass_reward: float | None = field(metadata=GIVEN)
+    _chosen: int = field(default=0, init=False)
+
+    def learn(self, group: Group) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {"chosen": self._chosen}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._chosen = state["chosen"]

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.selections._counted import Counted
+from tba.selections import Counted
 from tba.types import Group, Prompt
 
 

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tba.selections._counted import Counted
+from tba.selections import Counted
 from tba.types import Prompt
 
 

@@ -36,9 +36,8 @@ def by_weight(
 ) -> Int[np.ndarray, "{groups} {size}"]:
     """Return `size` distinct responses for each group, with odds exp(log_weight); -1 if fewer.
 
-    The draw is successive and without replacement. The largest of log_weight + Gumbel noise are
-    such a draw, and cannot underflow as softmax does. If there are many responses, draws with
-    replacement come first. Without their repeats they are the same draw at a lower cost.
+    The largest of log_weight + Gumbel noise are a successive draw without replacement. If there are
+    many responses, draws with replacement come first: the same without their repeats, but cheaper.
     """
     drawn = np.full((groups, size), -1)
     guesses = np.zeros((groups, 0), int)

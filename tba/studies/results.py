@@ -6,7 +6,7 @@ This module imports no torch, so that a report is drawn within seconds.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import ceil, isnan
+from math import ceil, nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
 SEED = "run.seed"
 ESS, LAG = "off_policy/ess", "off_policy/lag_mean"
-MEASURES = ["last", "peak", "peak_step", "drop", "kl", "ess", "lag_mean"]
 TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
 
 Row = dict[str, Any]
@@ -28,14 +27,12 @@ Status = Literal["pending", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study: its settings and its status."""
+    """One run of a study: its settings and its status. `folder` is relative to the study's."""
 
     grid: str
     folder: str
-    """Relative to the study's folder."""
     label: str
     settings: Settings
-    """All settings of the grid that hold for this run."""
     axes: Settings
     """The settings that distinguish it from other runs of the grid; labelled variants are one."""
     status: Status = "pending"
@@ -43,7 +40,7 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        """Return whether it diverged (non-finite): recorded as a result, not as an error."""
+        """Return whether a value was not finite: that is a result, not an error."""
         return self.error is not None and self.error.startswith("NotFinite")
 
 
@@ -66,7 +63,7 @@ def read_ledger(folder: Path) -> Ledger:
             f"{folder} is not the folder of a study: it has no {STUDY};"
             " run a study with `tba sweep STUDY.toml`"
         )
-    names = [f.name for f in fields(Trial)]
+    names = [f.name for f in fields(Trial)]  # not those of another version
     runs = [Trial(**{name: run[name] for name in names}) for run in study["runs"]]
     return Ledger(study["name"], study["metric"], runs)
 
@@ -131,8 +128,7 @@ def phrase(key: str, value: Any) -> str:
 def read_metrics(run: Path, *columns: str) -> pd.DataFrame:
     """Return `metrics.jsonl` as a table of floats; `columns` that no row has are all NaN."""
     table = pd.DataFrame(read(run / METRICS), dtype=float)
-    missing = {name: float("nan") for name in columns if name not in table}
-    return table.assign(**missing)
+    return table.assign(**{name: nan for name in columns if name not in table})
 
 
 def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -141,9 +137,7 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
     A resumed run may have evaluated a step twice: the last one counts.
     """
     name = f"eval/{metric}"
-    if name not in metrics:
-        return pd.DataFrame({"score": [], "samples_trained": []}, dtype=float)
-    by_step = metrics.groupby("step")[[name, "samples_trained"]].last()
+    by_step = metrics.reindex(columns=["step", name, "samples_trained"]).groupby("step").last()
     if 0 in by_step.index:
         by_step.loc[0, "samples_trained"] = 0
     return by_step.rename(columns={name: "score"}).dropna()
@@ -155,9 +149,9 @@ def write_results(folder: Path) -> pd.DataFrame:
     known = [scores(folder / t.folder) for t in ledger.runs]
     metric = metric_of(next(filter(None, known), {}), ledger.metric)
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
-    written = [{name: v for name, v in row.items() if name != "axes"} for row in rows]
-    write_whole(folder / RESULTS, json.dumps(written, indent=1) + "\n")
-    return pd.DataFrame(rows).astype(dict.fromkeys(MEASURES + TOTALS, float))
+    table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})
+    write_whole(folder / RESULTS, json.dumps(table.to_dict("records"), indent=1) + "\n")
+    return pd.DataFrame(rows)
 
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
@@ -166,25 +160,23 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
     `kl` is the mean over the last tenth of the steps.
     """
     config, last = read_json(run / CONFIG), scores(run)
-    row = asdict(trial) | dict.fromkeys([*MEASURES, *TOTALS])
-    row["objective"] = config and config["objective"]["use"]
-    row["seed"] = config and config["run"]["seed"]
-    row |= {"metric": metric, **last, "last": last.get(metric)}
-    metrics = read_metrics(run, "samples_trained", "kl", ESS, LAG)
+    metrics = read_metrics(run, "step", "time", *TOTALS[:2], "kl", ESS, LAG)
     by_step = curve(metrics, metric)["score"]
-    if not by_step.empty:
-        peak, at = float(by_step.max()), by_step.idxmax()
-        lowest = float(by_step.loc[at:].min())
-        row |= {"peak": peak, "peak_step": int(at), "drop": peak - lowest}
+    peak, at = by_step.max(), nan if by_step.empty else int(by_step.idxmax())
     steps = metrics.dropna(subset="samples_trained")
-    means = {
+    newest = steps.rename(columns={"step": "steps", "time": "seconds"})[TOTALS].max()
+    totals = finished(run) or newest
+    return asdict(trial) | {
+        "objective": config and config["objective"]["use"],
+        "seed": config and config["run"]["seed"],
+        "metric": metric,
+        **last,
+        "last": last.get(metric, nan),
+        "peak": peak,
+        "peak_step": at,
+        "drop": peak - by_step[by_step.index >= at].min(),
         "kl": steps["kl"].tail(ceil(len(steps) / 10)).mean(),
         "ess": steps[ESS].mean(),
         "lag_mean": steps[LAG].mean(),
+        **{name: totals[name] for name in TOTALS},
     }
-    row |= {name: None if isnan(mean) else float(mean) for name, mean in means.items()}
-    totals = finished(run)
-    if totals is None and len(steps):
-        totals = steps.iloc[-1].to_dict()
-        totals |= {"seconds": totals["time"], "steps": totals["step"]}
-    return row | {name: totals and totals[name] for name in TOTALS}

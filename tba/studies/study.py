@@ -31,9 +31,7 @@ class StudyTable(Table):
     base: str | None = None
 
 
-class StudyFile(Table):
-    """Table [study] of the file; [base] and [[grid]] are read separately."""
-
+class StudyFile(Table):  # of which [base] and [[grid]] are read separately
     study: StudyTable = StudyTable()
 
 
@@ -73,14 +71,10 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     grids = tables.pop("grid", [])
     if tables:
         raise ValueError(
-            f"{path}: unknown table [{next(iter(tables))}];"
-            " a study has [study], [base] and one or more [[grid]]"
+            f"{path}: unknown table [{next(iter(tables))}]; a study has [study], [base], [[grid]]"
         )
-    if not (isinstance(study, dict) and isinstance(base, dict) and _are_tables(grids)):
-        raise ValueError(
-            f"{path}: write [study] and [base] once, with single brackets, and each grid as"
-            " [[grid]]"
-        )
+    if not (_are_tables([study, base]) and _are_tables(grids)):
+        raise ValueError(f"{path}: write [study] and [base] once, and each grid as [[grid]]")
     of_study = [s for s in settings if s.startswith("study.")]
     of_base = [s for s in settings if not s.startswith("study.")]
     file = {"study": study}
@@ -105,31 +99,28 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 
 def check_study(study: Study) -> list[Config]:
-    """Return the config of every trial, after all checks that need no run."""
-    configs = [study.config(trial) for trial in study.trials]
-    checked: set[str] = set()
-    for trial, config in zip(study.trials, configs, strict=True):
-        try:
-            _check(config, checked)
-        except ValueError as error:
-            raise ValueError(f"{_where(trial)}: {error}") from error
-    return configs
+    """Return the config of every trial, after all checks that need no run.
 
-
-def _check(config: Config, checked: set[str]) -> None:
-    """Check a config; models and data are read once, which takes long."""
+    Models and data are read once, which takes long.
+    """
     from tba.config.plugins import resolve_all
     from tba.runs.parts import check
 
-    tables = config.nested()
-    read = json.dumps([tables[name] for name in READ], sort_keys=True)
-    if read not in checked:
-        check(config)
+    configs = [study.config(trial) for trial in study.trials]
+    checked = set()
+    for trial, config in zip(study.trials, configs, strict=True):
+        tables = config.nested()
+        read = json.dumps([tables[name] for name in READ], sort_keys=True)
+        try:
+            plugins = resolve_all(config)
+            plugins.objective.at(0)
+            plugins.strategy.build()
+            if read not in checked:
+                check(config)
+        except ValueError as error:
+            raise ValueError(f"{_where(trial)}: {error}") from error
         checked.add(read)
-    else:
-        plugins = resolve_all(config)
-        plugins.objective.at(0)
-        plugins.strategy.build()
+    return configs
 
 
 def _where(trial: Trial) -> str:
@@ -138,10 +129,7 @@ def _where(trial: Trial) -> str:
 
 def _read_grids(tables: Sequence[dict[str, Any]]) -> list[Trial]:
     if not tables:
-        raise ValueError(
-            'a study needs a grid: write [[grid]] with name = "..." and lists of values to vary,'
-            ' such as "run.seed" = [0, 1]'
-        )
+        raise ValueError('a study needs a grid: write [[grid]] with name = "..." and its settings')
     names = Counter(repr(table.get("name")) for table in tables)
     trials = [trial for table in tables for trial in _grid(table)]
     name, count = names.most_common(1)[0]
@@ -150,18 +138,15 @@ def _read_grids(tables: Sequence[dict[str, Any]]) -> list[Trial]:
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
         if folders[trial.folder] > 1:
-            raise ValueError(
-                f"{_where(trial)}: two runs have this name; remove the repeated value,"
-                " or give each variant a label"
-            )
+            raise ValueError(f"{_where(trial)}: two runs have this name; remove the repeated value")
         if len(trial.folder) > len(trial.grid) + 200:
             raise ValueError(f"{_where(trial)}: the name is too long; give each variant a label")
     return trials
 
 
-def _grid(table: Mapping[str, Any]) -> Iterator[Trial]:
+def _grid(table: dict[str, Any]) -> Iterator[Trial]:
     """Yield a trial for each combination of the values of each axis, and of the variants."""
-    name, bundles = table.get("name"), table.get("variants", [{}])
+    name, bundles = table.pop("name", None), table.pop("variants", [{}])
     valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name)
     if not valid or name == "report":
         raise ValueError(
@@ -169,13 +154,10 @@ def _grid(table: Mapping[str, Any]) -> Iterator[Trial]:
             ' and not "report"; it names a folder'
         )
     where = f"grid {name!r}"
-    settings = _by_key({k: v for k, v in table.items() if k not in ("name", "variants")}, where)
-    variants = _variants(bundles, where)
+    settings, variants = _by_key(table, where), _variants(bundles, where)
     for key in itertools.chain(settings, *(own for _, own in variants)):
         if key == "run.folder":
-            raise ValueError(
-                f"{where}: remove 'run.folder'; each run has a folder of its own in study.folder"
-            )
+            raise ValueError(f"{where}: remove 'run.folder'; runs are written into study.folder")
         if settings.get(key) == []:
             raise ValueError(f"{where}: {key!r} = [] has no values; write one, or remove the key")
         if key in settings and any(key in own for _, own in variants):
@@ -190,14 +172,11 @@ def _grid(table: Mapping[str, Any]) -> Iterator[Trial]:
 def _variants(bundles: Any, where: str) -> Sequence[tuple[str | None, Settings]]:
     """Return settings that are changed together, with their label."""
     if not (bundles and _are_tables(bundles)):
-        raise ValueError(
-            f"{where}: variants = {bundles!r}: write a list of tables,"
-            ' such as [{ "run.steps" = 10, "sampling.samples" = 4 }]'
-        )
+        raise ValueError(f'{where}: write variants = [{{ "run.steps" = 10 }}], a list of tables')
     variants = []
     for bundle in bundles:
-        own = _by_key({k: v for k, v in bundle.items() if k != "label"}, where)
-        variants.append((str(bundle["label"]) if "label" in bundle else None, own))
+        label = bundle.pop("label", None)
+        variants.append((None if label is None else str(label), _by_key(bundle, where)))
     labelled = {label is not None for label, _ in variants}
     keys = {frozenset(own) for _, own in variants}
     if len(labelled) > 1 or (labelled == {False} and len(keys) > 1):
@@ -209,18 +188,16 @@ def _variants(bundles: Any, where: str) -> Sequence[tuple[str | None, Settings]]
 
 def _trial(grid: str, axes: Settings, settings: Settings, label: str | None) -> Trial:
     count = Counter(key.rpartition(".")[2] for key in axes)
-    slug, words = [], []
+    words = [] if label is None else [label]
+    slug = [_safe(word) for word in words]
     for key, value in axes.items():
         last = key.rpartition(".")[2]
         slug.append(f"{last if count[last] == 1 else key}={_safe(value)}")
         if key != SEED:
             words.append(phrase(key, value))
-    if label is not None:
-        slug.insert(0, _safe(label))
-        words.insert(0, label)
-        axes = {**axes, "variant": label}
     folder = f"{grid}/{','.join(slug) or 'run'}"
-    return Trial(grid, folder, ", ".join(words) or grid, settings, axes)
+    shown = axes if label is None else {**axes, "variant": label}
+    return Trial(grid, folder, ", ".join(words) or grid, settings, shown)
 
 
 def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -234,10 +211,7 @@ def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         elif key in PLUGGED:
             keys[f"{key}.use"] = value
         else:
-            raise ValueError(
-                f'{where}: {key!r} is no setting; write "table.key" = [values],'
-                ' for example "trainer.learning_rate" = [1e-4, 3e-4]'
-            )
+            raise ValueError(f'{where}: {key!r} is no setting; write "table.key" = [values]')
     return keys
 
 

@@ -4,9 +4,12 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +18,7 @@ from pathlib import Path
 from tba.config.schema import Config, parse
 from tba.runs.log import CONFIG
 from tba.runs.stop import Stop
-from tba.runtime.placement import available_cores
+from tba.runtime.placement import Place, available_cores
 from tba.studies import results
 from tba.studies.results import FAILED, RESULTS, Ledger, Trial, flat, standing
 from tba.studies.study import Study, check_study, read_study
@@ -27,7 +30,7 @@ INTERRUPTED = 130
 
 @dataclass
 class Sweep:
-    """The trials of a study and their configs by folder, in the order of the study."""
+    """The trials and their configs, by folder, in the order of the study."""
 
     study: Study
     trials: dict[str, Trial]
@@ -36,15 +39,13 @@ class Sweep:
     """At most `study.parallel`. The number of each one decides its cores and its log."""
     died: set[str] = field(default_factory=set)
     """Folders of runs whose process died once."""
-    began: float = field(default_factory=time.monotonic, init=False)
-    ended: int = field(default=0, init=False)
 
     def pending(self) -> list[Trial]:
         """Return the trials without an outcome, including those that run."""
         return [trial for trial in self.trials.values() if trial.status == "pending"]
 
-    def carry_out(self) -> bool:
-        """Run everything; return False if a signal stopped it before."""
+    def carry_out(self) -> None:
+        """Run everything, or until a signal asks to stop."""
         self.write()
         with Stop() as stop:
             try:
@@ -58,8 +59,10 @@ class Sweep:
                     time.sleep(0.1)
                     self.collect(asked=True)
             finally:
-                close_workers([process for _, process in self.running.values()])
-        return not self.pending()
+                for _, process in self.running.values():
+                    with suppress(subprocess.TimeoutExpired):
+                        process.communicate(timeout=30.0)  # its input closes, so that it saves
+                    process.kill()
 
     def start(self) -> None:
         """Start as many runs as there is room for, in the order of the study."""
@@ -70,13 +73,12 @@ class Sweep:
         idle = [number for number in range(parallel) if number not in self.running]
         for number, trial in zip(idle, waiting, strict=False):
             path = self.study.path(trial)
-            resume = path if any((path / "checkpoints").glob("step-*")) else None
-            if resume is None:
+            resume = any((path / "checkpoints").glob("step-*"))
+            if not resume:
                 shutil.rmtree(path, ignore_errors=True)
             first = each * (number % (len(cores) // each))
-            share, log = cores[first : first + each], self.log(number)
-            process = start_worker(self.configs[trial.folder], resume, share, log)
-            self.running[number] = trial, process
+            share, config = cores[first : first + each], self.configs[trial.folder]
+            self.running[number] = trial, start_worker(config, resume, share, self.log(number))
 
     def collect(self, asked: bool) -> None:
         """Record the runs whose process has ended; `asked` if the sweep is to stop."""
@@ -84,11 +86,14 @@ class Sweep:
             if process.poll() is not None:
                 process.communicate()  # closes its standard input
                 del self.running[number]
-                code, log = process.returncode, self.log(number)
-                self.end(trial, f"its process died (exit code {code}); see {log}", asked)
+                death = f"its process died (exit code {process.returncode}); see {self.log(number)}"
+                self.end(trial, death, asked)
 
     def end(self, trial: Trial, death: str, asked: bool) -> None:
-        """Record the outcome of a run; if its process died, it gets a second try."""
+        """Record the outcome of a run; if its process died, it gets a second try.
+
+        ValueError if it has scores, but not the study's metric.
+        """
         path = self.study.path(trial)
         status, error = standing(path)
         if status == "pending":
@@ -100,26 +105,19 @@ class Sweep:
                 return
             results.write_failed(path, death)
             status, error = "failed", death
-        self.trials[trial.folder] = ended = replace(trial, status=status, error=error)
-        self.announce(ended)
-        if status == "finished" and not self.study.table.keep_checkpoints:
-            shutil.rmtree(path / "checkpoints", ignore_errors=True)
-        self.write()
-
-    def announce(self, trial: Trial) -> None:
-        """Print the outcome of a run. ValueError if it has scores, but not the study's metric."""
-        outcome = f"failed: {trial.error}"
-        summary = results.finished(self.study.path(trial))
+        self.trials[trial.folder] = replace(trial, status=status, error=error)
+        outcome = f"failed: {error}"
+        summary = results.finished(path)
         if summary is not None:
-            known = results.scores(self.study.path(trial))
+            known = results.scores(path)
             metric = results.metric_of(known, self.study.table.metric)
             value = f"{known[metric]:.3f}" if metric in known else "–"
             outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
-        total, left = len(self.trials), len(self.pending())
-        self.ended += 1
-        minutes = left * (time.monotonic() - self.began) / self.ended / 60
-        outcome += f"  about {minutes:.0f} min left" if left else ""
-        print(f"[{total - left}/{total}] {trial.folder}  {outcome}", flush=True)
+        total = len(self.trials)
+        print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
+        if status == "finished" and not self.study.table.keep_checkpoints:
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+        self.write()
 
     def log(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
@@ -150,9 +148,9 @@ def sweep(
         carried = Sweep(study, left, configs)
         ended = len(left) - len(carried.pending())
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
-        done = carried.carry_out()
+        carried.carry_out()
         results.write_results(study.folder)
-    return _farewell(carried, done, " ".join(["tba sweep", str(path), *settings]))
+    return _farewell(carried, " ".join(["tba sweep", str(path), *settings]))
 
 
 def as_left(study: Study, trial: Trial, config: Config) -> Trial:
@@ -166,8 +164,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     if stored is not None and (status != "pending" or (path / "checkpoints").is_dir()):
         from tba.config.plugins import with_defaults
 
-        there = flat(with_defaults(parse(stored)).nested())
-        here = flat(with_defaults(config).nested())
+        there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
             for key in {**there, **here}
@@ -182,8 +179,8 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     return replace(trial, status=status, error=error)
 
 
-def start_worker(config: Config, resume: Path | None, cores: Sequence[int], log: Path) -> Worker:
-    """Start a run, or continue the one in `resume`; its output goes to the file `log`.
+def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) -> Worker:
+    """Start or resume a run; its output goes to the file `log`.
 
     The process has a session of its own, so that Ctrl-C reaches the sweep only, which then asks
     each run to stop once. It ends when its standard input is closed: a sweep that was killed leaves
@@ -191,15 +188,11 @@ def start_worker(config: Config, resume: Path | None, cores: Sequence[int], log:
     """
     threads = str(len(cores))  # read when torch is imported
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    job = {
-        "config": config.nested(),
-        "resume": None if resume is None else str(resume),
-        "cores": list(cores),
-        "paths": sys.path,
-    }
+    tables, paths = config.nested(), sys.path
+    job = {"config": tables, "resume": resume, "cores": list(cores), "paths": paths}
     with log.open("a") as file:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tba.studies.worker"], stdin=subprocess.PIPE, stdout=file,
+            [sys.executable, "-P", "-m", "tba.studies.sweep"], stdin=subprocess.PIPE, stdout=file,
             stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
@@ -207,19 +200,6 @@ def start_worker(config: Config, resume: Path | None, cores: Sequence[int], log:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
     return process
-
-
-def close_workers(processes: Sequence[Worker], seconds: float = 30.0) -> None:
-    """Ask the processes to save and to stop, and kill those that have not ended in time."""
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate(timeout=5.0)
 
 
 @contextmanager
@@ -231,24 +211,58 @@ def _lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"another `tba sweep` uses {folder}; wait until it ends, or choose another folder"
-                " with study.folder=…"
+                f"another `tba sweep` uses {folder}; choose another folder with study.folder=…"
             ) from error
         yield
 
 
-def _farewell(carried: Sweep, done: bool, command: str) -> int:
-    folder, trials = carried.study.folder, carried.trials.values()
-    failed = [t for t in trials if t.status == "failed"]
-    count = sum(t.status == "finished" for t in trials)
-    print(f"{count} of {len(trials)} runs finished, {len(failed)} failed: {folder / RESULTS}")
+def _farewell(carried: Sweep, command: str) -> int:
+    """Print what the study has come to, and return the exit status."""
+    folder, trials, pending = carried.study.folder, carried.trials, carried.pending()
+    failed = [t for t in trials.values() if t.status == "failed"]
+    finished = len(trials) - len(pending) - len(failed)
+    print(f"{finished} of {len(trials)} runs finished, {len(failed)} failed: {folder / RESULTS}")
     print(f"draw them with `tba report {folder}`")
     broken = [t for t in failed if not t.diverged]
     for t in broken:
         print(f"failed: {folder / t.folder}: {t.error}")
     if broken:
         print(f"once the cause is fixed: `{command} --retry-failed`")
-    if not done:
+    if pending:
         print(f"stopped; continue with `{command}`", flush=True)
         return INTERRUPTED
     return 2 if broken else 0
+
+
+def work() -> None:
+    """Carry out a run in this process. Its folder has the outcome, also an error.
+
+    Standard input has the job in one line, and then stays open for as long as the sweep lives.
+    """
+    pipe = os.dup(sys.stdin.fileno())
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_stop_with_sweep, args=(pipe,), daemon=True).start()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())  # the processes of the run read nothing here
+    sys.path[:] = job["paths"]  # the plug-ins of the study are found where the sweep found them
+    from tba.run import run
+
+    config = parse(job["config"])
+    folder = Path(config.run.folder)
+    Place("cpu", tuple(job["cores"])).take()
+    try:
+        run(config, folder if job["resume"] else None)
+    except Exception as error:
+        line = " ".join(traceback.format_exception_only(error)[-1].split())
+        line = line.removeprefix(f"{type(error).__module__}.")
+        results.write_failed(folder, line, traceback.format_exc())
+
+
+def _stop_with_sweep(pipe: int) -> None:
+    """Save and end when the sweep is gone, which closes its end of the pipe."""
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    work()

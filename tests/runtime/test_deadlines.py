@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tba.runtime.handle import Handle, Kind, Task
 from tba.runtime.placement import Place
-from tba.runtime.pool import Handle, Kind, Task
 from tba.types import Prompt
 from tba.weights import Sent
 

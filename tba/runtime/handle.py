@@ -1,0 +1,94 @@
+"""One searcher process: the calls to it that have not returned, and when these are late."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any, Literal
+
+from tba.runtime.placement import Place
+from tba.types import Prompt
+from tba.weights import Sent
+
+CONTROL = "control"
+"""Threads of a searcher that are free while others search or evaluate."""
+
+Kind = Literal["start", "search", "evaluate", "publish"]
+
+
+@dataclass(eq=False)
+class Task:
+    """Call to a searcher that has not returned."""
+
+    kind: Kind
+    ref: Any
+    """Ray's reference to the result."""
+    prompts: tuple[Prompt, ...] = ()
+    weights: Sent | None = None
+    """Weights to evaluate."""
+    reference: Sent | None = None
+    """Reference that a search needs."""
+    began: float | None = None
+    """Time at which the searcher could begin it; its deadline counts from there."""
+
+
+@dataclass(eq=False)
+class Handle:
+    """Searcher process as the collector sees it."""
+
+    place: Place
+    actor: Any
+    sent: Sent | None
+    """Newest weights that it was sent."""
+    tasks: list[Task]
+    """Calls that have not returned, in the order in which it begins them."""
+
+    def work(self) -> list[Task]:
+        """Return all tasks but a publication, which arrives beside them."""
+        return [task for task in self.tasks if task.kind != "publish"]
+
+    def has(self, *kinds: Kind) -> bool:
+        return any(task.kind in kinds for task in self.tasks)
+
+    def accepts_weights(self) -> bool:
+        """Return whether weights can be sent now.
+
+        Of two publications on their way, each would keep a copy of the weights alive. An evaluation
+        is of the weights that were newest when it was requested, so that newer ones wait for it.
+        """
+        return not self.has("publish", "start", "evaluate")
+
+    def begin(self, concurrent: int) -> None:
+        """Begin the deadlines of the tasks that the searcher can work on by now.
+
+        A start and an evaluation run alone; searches wait for those with an older reference.
+        """
+        work = self.work()
+        alike = takewhile(lambda t: t.kind == "search" and t.reference == work[0].reference, work)
+        running = list(islice(alike, concurrent)) or work[:1]
+        for task in self.tasks:
+            if task.began is None and (task.kind == "publish" or task in running):
+                task.began = time.monotonic()
+
+    def search(
+        self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
+    ) -> None:
+        ref = self.actor.search.remote(prompts, seed, weights, reference)
+        self.tasks.append(Task("search", ref, tuple(prompts), reference=reference))
+
+    def evaluate(self, weights: Sent | None, reference: Sent | None) -> None:
+        ref = self.actor.evaluate.remote(weights, reference)
+        self.tasks.append(Task("evaluate", ref, weights=weights))
+
+    def publish(self, weights: Sent | None) -> None:
+        self.sent = weights
+        call = self.actor.publish.options(concurrency_group=CONTROL)
+        self.tasks.append(Task("publish", call.remote(weights)))
+
+    def late(self, deadlines: Mapping[Kind, float]) -> str | None:
+        """Return which deadline the searcher has missed, if any."""
+        for task in self.tasks:
+            limit = deadlines[task.kind]
+            if task.began is not None and time.monotonic() - task.began > limit:
+                return f"did not finish `{task.kind}` in {limit:g} s"
+        return None
