@@ -92,6 +92,7 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
         "engine=scripted",
         f"engine.latency={search}",
         "engine.answers=['1','2','33']",
+        "eval.every=30",
         "run.steps=60",
     )
     run = run_and_keep(config(tiny_model, tmp_path / "run", *slow))
@@ -104,16 +105,16 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     """Versions travel on the data, and after a load both sides compute the same log-probs."""
-    run_and_keep(config(tiny_model, tmp_path / "run", "run.steps=120", "strategy=recent"))
+    settings = ("run.steps=90", "eval.every=45", "strategy=recent")
+    run_and_keep(config(tiny_model, tmp_path / "run", *settings))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
-    assert rows[-1]["off_policy/lag_mean"] < 60
+    assert rows[-1]["off_policy/lag_mean"] < 45
     gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
     assert gaps
     assert max(gaps) < 1e-4
     versions = [r["step"] for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
-    # an evaluation is of the weights that were newest when it was requested, every 15 steps
-    requested = [step - step % 2 for step in range(0, 120, 15)]
-    assert versions == [*requested, 120]
+    # an evaluation is of the weights that were newest when it was requested
+    assert versions == [0, 44, 90]
 
 
 def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
@@ -251,7 +252,7 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
         "runtime.cores=share",
         "runtime.task_deadline=4.0",
         "runtime.fresh=1",
-        "run.steps=150",
+        "run.steps=80",
         "task.size=3000",
         "eval.prompts=0",
     )

@@ -95,7 +95,7 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
         [
             f"policy.model={model}",
             f"run.folder={folder}",
-            "run.steps=400",
+            "run.steps=250",
             "runtime.use=local",
             "runtime.prompts_per_task=3",
             "task=toy.Toy",
@@ -215,7 +215,7 @@ def save_model(folder: Path) -> Path:
         vocab_size=8,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         max_position_embeddings=16,
         tie_word_embeddings=False,

@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
-from tba.learn.policy import LOGITS_AT_ONCE, positions
-from tba.models.pretrained import Text, load_model
+from tba.models.pretrained import Text, load_model, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -100,17 +99,9 @@ class Transformers:
         ids = [torch.from_numpy(p).long() for p in prompts]
         mask = [torch.ones_like(row) for row in ids]
         visible = pad_sequence(mask, True, 0, "left").to(self.device)
-        model = self.model.base_model
-        out = model(
-            input_ids=pad_sequence(ids, True, self.text.pad_id, "left").to(self.device),
-            attention_mask=visible,
-            position_ids=positions(visible),
-            use_cache=True,
-        )
-        cache = out.past_key_values
-        chosen, logp = self._choose(out.last_hidden_state[:, -1], chance[:, :, 0], sampling)
-        if limit > 1:
-            cache.batch_repeat_interleave(s)
+        hidden, cache = self._run(pad_sequence(ids, True, self.text.pad_id, "left"), visible, None)
+        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
+        cache.batch_repeat_interleave(s)
         visible = visible.repeat_interleave(s, 0)
         chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
         drawn = _Drawn.empty(b * s, limit, self.device)
@@ -125,26 +116,31 @@ class Transformers:
                 rows, chosen, visible = rows[kept], chosen[kept], visible[kept]
                 cache.batch_select_indices(kept)
             visible = torch.cat([visible, torch.ones_like(visible[:, :1])], 1)
-            out = model(
-                input_ids=chosen[:, None],
-                attention_mask=visible,
-                position_ids=positions(visible)[:, -1:],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            numbers = chance[rows, drawn.step, None]
-            chosen, logp = self._choose(out.last_hidden_state[:, -1], numbers, sampling)
+            hidden, cache = self._run(chosen[:, None], visible, cache)
+            chosen, logp = self._choose(hidden, chance[rows, drawn.step, None], sampling)
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
+
+    def _run(
+        self, ids: Int[Tensor, "N L"], visible: Int[Tensor, "N _"], cache: Any
+    ) -> tuple[Float[Tensor, "N D"], Any]:
+        """Return the last hidden states after these tokens, and the cache with them."""
+        out = self.model.base_model(
+            input_ids=ids.to(self.device),
+            attention_mask=visible,
+            position_ids=positions(visible)[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state[:, -1], out.past_key_values
 
     def _choose(
         self, hidden: Float[Tensor, "N D"], uniform: Float[Tensor, "N R"], sampling: Sampling
     ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
         """Return R next tokens for each state and their log-probs, a chunk of states at a time."""
         head = self.model.get_output_embeddings()
-        size = max(1, LOGITS_AT_ONCE[hidden.device.type] // head.weight.shape[0])
-        parts = []
+        size, parts = states_at_once(self.model), []
         for states, numbers in zip(hidden.split(size), uniform.split(size), strict=True):
             parts.append(choose(head(states), numbers, sampling))
         tokens, logp = zip(*parts, strict=True)
@@ -153,7 +149,7 @@ class Transformers:
 
 @dataclass
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs; `length` is 0 until one has ended."""
+    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until the EOS."""
 
     tokens: Int[Tensor, "N T"]
     logp: Float[Tensor, "N T"]

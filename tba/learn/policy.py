@@ -7,11 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
-
-LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
-"""Numbers in the chunks that the LM head runs over: few on a CPU, where clearing memory is slow."""
 
 
 class Output(NamedTuple):
@@ -46,7 +44,6 @@ class Policy(nn.Module):
         self.autocast = autocast
         self.share_prompt = share_prompt
         sizes = model.config.get_text_config()
-        self._vocabulary = sizes.vocab_size
         self.readout = None if head is None else _readout(sizes.hidden_size, self.device)
         self._refuse_processed_logits()
 
@@ -130,7 +127,7 @@ class Policy(nn.Module):
         self, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"]
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Run the LM head a chunk at a time, and again on the way back if there are several."""
-        size = max(1, LOGITS_AT_ONCE[self.device.type] // self._vocabulary)
+        size = states_at_once(self.model)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
         chunks = []
@@ -167,8 +164,3 @@ def _readout(width: int, device: torch.device) -> nn.Linear:
     nn.init.zeros_(readout.weight)
     nn.init.zeros_(readout.bias)
     return readout
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Return the position of each token, counted from the first real one; padding gets 0."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tba.config.tables import PolicyTable
 from tba.types import Answer, Completion, Prompt
 
 BUNDLED = Path(__file__).parent
+
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
+"""Numbers in the chunks that the LM head runs over: few on a CPU, where clearing memory is slow."""
 
 
 @dataclass(frozen=True)
@@ -219,3 +223,14 @@ def enable_gradient_checkpointing(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
+
+
+def states_at_once(model: Any) -> int:
+    """Return the number of hidden states over which the LM head may run at one time."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return max(1, LOGITS_AT_ONCE[model.device.type] // vocabulary)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Return the position of each token, counted from the first real one; padding gets 0."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

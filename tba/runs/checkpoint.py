@@ -61,7 +61,7 @@ class Checkpoints:
         self._folder, self._keep, self._deadline = folder, keep, deadline
         self._step: int | None = None
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def save(
@@ -99,7 +99,7 @@ class Checkpoints:
                 _prune(target, self._keep)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
-            except Exception as error:  # raised in the train loop by `wait`
+            except BaseException as error:  # raised in the train loop by `wait`
                 self._error = error
 
         self._step, name = progress.step, f"checkpoint of step {progress.step}"

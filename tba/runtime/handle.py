@@ -10,8 +10,11 @@ from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent
 
-CONTROL = "control"
-"""Threads of a searcher that are free while others search or evaluate."""
+SEARCH, CONTROL = "search", "control"
+"""Groups of a searcher's threads: one for its work, one that is free for everything else.
+
+Calls of a group begin in the order in which they are made.
+"""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 
@@ -38,8 +41,8 @@ class Handle:
 
     place: Place
     actor: Any
-    sent: Sent | None
-    """Newest weights that it was sent."""
+    version: int
+    """Version of the newest weights that it was sent."""
     tasks: list[Task]
     """Calls that have not returned, in the order in which it begins them."""
 
@@ -73,15 +76,17 @@ class Handle:
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> None:
-        ref = self.actor.search.remote(prompts, seed, weights, reference)
+        call = self.actor.search.options(concurrency_group=SEARCH)
+        ref = call.remote(prompts, seed, weights, reference)
         self.tasks.append(Task("search", ref, tuple(prompts), reference=reference))
 
     def evaluate(self, weights: Sent | None, reference: Sent | None) -> None:
-        ref = self.actor.evaluate.remote(weights, reference)
+        call = self.actor.evaluate.options(concurrency_group=SEARCH)
+        ref = call.remote(weights, reference)
         self.tasks.append(Task("evaluate", ref, weights=weights))
 
-    def publish(self, weights: Sent | None) -> None:
-        self.sent = weights
+    def publish(self, weights: Sent) -> None:
+        self.version = weights.version
         call = self.actor.publish.options(concurrency_group=CONTROL)
         self.tasks.append(Task("publish", call.remote(weights)))
 

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from tba.runtime import SearchJob, SearchState, task_seed
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
-from tba.runtime.handle import CONTROL, Handle, Kind, Task
+from tba.runtime.handle import CONTROL, SEARCH, Handle, Kind, Task
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
@@ -129,6 +129,8 @@ class RaySearchers:
             return SearchState(cursor, self._number, stats, None, self._reference)
 
     def close(self) -> None:
+        if self._closing:
+            return
         self._closing = True
         self._collector.join(timeout=10)
         for handle in self._handles:
@@ -173,10 +175,12 @@ class RaySearchers:
 
     def _send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
+        newest = self._newest
+        if newest is None or self._settings.lag is not None:
+            return
         for handle in self._handles:
-            behind = self._settings.lag is None and handle.sent is not self._newest
-            if behind and handle.accepts_weights():
-                handle.publish(self._newest)
+            if handle.version != newest.version and handle.accepts_weights():
+                handle.publish(newest)
 
     def _calls(self) -> dict[Any, tuple[Handle, Task]]:
         """Return who has which task, by its reference, and begin the deadlines that are due."""
@@ -259,11 +263,11 @@ class RaySearchers:
             "num_cpus": 0,
             "num_gpus": self._gpus,
             "max_restarts": 0,
-            "max_concurrency": self._settings.concurrent_searches,
-            "concurrency_groups": {CONTROL: 2},
+            "concurrency_groups": {SEARCH: self._settings.concurrent_searches, CONTROL: 2},
         }
         start: Any = ray.remote(**options)(SearcherActor)
         transport, newest = self._transport, self._newest
         actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
         pid = actor.pid.options(concurrency_group=CONTROL)
-        return Handle(place, actor, newest, [Task("start", pid.remote())])
+        version = 0 if newest is None else newest.version
+        return Handle(place, actor, version, [Task("start", pid.remote())])

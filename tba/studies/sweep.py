@@ -59,10 +59,14 @@ class Sweep:
                     time.sleep(0.1)
                     self.collect(asked=True)
             finally:
-                for _, process in self.running.values():
+                processes, deadline = self.running.values(), time.monotonic() + 30
+                for _, process in processes:
+                    process.terminate()
+                for _, process in processes:
                     with suppress(subprocess.TimeoutExpired):
-                        process.communicate(timeout=30.0)  # its input closes, so that it saves
+                        process.communicate(timeout=max(0.0, deadline - time.monotonic()))
                     process.kill()
+                    process.wait(5)
 
     def start(self) -> None:
         """Start as many runs as there is room for, in the order of the study."""
@@ -111,7 +115,7 @@ class Sweep:
         if summary is not None:
             known = results.scores(path)
             metric = results.metric_of(known, self.study.table.metric)
-            value = f"{known[metric]:.3f}" if metric in known else "–"
+            value = f"{known[metric]:.3f}" if known.get(metric) is not None else "–"
             outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
         total = len(self.trials)
         print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)

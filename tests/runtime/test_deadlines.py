@@ -11,7 +11,7 @@ from tba.weights import Sent
 
 
 def handle(*tasks: Task) -> Handle:
-    return Handle(Place("cpu"), None, None, list(tasks))
+    return Handle(Place("cpu"), None, 0, list(tasks))
 
 
 def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:
