@@ -18,7 +18,7 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 	@$(BIN)/tba report runs/demo
 
 test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST)
+	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 
 test-slow: $(VENV)/installed  ## run the slow tests, on real pretrained models where they are available
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
@@ -31,7 +31,7 @@ study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours o
 	@$(BIN)/tba report runs/off_policy
 
 coverage: $(VENV)/installed  ## run the tests with line coverage of tba/
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)
+	@$(BIN)/python -m pytest -n 3 --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)
 
 check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/ruff format --check .

@@ -72,6 +72,14 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture(scope="session")
+def shallow_toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy with one layer, which is enough to represent its optimum."""
+    from toy import save_model
+
+    return save_model(tmp_path_factory.mktemp("shallow-toy"), layers=1)
+
+
 @pytest.fixture
 def groups() -> list[Group]:
     """Three groups of four, with values; only the first response of each was cut off before EOS."""

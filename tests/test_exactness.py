@@ -43,16 +43,18 @@ def distance_after_run(config: Config) -> float:
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-def test_local_with_data_eight_and_more_versions_old(toy_model: Path, tmp_path: Path) -> None:
-    config = by_tb(toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
+def test_local_with_data_eight_and_more_versions_old(
+    shallow_toy_model: Path, tmp_path: Path
+) -> None:
+    config = by_tb(shallow_toy_model, tmp_path / "run", "strategy=toy.Delayed", "strategy.age=8")
     assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
 
 
-def test_ray(toy_model: Path, tmp_path: Path) -> None:
+def test_ray(shallow_toy_model: Path, tmp_path: Path) -> None:
     config = by_tb(
-        toy_model,
+        shallow_toy_model,
         tmp_path / "run",
         "runtime.use=ray",
         "strategy=recent",
@@ -63,9 +65,9 @@ def test_ray(toy_model: Path, tmp_path: Path) -> None:
     assert distance_after_run(config) < LIMIT
 
 
-def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> None:
+def test_buffer_filled_by_a_uniform_policy(shallow_toy_model: Path, tmp_path: Path) -> None:
     """No sample comes from the policy or an earlier one: all answers have the same chance."""
-    parts = check(by_tb(toy_model, tmp_path / "run"))
+    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
     trainer = parts.trainer("cpu")
     reference = first_policy(parts.config)
     buffer = ReplayBuffer(per_prompt=10_000)
@@ -76,9 +78,11 @@ def test_buffer_filled_by_a_uniform_policy(toy_model: Path, tmp_path: Path) -> N
     assert total_variation(trainer.policy, reference, parts.text, BETA) < LIMIT
 
 
-def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_path: Path) -> None:
+def test_engine_samples_the_distribution_that_logp_states(
+    shallow_toy_model: Path, tmp_path: Path
+) -> None:
     """At a temperature other than 1: frequencies match, and log-probs are the policy's."""
-    parts = check(by_tb(toy_model, tmp_path / "run"))
+    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
     searcher = parts.search_setup().build("cpu", False)
     prompt = parts.prompts[1]
     (completions,) = searcher.engine.generate(
@@ -98,9 +102,9 @@ def test_engine_samples_the_distribution_that_logp_states(toy_model: Path, tmp_p
     assert chi_square < len(p) + 5 * np.sqrt(2 * len(p))  # five standard deviations
 
 
-def test_group_is_untouched_by_its_neighbours(toy_model: Path, tmp_path: Path) -> None:
+def test_group_is_untouched_by_its_neighbours(shallow_toy_model: Path, tmp_path: Path) -> None:
     """Log-probs of a response do not depend on what else is in the batch."""
-    parts = check(by_tb(toy_model, tmp_path / "run"))
+    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
     policy = first_policy(parts.config)
     groups = [group_of_all(parts.text, p, policy) for p in parts.prompts[:3]]
     some = [

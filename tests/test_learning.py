@@ -39,11 +39,11 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
 
 @pytest.mark.parametrize("objective", KL_IN_THE_REWARD)
 def test_kl_in_the_reward_ends_at_the_tilted_reference(
-    objective: str, toy_model: Path, tmp_path: Path
+    objective: str, shallow_toy_model: Path, tmp_path: Path
 ) -> None:
     """The total variation falls from .24 and more to below .07."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=100")
-    for found in learned(toy_model, tmp_path, *settings):
+    for found in learned(shallow_toy_model, tmp_path, *settings):
         target = found.target(BETA)
         assert 0.5 * (found.reference - target).abs().sum() > 0.1
         assert found.distance(target) < 0.07
@@ -64,14 +64,14 @@ def test_the_expected_reward_rises(objective: str, toy_model: Path, tmp_path: Pa
 
 
 def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
-    toy_model: Path, tmp_path: Path
+    shallow_toy_model: Path, tmp_path: Path
 ) -> None:
     """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K.
 
     That is not the tilted reference, and the difference is visible.
     """
     settings = ("objective=dr_grpo", "objective.beta=0.3", "run.steps=100")
-    for found in learned(toy_model, tmp_path, *settings, max_tokens=1):
+    for found in learned(shallow_toy_model, tmp_path, *settings, max_tokens=1):
         target = at_rest(found, 0.3, 15 / 16)
         assert found.distance(target) < 0.03
         assert found.distance(found.target(0.3)) > 0.05

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import tba.learn.policy
+import tba.models.pretrained
 from tba.learn.policy import Policy
 from tba.models.pretrained import enable_gradient_checkpointing
 from tba.objectives import Head
@@ -115,7 +115,9 @@ def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
 def test_chunked_head_changes_nothing(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     whole, gradient = Policy(model, 1.0).logp(batch), gradients(Policy(model, 1.0), batch)
-    monkeypatch.setitem(tba.learn.policy.LOGITS_AT_ONCE, "cpu", 14 * 3)  # three tokens at a time
+    monkeypatch.setitem(
+        tba.models.pretrained.LOGITS_AT_ONCE, "cpu", 14 * 3
+    )  # three tokens at a time
     torch.testing.assert_close(Policy(model, 1.0).logp(batch), whole)
     for a, b in zip(gradients(Policy(model, 1.0), batch).values(), gradient.values(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

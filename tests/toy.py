@@ -200,7 +200,7 @@ def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) 
     return max(one.distance(one.target(beta)) for one in enumerate_answers(policy, reference, text))
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, layers: int = 2) -> Path:
     """Save a random model over eight characters that can represent any distribution of answers."""
     vocabulary = ["<pad>", "<eos>", *"1237+="]
     characters = Tokenizer(
@@ -215,7 +215,7 @@ def save_model(folder: Path) -> Path:
         vocab_size=8,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=16,
         tie_word_embeddings=False,
