@@ -104,9 +104,14 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
-    """Versions travel on the data, and after a load both sides compute the same log-probs."""
+    """Versions travel on the data, and after a load both sides compute the same log-probs.
+
+    The finished run leaves nothing behind.
+    """
     settings = ("run.steps=90", "eval.every=45", "strategy=recent")
-    run_and_keep(config(tiny_model, tmp_path / "run", *settings))
+    given = config(tiny_model, tmp_path / "run", *settings)
+    with nothing_is_left() as processes:
+        run_and_keep(given, meanwhile=lambda _: processes.extend(children()))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
     assert rows[-1]["off_policy/lag_mean"] < 45
     gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
@@ -312,14 +317,6 @@ def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tba.cli", "train"]
     given = as_settings(config(model, folder, *settings))
     return subprocess.Popen([*command, *given], start_new_session=True, env=ENVIRONMENT)
-
-
-def test_a_finished_run_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    with nothing_is_left() as processes:
-        run_and_keep(
-            config(tiny_model, tmp_path / "run", "run.steps=5"),
-            meanwhile=lambda _: processes.extend(children()),
-        )
 
 
 def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(
