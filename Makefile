@@ -20,8 +20,8 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 
-test-slow: $(VENV)/installed  ## run the slow tests, on real pretrained models where they are available
-	@$(BIN)/python -m pytest -m slow $(PYTEST)
+test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
+	@$(BIN)/python -m pytest -m "slow or fault" $(PYTEST)
 
 study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it stopped
 	@$(BIN)/tba sweep studies/off_policy/rates.toml

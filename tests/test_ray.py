@@ -200,6 +200,7 @@ def test_search_and_learning_take_turns(
         assert len(trajectory.value) == len(trajectory.tokens)
 
 
+@pytest.mark.fault
 def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
     assert summary["samples_generated"] == 6 * 12
 
 
+@pytest.mark.fault
 def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: Path) -> None:
     """Ray reports a process that died, and a deadline one that hangs.
 
