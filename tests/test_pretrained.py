@@ -11,11 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import MambaConfig, MambaForCausalLM
 
 from tba.config.tables import PolicyTable
 from tba.models import pretrained
-from tba.models.pretrained import load_text
+from tba.models.pretrained import load_model, load_text
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -141,3 +143,10 @@ def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub: Hub) -> Non
         load_text(PolicyTable(model="lab/model"))
     assert time.monotonic() - started < 20  # retries would take most of a minute
     assert len(hub.requests) == 1
+
+
+def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use a model with attention"):
+        load_model(PolicyTable(model=str(tmp_path)), torch.float32)

@@ -197,6 +197,9 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     except OSError as error:
         problem = "no weights in safetensors, the only format that is loaded"
         raise ValueError(f"policy.model = {policy.model!r}: {problem}: {error}") from error
+    if model._is_stateful:
+        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
+        raise ValueError(f"policy.model = {policy.model!r}: {problem}")
     return model.eval()
 
 
