@@ -176,7 +176,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
-    tracker, rng = Tracker(), np.random.default_rng([c.run.seed, 7])
+    tracker = Tracker()
+    rng = np.random.default_rng([c.run.seed, 7])
     progress, search = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)

@@ -83,8 +83,9 @@ class Transformers:
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
         start = len(probe.prompt_tokens)
         logp = torch.log_softmax(logits[start - 1 : -1].float() / probe.temperature, -1)
-        chosen = logp.gather(1, ids[start:, None]).squeeze(1).cpu()
-        return float((chosen - torch.from_numpy(probe.logp.copy())).abs().mean())
+        chosen = logp.gather(1, ids[start:, None]).squeeze(1)
+        expected = torch.from_numpy(probe.logp.copy())
+        return float((chosen.cpu() - expected).abs().mean())
 
     @torch.inference_mode()
     def _batch(
@@ -103,7 +104,8 @@ class Transformers:
         chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
         cache.batch_repeat_interleave(s)
         visible = visible.repeat_interleave(s, 0)
-        chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
+        chance = chance.flatten(0, 1)
+        chosen, logp = chosen.flatten(), logp.flatten()
         drawn = _Drawn.empty(b * s, limit, self.device)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
@@ -113,11 +115,13 @@ class Transformers:
                 break
             if ended.sum() >= DROP * len(rows):
                 kept = (~ended).nonzero().squeeze(1)
-                rows, chosen, visible = rows[kept], chosen[kept], visible[kept]
+                rows, chosen = rows[kept], chosen[kept]
+                visible = visible[kept]
                 cache.batch_select_indices(kept)
             visible = torch.cat([visible, torch.ones_like(visible[:, :1])], 1)
             hidden, cache = self._run(chosen[:, None], visible, cache)
-            chosen, logp = self._choose(hidden, chance[rows, drawn.step, None], sampling)
+            numbers = chance[rows, drawn.step]
+            chosen, logp = self._choose(hidden, numbers[:, None], sampling)
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
@@ -174,7 +178,8 @@ class _Drawn:
         return self.length[rows] > 0
 
     def completions(self, version: int) -> list[Completion]:
-        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
+        tokens = self.tokens.cpu().numpy()
+        logp = self.logp.cpu().numpy()
         completions = []
         for row, length in enumerate(self.length.tolist()):
             end = length or self.step

@@ -122,7 +122,8 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
     """Return the schedule of transformers that `settings` names."""
     from transformers import get_scheduler
 
-    ratio, decay = settings.min_lr_ratio, settings.decay_steps or max(1, steps // 10)
+    ratio = settings.min_lr_ratio
+    decay = settings.decay_steps or max(1, steps // 10)
     extra: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": ratio},
         "warmup_stable_decay": {"min_lr_ratio": ratio, "num_decay_steps": decay},
