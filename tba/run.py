@@ -176,7 +176,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
-    tracker = Tracker()
+    stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
     progress, search = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {}), None
     if generation is not None:
@@ -186,7 +186,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
             raise ValueError(
                 f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
             )
-        parts.prompt_stream().check(search.cursor)  # the last that can fail: now the files change
+        stream.check(search.cursor)  # the last that can fail: now the files change
         log.rewind(folder, step)
         log.write_config(folder, c)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
@@ -198,7 +198,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     closing.enter_context(checkpoints)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
-    searchers = _searchers(parts, place, cluster, trainer, stop, search, progress.step)
+    job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)
+    searchers = _searchers(job, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:
         held = () if search is None else search.held
         searchers = LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, held)
@@ -226,12 +227,10 @@ def _places(config: Config, stop: Stop, closing: ExitStack) -> "tuple[Place, Clu
 
 
 def _searchers(
-    parts: Parts, place: Place, cluster: "Cluster | None", trainer: SingleTrainer, stop: Stop,
+    job: SearchJob, place: Place, cluster: "Cluster | None", trainer: SingleTrainer, stop: Stop,
     search: SearchState | None, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
-    c, stream = parts.config, parts.prompt_stream()
-    job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)
     newest = trainer.weights(version=step) if step else None
     bf16 = trainer.bf16_weights
     if cluster is not None:
@@ -240,6 +239,6 @@ def _searchers(
         return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
     from tba.runtime.local import LocalSearchers
 
-    if search is not None and search.weights is None and step >= c.runtime.publish_every:
+    if search is not None and search.weights is None and step >= job.settings.publish_every:
         search = replace(search, weights=newest)  # a run on Ray saves none
     return LocalSearchers(job, job.setup.build(place.device, bf16), search)

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tba.learn import Trainer
+from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
@@ -93,7 +94,7 @@ class Checkpoints:
             try:
                 write_trainer()
                 segments = write_buffer()
-                text.tokenizer.save_pretrained(aside / "model")
+                text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
                 _commit(aside, target, known=segments)
                 _prune(target, self._keep)

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from tba.config.schema import Config
+from tba.runs.log import SUMMARY
 from tba.runs.summary import Summary
 from tba.search.result import Evaluation
 
@@ -100,7 +101,7 @@ class Console:
             rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
         if not s.finished:
             rows["resume"] = f"tba train --resume {folder}"
-        rows["summary"] = str(folder / "summary.json")
+        rows["summary"] = str(folder / SUMMARY)
         rows["report"] = f"tba report {folder}"
         lines = [f"  {label:<20} {text}" for label, text in rows.items()]
         outcome = "finished" if s.finished else "stopped"

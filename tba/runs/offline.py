@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config, override_all, parse
-from tba.learn.state import read_model
+from tba.learn.state import MODEL, read_model
 from tba.models.pretrained import computes_in_bf16
 from tba.runs.checkpoint import REFERENCE, newest, read_weights
 from tba.runs.log import CHECKPOINTS, read_config
@@ -43,7 +43,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     searcher = parts.search_setup().build(device, bf16)
     model = config.policy.model
     if generation is not None:
-        model = str(generation / "model")
+        model = str(generation / MODEL)
         arrays = {name: as_array(tensor, bf16) for name, tensor in read_model(generation).items()}
         version = int(generation.name.removeprefix("step-"))
         searcher.engine.load_weights(Weights(version, arrays))
@@ -60,5 +60,5 @@ def export_run(run: Path, out: Path) -> Path:
         raise ValueError(f"{out} is not empty; choose a new folder")
     read_config(run)  # raises if it is not the folder of a run
     generation = newest(run / CHECKPOINTS, drop_damaged_replay=True)
-    shutil.copytree(generation / "model", out, dirs_exist_ok=True)
+    shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
     return out

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tba.config.schema import Config, parse
-from tba.runs.log import CONFIG
+from tba.runs.log import CHECKPOINTS, CONFIG
 from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
 from tba.studies import results
@@ -77,7 +77,7 @@ class Sweep:
         idle = [number for number in range(parallel) if number not in self.running]
         for number, trial in zip(idle, waiting, strict=False):
             path = self.study.path(trial)
-            resume = any((path / "checkpoints").glob("step-*"))
+            resume = any((path / CHECKPOINTS).glob("step-*"))
             if not resume:
                 shutil.rmtree(path, ignore_errors=True)
             first = each * (number % (len(cores) // each))
@@ -120,7 +120,7 @@ class Sweep:
         total = len(self.trials)
         print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
         if status == "finished" and not self.study.table.keep_checkpoints:
-            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+            shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
         self.write()
 
     def log(self, number: int) -> Path:
@@ -165,7 +165,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     path = study.path(trial)
     status, error = standing(path)
     stored = results.read_json(path / CONFIG)
-    if stored is not None and (status != "pending" or (path / "checkpoints").is_dir()):
+    if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
         from tba.config.plugins import with_defaults
 
         there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
