@@ -32,7 +32,7 @@ def probe_tokens(batch: Batch, context: int) -> TokenBatch:
     own_prompt, own_response = _row(batch, 0, longest)
     response = own_response[:RESPONSE]
     room = min(PROMPT, context - len(response))
-    others = []
+    others: list[np.ndarray] = []
     for group in range(1, len(batch)) or [0]:
         others += _row(batch, group, -1)
     missing = max(0, room - len(own_prompt))
