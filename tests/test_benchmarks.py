@@ -1,0 +1,52 @@
+"""Tests of the benchmarks: how results are kept. Nothing is timed."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def measure() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_measure", BENCHMARKS / "_measure.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["_measure"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_script_replaces_only_its_own_rows(measure: ModuleType, tmp_path: Path) -> None:
+    options = argparse.Namespace(results=tmp_path / "results.json", tiny=False)
+    ours, peer = [1.0, 2.0, 3.0, 4.0, 9.0], [6.0, 6.0, 6.0, 7.0, 5.0]
+    first = measure.row("a", ours, "s", peer, goal="ratio >= 2")
+    assert (first.value, first.ratio, first.met) == (3.0, 2.0, True)
+    assert first.spread == (1.0, 9.0)
+    measure.record("x/one.py", [first, measure.row("b", 7, "bytes", goal="value <= 6")], options)
+    measure.record("x/other.py", [measure.row("c", 7, "bytes")], options)
+    measure.record("x/one.py", [measure.row("d", ours, "s")], options)
+    rows = json.loads(options.results.read_text())
+    assert [(r["script"], r["name"]) for r in rows] == [("one", "d"), ("other", "c")]
+    options.tiny = True
+    measure.record("x/one.py", [first], options)
+    assert json.loads(options.results.read_text()) == rows
+
+
+def test_few_measurements_are_refused_without_a_reason(measure: ModuleType) -> None:
+    with pytest.raises(ValueError, match="fewer than 5"):
+        measure.row("a", [1.0, 2.0], "s")
+    assert measure.row("a", [1.0, 2.0, 4.0], "s", fewer=True, note="three seeds").value == 2
+
+
+def test_sides_take_turns(measure: ModuleType) -> None:
+    calls: list[str] = []
+    sides = {"ours": lambda: calls.append("o"), "peer": lambda: calls.append("p")}
+    seconds = measure.alternate(sides, repeats=2, warmup=1)
+    assert "".join(calls) == "oppoop"
+    assert [len(own) for own in seconds.values()] == [2, 2]
