@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -384,20 +385,26 @@ def test_objective_survives_a_policy_far_away(
 
 
 @pytest.fixture(scope="module")
-def text(tiny_model: Path) -> Text:
-    return load_text(PolicyTable(model=str(tiny_model)))
+def text(wide_model: Path) -> Text:
+    return load_text(PolicyTable(model=str(wide_model)))
 
 
-ENGINE_OPTIONS = {"transformers": {"batch_size": 3}, "scripted": {"latency": 0.02}}
+ENGINE_OPTIONS = {
+    "transformers": {"batch_size": 3},
+    "scripted": {"latency": 0.02},
+    "vllm": {"max_num_seqs": 3, "kv_cache_gib": 0.05},
+}
 """Options that divide the work of a call, or make it last."""
 
 
 @pytest.fixture(params=names("engines"))
 def make_engine(
-    request: pytest.FixtureRequest, tiny_model: Path, text: Text
+    request: pytest.FixtureRequest, wide_model: Path, text: Text
 ) -> Callable[[], Engine]:
+    if request.param == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; make test-vllm runs this in another environment")
     plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, {}))
-    return lambda: plugin.build(PolicyTable(model=str(tiny_model)), text, "cpu", False)
+    return lambda: plugin.build(PolicyTable(model=str(wide_model)), text, "cpu", False)
 
 
 @pytest.fixture
@@ -406,9 +413,9 @@ def engine(make_engine: Callable[[], Engine]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def newer(tiny_model: Path) -> Weights:
+def newer(wide_model: Path) -> Weights:
     """Weights of version 4, far from those that an engine starts with."""
-    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    model = load_model(PolicyTable(model=str(wide_model)), torch.float32)
     packed = pack(model, version=4, bf16=False)
     rng = np.random.default_rng(0)
     moved = {name: array + rng.normal(0, 0.3, array.shape) for name, array in packed.arrays.items()}
@@ -493,10 +500,10 @@ def test_engine_loads_weights_while_it_generates(
 
 
 def test_transformers_loads_weights_between_two_batches(
-    tiny_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
+    wide_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load waits for the batch that runs and goes before the next; random numbers continue."""
-    policy = PolicyTable(model=str(tiny_model))
+    policy = PolicyTable(model=str(wide_model))
     engine = Transformers(policy, text, "cpu", False, batch_size=3)
     whole = tokens(ask(engine, text, seed=1))
     generate, calls = engine._batch, itertools.count()
@@ -517,9 +524,9 @@ def test_transformers_loads_weights_between_two_batches(
     assert tokens(answers)[2] == whole[2]
 
 
-def test_transformers_samples_do_not_depend_on_the_batch(tiny_model: Path, text: Text) -> None:
+def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Text) -> None:
     """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
-    policy = PolicyTable(model=str(tiny_model))
+    policy = PolicyTable(model=str(wide_model))
     engines = [Transformers(policy, text, "cpu", False, batch_size=n) for n in (1, 3, 14, 256)]
     first, *others = [ask(engine, text, seed=1) for engine in engines]
     for other in others:

@@ -30,7 +30,7 @@ HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
-    "vllm": set(),
+    "vllm": {"engines/_vllm_api.py"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

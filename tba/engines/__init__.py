@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from tba.config.schema import Config
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -18,8 +19,13 @@ class Engine(Protocol):
     completion carries the version of the weights that began it.
     """
 
-    version: int
-    """Version of the weights that the next completion will begin with."""
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next completion will begin with."""
+
+    @property
+    def drained(self) -> float:
+        """Seconds that newer weights have waited, in all, for completions that were running."""
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
@@ -35,3 +41,12 @@ class Engine(Protocol):
         Returns the mean absolute difference between the engine's and the trainer's log-probs of
         `weights.probe`, in nats, or None if there is nothing to compare.
         """
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An engine class with requirements that are checked before any process starts."""
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """ValueError, which says what to do, if the engine cannot work with this config."""

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,25 +19,27 @@ class Request:
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
+    eos_ids: Sequence[int]
     scored: int | None = None
-    """Token whose log-prob is asked for, as the first of the response, whatever is sampled."""
+    """Token whose log-prob is asked for, beside those of the tokens that are sampled."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a request has come to."""
+    """A response, with the log-probs of its tokens."""
 
     tokens: np.ndarray
     logp: np.ndarray
     finished: bool
+    score: float
+    """Log-prob of the token that the request scores; NaN if it names none."""
     cached: int
     """Prompt tokens that the prefix cache held."""
-    score: float | None
-    """Log-prob of the request's `scored`."""
-    switches: tuple[tuple[int, int], ...] = ()
-    """The places of the first tokens that were sampled from newer weights, and their versions."""
+    switches: tuple[tuple[int, int], ...]
+    """Where newer weights took over: the place of the first token, and their version."""
 
 
+@runtime_checkable
 class Stepper(Protocol):
     """An engine that generates one token of each running request at a time."""
 

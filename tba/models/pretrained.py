@@ -203,6 +203,16 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     return model.eval()
 
 
+def load_empty_model(policy: PolicyTable) -> Any:
+    """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            load_config(policy), trust_remote_code=policy.trust_remote_code
+        )
+
+
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
     """Return whether to compute in bf16 over fp32 weights: by `policy.autocast`, or if faster.
 

@@ -10,6 +10,7 @@ import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
+from tba.engines import Checked
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import (
@@ -98,6 +99,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     config = with_defaults(config)
     plugins = resolve_all(config)
+    if isinstance(plugins.engine.cls, Checked):
+        plugins.engine.cls.check(config)
     objective = plugins.objective
     if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
         raise ValueError(
