@@ -49,13 +49,15 @@ class Completion:
     """Tokens that an engine sampled, and their log-probs at the sampling temperature.
 
     The tokens include EOS if `finished`. `version` is that of the weights that sampled the first
-    token; version v means "after v optimizer steps".
+    token; version v means "after v optimizer steps". `switches` has a pair for each time that newer
+    weights took over: the place of the first token that they sampled, and their version.
     """
 
     tokens: Int32[np.ndarray, " T"]
     logp: Float32[np.ndarray, " T"]
     finished: bool
     version: int
+    switches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ class VLLM:
             requests += [self._request(ids, sampling, int(own >> 1)) for own in seeds]
         completions = []
         for output, version in self._batch.run(requests):
-            response = output.tokens, output.logp, output.finished, version
-            completions.append(Completion(*response))
+            response = output.tokens, output.logp, output.finished
+            completions.append(Completion(*response, version, output.switches))
         groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]
         return [group * (sampling.samples // drawn) for group in groups]
 
