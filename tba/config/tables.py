@@ -70,7 +70,7 @@ class LoraTable(Table):
     alpha: Positive = key(32, "PEFT's lora_alpha: what an adapter adds is scaled by alpha / r")
     target_modules: OneOrMoreNames = key(
         ("all-linear",),
-        "names of the layers to adapt, such as [\"q_proj\", \"v_proj\"];"
+        'names of the layers to adapt, such as ["q_proj", "v_proj"];'
         " all-linear: every linear layer but the LM head",
     )
     start: str | None = Field(

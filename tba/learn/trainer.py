@@ -16,6 +16,7 @@ from tba.config.tables import TrainerTable
 from tba.learn import NotFinite, probe, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
+from tba.types import Batch, TokenBatch
 from tba.weights import Weights, pack, trained
 
 

@@ -116,11 +116,14 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def merged(policy: PolicyTable, folder: Path) -> Any:
     """Return the model in fp32 with the adapter in `folder` added to its weights."""
-    from peft import PeftModel
-
-    base = load_model(policy, torch.float32)
-    model = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
-    return model.merge_and_unload()
+    model = load_model(policy, torch.float32)
+    _inject(model, _settings(policy, model), TRAINED)
+    model.load_state_dict(read_adapter(folder), strict=False)
+    names = {module: name for name, module in model.named_modules()}
+    for layer in _layers(model):
+        layer.merge()
+        model.set_submodule(names[layer], layer.get_base_layer())
+    return model
 
 
 def check_adapter(policy: PolicyTable) -> None:
