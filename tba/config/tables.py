@@ -43,6 +43,28 @@ class Use(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
+class EngineTable(Use):
+    """The engine by name, with its options and the check of every weight update."""
+
+    max_logp_gap: PositiveFloat | None = key(
+        None,
+        "restart a searcher whose log-probs differ from the trainer's by more nats on average after"
+        " a weight update; default: 0.3, or 0.01 where trainer and engine compute in fp32",
+    )
+
+    def computes_in_bf16(self, trainer_does: bool) -> bool:
+        """Return whether the engine computes in bf16: by its option `dtype`, or as the trainer."""
+        dtype = self.options.get("dtype", "auto")
+        return trainer_does if dtype == "auto" else dtype == "bf16"
+
+    def logp_gap_limit(self, trainer_in_bf16: bool) -> float:
+        """Return the largest log-prob gap, in nats, that a weight update may leave."""
+        if self.max_logp_gap is not None:
+            return self.max_logp_gap
+        both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
+        return 0.01 if both_in_fp32 else 0.3
+
+
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
