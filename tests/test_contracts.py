@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from conftest import VOCABULARY
 
 from tba.config.plugins import names, resolve
