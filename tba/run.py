@@ -82,8 +82,9 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            t, decode = groups[0].trajectories[0], self.parts.text.decode
-            prompt, completion = decode(groups[0].prompt_tokens), decode(t.tokens)
+            t, text = groups[0].trajectories[0], self.parts.text
+            prompt = text.decode(groups[0].prompt_tokens)
+            completion = text.answer(t.tokens, t.finished, self.config.sampling.stop).text
             self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
             if not self.parts.held_out:  # else the console follows a held-out prompt
                 self.console.sample(prompt, completion, t.reward)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -15,10 +15,11 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse
 
 
 def _single(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else value
+    return (value,) if isinstance(value, int | str) else value
 
 
 OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_single), Field(strict=False)]
 
 
 class Table(BaseModel):
@@ -90,6 +91,17 @@ class SamplingTable(Table):
         1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
     )
     max_tokens: Positive = key(128, "maximum length of a response, EOS included")
+    stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
+
+    @field_validator("stop")
+    @classmethod
+    def not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "sampling.stop has an empty text, which would end every response at once;"
+                " remove it, or write a text such as sampling.stop=['\\n']"
+            )
+        return stop
 
 
 class ReplayTable(Table):

@@ -133,7 +133,10 @@ class Searcher:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], seed: int
     ) -> tuple[list[list[Verdict]], int]:
         """Return a verdict on each completion, and how many rewards are wrong on purpose."""
-        answers = [[self.text.answer(c) for c in group] for group in completions]
+        stop = self.setup.sampling.stop
+        answers = []
+        for group in completions:
+            answers.append([self.text.answer(c.tokens, c.finished, stop) for c in group])
         faulty = FaultyTask(self.guard.task, self.setup.faults, seed, answers)
         verdicts = self.guard(prompts, answers, faulty.score)
         return verdicts, sum(map(faulty.count, answers, verdicts))
