@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(ge=1)]
@@ -16,17 +16,11 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse
 
 
 def _single(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else value
+    return (value,) if isinstance(value, int | str) else value
 
 
-def _single_name(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-OneOrMoreNames = Annotated[
-    tuple[str, ...], BeforeValidator(_single_name), Field(strict=False, min_length=1)
-]
 OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_single), Field(strict=False)]
 
 
 class Table(BaseModel):
@@ -59,6 +53,28 @@ class Use(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
+class EngineTable(Use):
+    """The engine by name, with its options and the check of every weight update."""
+
+    max_logp_gap: PositiveFloat | None = key(
+        None,
+        "restart a searcher whose log-probs differ from the trainer's by more nats on average after"
+        " a weight update; default: 0.3, or 0.01 where trainer and engine compute in fp32",
+    )
+
+    def computes_in_bf16(self, trainer_does: bool) -> bool:
+        """Return whether the engine computes in bf16: by its option `dtype`, or as the trainer."""
+        dtype = self.options.get("dtype", "auto")
+        return trainer_does if dtype == "auto" else dtype == "bf16"
+
+    def logp_gap_limit(self, trainer_in_bf16: bool) -> float:
+        """Return the largest log-prob gap, in nats, that a weight update may leave."""
+        if self.max_logp_gap is not None:
+            return self.max_logp_gap
+        both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
+        return 0.01 if both_in_fp32 else 0.3
+
+
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
@@ -68,7 +84,7 @@ class RunTable(Table):
 class LoraTable(Table):
     r: Positive = key(16, "rank of the adapters")
     alpha: Positive = key(32, "PEFT's lora_alpha: what an adapter adds is scaled by alpha / r")
-    target_modules: OneOrMoreNames = key(
+    target_modules: Annotated[Texts, Field(min_length=1)] = key(
         ("all-linear",),
         'names of the layers to adapt, such as ["q_proj", "v_proj"];'
         " all-linear: every linear layer but the LM head",
@@ -103,6 +119,17 @@ class SamplingTable(Table):
         1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
     )
     max_tokens: Positive = key(128, "maximum length of a response, EOS included")
+    stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
+
+    @field_validator("stop")
+    @classmethod
+    def not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "sampling.stop has an empty text, which would end every response at once;"
+                " remove it, or write a text such as sampling.stop=['\\n']"
+            )
+        return stop
 
 
 class ReplayTable(Table):
