@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Text, load_model, positions, states_at_once
+from tba.models.pretrained import Text, load_model, place, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -42,7 +42,7 @@ class Transformers:
     def __post_init__(self) -> None:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self.model: Any = load_model(self.policy, dtype).to(self.device)
+        self.model: Any = place(load_model(self.policy, dtype), self.policy, self.device)
         self._batches = threading.Lock()  # one batch at a time
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 

@@ -13,11 +13,13 @@ from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import (
+    EAGER_TOKENS,
     Text,
     computes_in_bf16,
     enable_gradient_checkpointing,
     load_model,
     load_text,
+    place,
 )
 from tba.objectives import head_of, value_rollouts_of
 from tba.runtime.bind import pickled
@@ -54,7 +56,7 @@ class Parts:
     def trainer(self, device: str) -> SingleTrainer:
         """Load the model in fp32 and return its trainer."""
         c = self.config
-        model = load_model(c.policy, torch.float32).to(device)
+        model = place(load_model(c.policy, torch.float32), c.policy, device)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         bf16 = computes_in_bf16(c.policy, device)
@@ -110,6 +112,10 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if not prompts:
         raise ValueError("the task has no prompts to train on")
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    longest = max(map(len, tokens)) + config.sampling.max_tokens
+    if config.policy.attention == "auto" and longest > EAGER_TOKENS:
+        policy = config.policy.model_copy(update={"attention": "sdpa"})
+        config = config.model_copy(update={"policy": policy})
     others = [*tokens[len(prompts) :], *map(text.encode, unused)]
     seen = {ids.tobytes() for ids in others}  # prompts as the model sees them
     shared = [p for p, ids in zip(prompts, tokens, strict=False) if ids.tobytes() in seen]

@@ -14,7 +14,7 @@ from tba.config.plugins import resolve
 from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, Use
 from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.pretrained import Text, load_model, load_text, place
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
 from tba.search.reference import Reference
@@ -53,7 +53,7 @@ class SearchSetup:
         text = load_text(self.policy)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
-        model = load_model(self.policy, torch.float32).to(device)
+        model = place(load_model(self.policy, torch.float32), self.policy, device)
         policy = Policy(model, self.sampling.temperature, bf16)
         reference = Reference(policy, self.token_budget)
         functions = self.reward_functions

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import resource
+
 import pytest
+import torch
 
 from tba.config.tables import RuntimeTable
 from tba.runtime.bind import bind_ray
-from tba.runtime.placement import Place, divide, reserved_device, share_gpus
+from tba.runtime.placement import Place, divide, reserved_device, reuse_memory, share_gpus
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,15 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
         opened.close()
     finally:
         nodes.shutdown()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_tensors_reuse_the_memory_of_others() -> None:
+    """A tensor of 24 MB has 6,000 pages; after the first one, none of them is new."""
+    reuse_memory()
+    faults = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(6 * 2**20)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults[1:]) < 100
