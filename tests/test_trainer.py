@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite
@@ -263,18 +263,20 @@ def test_a_save_holds_the_state_at_its_beginning(
     assert all(torch.equal(p, q) for p, q in zip(parameters(t), parameters(loaded), strict=True))
 
 
-def test_attention_is_chosen_by_device_and_length(make_model: Callable[..., Path]) -> None:
-    """Nothing is timed, so a resumed run computes the same bits."""
-    wide = make_model(max_position_embeddings=1024)
+def test_attention_is_chosen_by_device_and_length(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is timed, so a resumed run computes the same bits. Prompts have 3 to 5 tokens."""
+    monkeypatch.setattr(tba.runs.parts, "EAGER_TOKENS", 11)
 
-    def chosen(model: Path, *settings: str) -> str:
-        policy: Any = trainer(model, *settings).policy
+    def chosen(*settings: str) -> str:
+        policy: Any = trainer(tiny_model, *settings).policy
         return policy.model.config._attn_implementation
 
-    assert chosen(wide) == "eager"
-    assert chosen(wide, "sampling.max_tokens=512") == "sdpa"
-    assert chosen(wide, "sampling.max_tokens=512", "policy.attention=eager") == "eager"
-    assert chosen(wide, "policy.attention=sdpa") == "sdpa"
+    assert chosen() == "eager"
+    assert chosen("sampling.max_tokens=7") == "sdpa"
+    assert chosen("sampling.max_tokens=7", "policy.attention=eager") == "eager"
+    assert chosen("policy.attention=sdpa") == "sdpa"
 
 
 def test_the_state_of_an_unfused_optimizer_is_loaded(
