@@ -266,8 +266,8 @@ def test_a_save_holds_the_state_at_its_beginning(
 def test_attention_is_chosen_by_device_and_length(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is timed, so a resumed run computes the same bits. Prompts have 3 to 5 tokens."""
-    monkeypatch.setattr(tba.runs.parts, "EAGER_TOKENS", 11)
+    """Nothing is timed, so a resumed run computes the same bits. Prompts have 4 to 6 tokens."""
+    monkeypatch.setattr(tba.runs.parts, "EAGER_TOKENS", 12)
 
     def chosen(*settings: str) -> str:
         policy: Any = trainer(tiny_model, *settings).policy

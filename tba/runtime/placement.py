@@ -54,8 +54,9 @@ def reuse_memory() -> None:
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that glibc accepts
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        accepted = libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # no larger one is
+        accepted &= libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        assert accepted
 
 
 def available_cores() -> list[int]:
