@@ -56,7 +56,13 @@ def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
 def _plugins(table: str) -> str:
     """Return the section of a table that names a plug-in, with a part for each that ships."""
     default = Config.model_fields[table].default.use
-    parts = [f'## [{table}]\n\n`use = "{default}"` is the default. What ships:\n']
+    about = f'## [{table}]\n\n`use = "{default}"` is the default.'
+    declared = type(Config.model_fields[table].default).model_fields
+    common = [_row(key, field) for key, field in declared.items() if key != "use"]
+    if common:
+        header = ("key", "type", "default", "meaning")
+        about = _section(f"{about} Every plug-in has:", header, common) + "\n"
+    parts = [f"{about} What ships:\n".replace("\n ", "\n")]
     for name in names(PLUGGED[table]):
         cls = find(PLUGGED[table], name)
         meanings = _meanings(cls)

@@ -43,7 +43,7 @@ class Config(Table):
     run: tables.RunTable = tables.RunTable()
     policy: tables.PolicyTable = tables.PolicyTable()
     task: Use = Use(use="arithmetic")
-    engine: Use = Use(use="transformers")
+    engine: tables.EngineTable = tables.EngineTable(use="transformers")
     sampling: tables.SamplingTable = tables.SamplingTable()
     objective: Use = Use(use="tb")
     strategy: Use = Use(use="mixture")

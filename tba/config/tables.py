@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -15,10 +15,11 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse
 
 
 def _single(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else value
+    return (value,) if isinstance(value, int | str) else value
 
 
 OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_single), Field(strict=False)]
 
 
 class Table(BaseModel):
@@ -41,6 +42,28 @@ class Use(Table):
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
+
+
+class EngineTable(Use):
+    """The engine by name, with its options and the check of every weight update."""
+
+    max_logp_gap: PositiveFloat | None = key(
+        None,
+        "restart a searcher whose log-probs differ from the trainer's by more nats on average after"
+        " a weight update; default: 0.3, or 0.01 where trainer and engine compute in fp32",
+    )
+
+    def computes_in_bf16(self, trainer_does: bool) -> bool:
+        """Return whether the engine computes in bf16: by its option `dtype`, or as the trainer."""
+        dtype = self.options.get("dtype", "auto")
+        return trainer_does if dtype == "auto" else dtype == "bf16"
+
+    def logp_gap_limit(self, trainer_in_bf16: bool) -> float:
+        """Return the largest log-prob gap, in nats, that a weight update may leave."""
+        if self.max_logp_gap is not None:
+            return self.max_logp_gap
+        both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
+        return 0.01 if both_in_fp32 else 0.3
 
 
 class RunTable(Table):
@@ -71,6 +94,17 @@ class SamplingTable(Table):
         1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
     )
     max_tokens: Positive = key(128, "maximum length of a response, EOS included")
+    stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
+
+    @field_validator("stop")
+    @classmethod
+    def not_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "sampling.stop has an empty text, which would end every response at once;"
+                " remove it, or write a text such as sampling.stop=['\\n']"
+            )
+        return stop
 
 
 class ReplayTable(Table):

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
+from tba.engines._stop import StopStrings
 from tba.models.pretrained import Text, load_model, place, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
@@ -44,6 +45,7 @@ class Transformers:
         dtype = torch.bfloat16 if bf16 else torch.float32
         self.model: Any = place(load_model(self.policy, dtype), self.policy, self.device)
         self._batches = threading.Lock()  # one batch at a time
+        self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
@@ -110,7 +112,11 @@ class Transformers:
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
-            ended = drawn.add(rows, chosen, logp, torch.isin(chosen, eos))
+            drawn.add(rows, chosen, logp)
+            ends = torch.isin(chosen, eos)
+            if sampling.stop:
+                ends |= self._stopped(drawn, rows, sampling.stop)
+            ended = drawn.end(rows, ends)
             if drawn.step == limit or ended.all():
                 break
             if ended.sum() >= DROP * len(rows):
@@ -125,6 +131,21 @@ class Transformers:
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
+
+    def _stopped(
+        self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
+    ) -> Bool[Tensor, " N"]:
+        """Return which of these rows have just completed a stop string."""
+        if self._stop is None or self._stop.stop != stop:
+            vocabulary = self.model.get_output_embeddings().weight.shape[0]
+            self._stop = StopStrings(self.text, stop, vocabulary, self.device)
+        newest = drawn.tokens[rows, drawn.step - 1].long()
+        stopped = self._stop.possible[newest] & ~drawn.ended(rows)
+        places = stopped.nonzero().squeeze(1)
+        responses = drawn.tokens[rows[places], : drawn.step].cpu().numpy()
+        completed = [self._stop.completed(tokens) for tokens in responses]
+        stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
+        return stopped
 
     def _run(
         self, ids: Int[Tensor, "N L"], visible: Int[Tensor, "N _"], cache: Any
@@ -153,7 +174,7 @@ class Transformers:
 
 @dataclass
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until the EOS."""
+    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end."""
 
     tokens: Int[Tensor, "N T"]
     logp: Float[Tensor, "N T"]
@@ -168,13 +189,19 @@ class _Drawn:
             torch.zeros(count, dtype=torch.int32, device=device),
         )
 
-    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor, ends: Tensor) -> Tensor:
-        """Append a token to each of these rows; return which of the rows have ended."""
+    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
+        """Append a token to each of these rows."""
         self.tokens[rows, self.step] = tokens.int()
         self.logp[rows, self.step] = logp
         self.step += 1
+
+    def end(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """End rows with the newest token where `ends` says so; return which rows have ended."""
         length = self.length[rows]
         self.length[rows] = torch.where(ends & (length == 0), self.step, length).int()
+        return self.ended(rows)
+
+    def ended(self, rows: Tensor) -> Tensor:
         return self.length[rows] > 0
 
     def completions(self, version: int) -> list[Completion]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.types import Answer, Completion, Prompt
+from tba.types import Answer, Prompt
 
 BUNDLED = Path(__file__).parent
 
@@ -57,9 +57,11 @@ class Text:
         """Return tokens as text, without special tokens."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def answer(self, completion: Completion) -> Answer:
-        """Return a completion as text."""
-        return Answer(self.decode(completion.tokens), completion.finished)
+    def answer(self, tokens: np.ndarray, finished: bool, stop: Sequence[str]) -> Answer:
+        """Return a response as text, up to the first stop string, which finishes it."""
+        text = self.decode(tokens)
+        places = [text.find(each) for each in stop if each in text]
+        return Answer(text[: min(places)], True) if places else Answer(text, finished)
 
     def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""

@@ -107,6 +107,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     task, text = build_task(plugins.task, memory), load_text(config.policy)
     prompts = task.prompts()
+    _check_stop(config, text)
     kept_back = task.held_out() if config.eval.prompts else []
     held_out, unused = kept_back[: config.eval.prompts], kept_back[config.eval.prompts :]
     if not prompts:
@@ -135,9 +136,26 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     return parts
 
 
+def _check_stop(config: Config, text: Text) -> None:
+    """ValueError if a stop string could never appear, because answers leave special tokens out."""
+    for stop in config.sampling.stop:
+        special = [token for token in text.tokenizer.all_special_tokens if token in stop]
+        if special:
+            raise ValueError(
+                f"sampling.stop has {stop!r}, but the text of a response has no special tokens;"
+                f" set policy.eos_token={special[0]!r} to end responses with it"
+            )
+
+
 def check_resumed(config: Config, before: Config) -> None:
     """ValueError for a change that makes the contents of the replay buffer wrong."""
     check_same(config.task, before.task)
+    stop, before_stop = config.sampling.stop, before.sampling.stop
+    if set(stop) != set(before_stop):
+        raise ValueError(
+            f"sampling.stop = {list(stop)}, but the run's responses end with {list(before_stop)};"
+            " leave it unchanged, or start a new run"
+        )
     now, then = config.sampling.temperature, before.sampling.temperature
     if now != then:
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tba.config.plugins import resolve
-from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, Use
+from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, RewardTable, Use
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text, place
@@ -23,6 +23,19 @@ from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.tasks._memory import InMemory, build_task
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
+from tba.weights import Weights
+
+
+class LogpGapError(RuntimeError):
+    """After a weight update, an engine's log-probs differ too much from the trainer's."""
+
+    def repeated(self) -> "LogpGapError":
+        """Return the error that ends the run, because a new searcher has the same problem."""
+        return LogpGapError(
+            f"{self}, also in a new searcher; if this is the engine's precision, set"
+            " engine.dtype=fp32, or engine.max_logp_gap above it. Otherwise the engine loads or"
+            " caches weights wrongly: report it, with its version"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class SearchSetup:
 
     policy: PolicyTable
     task: Use
-    engine: Use
+    engine: EngineTable
     sampling: Sampling
     reward: RewardTable
     faults: FaultsTable
@@ -62,7 +75,7 @@ class SearchSetup:
         plugin = resolve("tasks", "task", self.task.use, self.task.options)
         task = build_task(plugin, None if functions is None else InMemory(reward=functions))
         guard = Guard(task, self.reward.deadline, self.reward.concurrency)
-        return Searcher(engine, reference, text, guard, self)
+        return Searcher(engine, reference, text, guard, self, self.engine.logp_gap_limit(bf16))
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,22 @@ class Searcher:
     text: Text
     guard: Guard
     setup: SearchSetup
+    max_logp_gap: float
+    """Largest log-prob gap, in nats, that a weight update may leave."""
+
+    def load_weights(self, weights: Weights) -> float | None:
+        """Load weights into the engine and return its log-prob gap, if there is a probe.
+
+        LogpGapError if the gap is too large. The weights are then loaded nevertheless.
+        """
+        gap = self.engine.load_weights(weights)
+        if gap is not None and not gap <= self.max_logp_gap:  # NaN is too large, too
+            raise LogpGapError(
+                f"engine {self.setup.engine.use!r}: after the weight update to version"
+                f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
+                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}"
+            )
+        return gap
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         """Sample and score S responses of each prompt; no group if all were rejected."""
@@ -104,7 +133,10 @@ class Searcher:
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], seed: int
     ) -> tuple[list[list[Verdict]], int]:
         """Return a verdict on each completion, and how many rewards are wrong on purpose."""
-        answers = [[self.text.answer(c) for c in group] for group in completions]
+        stop = self.setup.sampling.stop
+        answers = []
+        for group in completions:
+            answers.append([self.text.answer(c.tokens, c.finished, stop) for c in group])
         faulty = FaultyTask(self.guard.task, self.setup.faults, seed, answers)
         verdicts = self.guard(prompts, answers, faulty.score)
         return verdicts, sum(map(faulty.count, answers, verdicts))
