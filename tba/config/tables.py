@@ -103,6 +103,9 @@ class PolicyTable(Table):
     autocast: Literal["auto", "bf16", "off"] = key(
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
+    attention: Literal["auto", "eager", "sdpa"] = key(
+        "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
+    )
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
     reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
     lora: LoraTable | None = key(

@@ -16,7 +16,7 @@ from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
 from tba.engines._stop import StopStrings
 from tba.models.lora import load_adapted
-from tba.models.pretrained import Text, load_model, positions, states_at_once
+from tba.models.pretrained import Text, load_model, place, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -48,9 +48,10 @@ class Transformers:
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
         if self.policy.lora is None:
-            self.model: Any = load_model(self.policy, dtype).to(self.device)
+            model = load_model(self.policy, dtype)
         else:
-            self.model = load_adapted(self.policy, bf16, adapters=dtype).to(self.device)
+            model = load_adapted(self.policy, bf16, adapters=dtype)
+        self.model: Any = place(model, self.policy, self.device)
         self._batches = threading.Lock()  # one batch at a time
         self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone

@@ -47,7 +47,7 @@ class SingleTrainer:
             rate = policy.head.learning_rate
             groups.append({"params": list(policy.readout.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(
-            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
+            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)

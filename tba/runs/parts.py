@@ -15,11 +15,13 @@ from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.lora import check_adapter, load_adapted
 from tba.models.pretrained import (
+    EAGER_TOKENS,
     Text,
     computes_in_bf16,
     enable_gradient_checkpointing,
     load_model,
     load_text,
+    place,
 )
 from tba.objectives import head_of, value_rollouts_of
 from tba.runtime.bind import pickled
@@ -58,9 +60,10 @@ class Parts:
         c = self.config
         bf16 = computes_in_bf16(c.policy, device)
         if c.policy.lora is None:
-            model = load_model(c.policy, torch.float32).to(device)
+            model = load_model(c.policy, torch.float32)
         else:
-            model = load_adapted(c.policy, bf16, c.run.seed).to(device)
+            model = load_adapted(c.policy, bf16, c.run.seed)
+        model = place(model, c.policy, device)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         policy = Policy(
@@ -118,6 +121,10 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if config.policy.lora is not None:
         _check_lora(config)
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    longest = max(map(len, tokens)) + config.sampling.max_tokens
+    if config.policy.attention == "auto" and longest > EAGER_TOKENS:
+        policy = config.policy.model_copy(update={"attention": "sdpa"})
+        config = config.model_copy(update={"policy": policy})
     others = [*tokens[len(prompts) :], *map(text.encode, unused)]
     seen = {ids.tobytes() for ids in others}  # prompts as the model sees them
     shared = [p for p, ids in zip(prompts, tokens, strict=False) if ids.tobytes() in seen]

@@ -16,7 +16,7 @@ from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, 
 from tba.engines import Engine, LendsModel
 from tba.learn.policy import Policy
 from tba.models.lora import load_adapted
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.pretrained import Text, load_model, load_text, place
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
 from tba.search.reference import AdapterReference, Reference
@@ -81,11 +81,11 @@ class SearchSetup:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
         temperature, budget = self.sampling.temperature, self.token_budget
         if self.policy.lora is None:
-            model = load_model(self.policy, torch.float32).to(device)
+            model = place(load_model(self.policy, torch.float32), self.policy, device)
             return Reference(Policy(model, temperature, bf16), budget)
         if isinstance(engine, LendsModel):
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
-        model, lock = load_adapted(self.policy, bf16).to(device), Lock()
+        model, lock = place(load_adapted(self.policy, bf16), self.policy, device), Lock()
         return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
 
 
