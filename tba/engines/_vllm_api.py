@@ -5,6 +5,7 @@ It is imported in the process that generates, once the environment is prepared.
 
 import math
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -41,6 +43,8 @@ LABELS_TOKENS = VERSION >= (0, 32)
 """Whether outputs say which of their tokens were sampled from which weights."""
 SELF_CONTAINED = "tba"
 """Name of our own backend of vLLM's weight transfer."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can make room."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Options:
     gpu_memory_utilization: float
     tensor_parallel_size: int
     enforce_eager: bool
+    lora_rank: int | None
+    """Rank of the adapters; None: the weights themselves are updated."""
     gpu: int
     """Index of the GPU, if the engine runs on a single one."""
     deadline: float
 
     def arguments(self) -> EngineArgs:
-        one_process = self.tensor_parallel_size == 1
+        one_process, rank = self.tensor_parallel_size == 1, self.lora_rank or 1
         return EngineArgs(
             model=self.model,
             trust_remote_code=self.trust_remote_code,
@@ -72,6 +78,10 @@ class Options:
             gpu_memory_utilization=self.gpu_memory_utilization,
             tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=self.enforce_eager,
+            enable_lora=self.lora_rank is not None,
+            max_lora_rank=min(room for room in LORA_RANKS if room >= rank),
+            max_loras=2,  # the newest, and the one with which requests are running
+            max_cpu_loras=8,
             distributed_executor_backend=InProcess if one_process else "mp",
             weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
             worker_extension_cls=f"{__name__}.Worker",
@@ -92,7 +102,11 @@ class Engine:
         with _undisturbed():
             self._engine = LLMEngine.from_engine_args(options.arguments())
         self._deadline = options.deadline
-        self._scored: dict[str, int | None] = {}
+        self._requests: dict[str, tuple[int | None, LoRARequest | None]] = {}
+        """Requests that run: the token that each scores, and its adapter."""
+        self._adapters: list[LoRARequest] = []
+        """Adapters that vLLM has, the newest last."""
+        self._numbered = 0
         self._call("init_weight_transfer_engine", {"init_info": {}})
 
     @property
@@ -101,9 +115,10 @@ class Engine:
         return int(self._engine.vllm_config.cache_config.block_size)
 
     def add(self, key: str, request: Request) -> None:
-        prompt = tokens_input(list(request.prompt))
-        self._engine.add_request(key, prompt, _parameters(request))
-        self._scored[key] = request.scored
+        adapter = self._adapters[-1] if self._adapters else None
+        prompt, parameters = tokens_input(list(request.prompt)), _parameters(request)
+        self._engine.add_request(key, prompt, parameters, lora_request=adapter)
+        self._requests[key] = request.scored, adapter
 
     def step(self) -> list[tuple[str, Output]]:
         with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it then replaces
@@ -115,7 +130,7 @@ class Engine:
         if keys:
             self._engine.abort_request(list(keys))
         for key in keys:
-            del self._scored[key]
+            del self._requests[key]
 
     def load(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
         """Load all weights, and forget what the old ones computed, for running requests as well."""
@@ -126,6 +141,22 @@ class Engine:
             self._engine.set_weight_version(str(version))
         if not self.reset_cache():
             raise RuntimeError("the prefix cache could not be reset after a weight update")
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Begin later requests with the adapter in this folder, which is removed with the adapter.
+
+        Requests that run keep theirs, and adapters that none of them has are unloaded. The prefix
+        cache needs no reset, because the name of the adapter is part of its keys.
+        """
+        self._numbered += 1
+        adapter = adapter_request(self._numbered, version, folder)
+        in_use = {used for _, used in self._requests.values()}
+        for old in [each for each in self._adapters if each not in in_use]:
+            self._engine.remove_lora(old.lora_int_id)
+            shutil.rmtree(old.lora_path)
+            self._adapters.remove(old)
+        self._engine.add_lora(adapter)
+        self._adapters.append(adapter)
 
     def reset_cache(self) -> bool:
         """Empty the prefix cache. Running requests compute their tokens again."""
@@ -138,7 +169,7 @@ class Engine:
         (one,) = result.outputs
         if one.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a request ended with {one.finish_reason!r}")
-        flat, scored = one.logprobs, self._scored.pop(result.request_id)
+        flat, (scored, _) = one.logprobs, self._requests.pop(result.request_id)
         logp = np.array(flat.logprobs, np.float32)
         spans = one.weight_versions if LABELS_TOKENS else []
         return Output(
@@ -207,6 +238,11 @@ class Arrays(WeightTransferEngine[Init, Update]):
 WeightTransferEngineFactory.register_engine(SELF_CONTAINED, Arrays)
 
 
+def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
+    """Return the adapter with a name of its own: vLLM would take an older one of the same name."""
+    return LoRARequest(f"version {version}, number {number}", number, str(folder))
+
+
 def _tensors(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, array in arrays.items():
         yield name, as_tensor(array)
@@ -221,7 +257,8 @@ def _parameters(request: Request) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(request.eos_ids),
         ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
-        detokenize=False,
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
         logprobs=len(scored),  # beside that of the sampled token
         logprob_token_ids=scored or None,
         flat_logprobs=True,

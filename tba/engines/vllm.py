@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +22,7 @@ from tba.config.plugins import GIVEN
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.engines._batch import Batch, Output, Request, Stepper
+from tba.models.lora import empty_adapted, write_adapter
 from tba.models.pretrained import Text, load_config, load_empty_model, model_path
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, check_same_model
@@ -53,9 +57,10 @@ class VLLM:
     - `enforce_eager`: no CUDA graphs, and no compilation on a CPU, which is the default there.
     - `in_flight`: load newer weights in the middle of responses, which then come from more than one
       version. By default a response comes from one version: an update lets running responses end,
-      and none begins meanwhile. Objectives that read the log-probs of the sampling policy, such as
-      `ppo` and `grpo`, remain correct, because those are recorded token by token; `tb` reads none.
-      Only `runtime.lag`, which promises a version for each batch, needs the default.
+      and none begins meanwhile. It is for objectives that do not read the log-probs of the sampling
+      policy (`tb`, `tb_learned_z`, `rloo`, `raft`, `online_dpo`): the others compare the policy
+      with one version, from which such a response does not come. With LoRA nothing waits anyway,
+      because running responses keep their adapter.
     - `deadline`: seconds for any single call, queueing included, before it fails.
     """
 
@@ -98,10 +103,13 @@ class VLLM:
             )
 
     def __post_init__(self) -> None:
-        self._model = load_empty_model(self.policy)
+        lora = self.policy.lora
+        self._model = load_empty_model(self.policy) if lora is None else empty_adapted(self.policy)
+        self._adapters = TemporaryDirectory(prefix="tba_vllm_adapters_")
         self._loading = threading.Lock()  # an update and its verification at a time
         self._engine: Any = None
-        self._batch = Batch(self._start, self.max_num_seqs, self.in_flight, self.deadline)
+        at_once = self.in_flight or lora is not None
+        self._batch = Batch(self._start, self.max_num_seqs, at_once, self.deadline)
 
     @property
     def version(self) -> int:
@@ -143,6 +151,10 @@ class VLLM:
             from tba.engines import _vllm_api as api
 
             self._engine = engine = api.Engine(self._options(api.Options))
+        lora = self.policy.lora
+        if lora is not None and lora.start is not None:
+            folder = shutil.copytree(Path(lora.start).expanduser(), self._adapter_folder())
+            engine.load_adapter(folder, version=0)
         return engine
 
     def _options(self, options: Any) -> Any:
@@ -160,6 +172,7 @@ class VLLM:
             gpu_memory_utilization=self.gpu_memory_utilization,
             tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
+            lora_rank=None if self.policy.lora is None else self.policy.lora.r,
             gpu=int(self.device.partition(":")[2] or 0),
             deadline=self.deadline,
         )
@@ -171,7 +184,16 @@ class VLLM:
 
     def _update(self, weights: Weights) -> None:
         """Load the weights, in the thread of the engine."""
-        self._engine.load(with_tied_head(weights.arrays, self._model), weights.version)
+        if self.policy.lora is None:
+            self._engine.load(with_tied_head(weights.arrays, self._model), weights.version)
+        else:
+            folder = self._adapter_folder()
+            write_adapter(weights, self.policy, folder)
+            self._engine.load_adapter(folder, weights.version)
+
+    def _adapter_folder(self) -> Path:
+        """Return the path of a new folder that only this user can read."""
+        return Path(mkdtemp(dir=self._adapters.name)) / "adapter"
 
     def _gap(self, probe: Probe, cached: bool = False) -> float:
         """Return the mean |difference| between the engine's log-probs of the probe and its own.

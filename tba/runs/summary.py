@@ -56,7 +56,7 @@ class Tracker:
         self._started: float | None = None
         self._last = time.perf_counter()
         self._searched: Mapping[str, float] = {}
-        self._idle = 0.0
+        self._idle = self._drained = 0.0
 
     @property
     def seconds(self) -> float:
@@ -115,13 +115,14 @@ class Tracker:
             "wait/searchers": self._searchers_idle(stats.seconds),
             "sync/seconds": self._spent["synced"],
             "sync/bytes": self.published,
+            "sync/drain": stats.seconds["drain"] - self._drained,
             "sync/logp_gap": stats.logp_gap,
             "searchers/restarts": stats.restarts,
             "searchers/rejected": stats.rejected.total(),
         }
         rare = {"reward/faulty": stats.faulty, "rollouts_generated": stats.rollouts}
         metrics |= {name: count for name, count in rare.items() if count}
-        self._last, self.published = now, 0
+        self._last, self.published, self._drained = now, 0, stats.seconds["drain"]
         self._spent.clear()
         return metrics
 
@@ -139,7 +140,7 @@ class Tracker:
     def resume(self, counts: Mapping[str, float], stats: SearchStats) -> None:
         """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._total.update(counts)
-        self._searched = dict(stats.seconds)
+        self._searched, self._drained = dict(stats.seconds), stats.seconds["drain"]
 
     def summary(
         self, steps: int, stats: SearchStats, finished: bool, evaluations: list[dict[str, float]]
