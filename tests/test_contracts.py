@@ -480,7 +480,7 @@ def test_engine_ends_answers_with_eos_or_at_the_limit(
 @pytest.fixture(scope="module")
 def wordy_model(make_model: Callable[..., Path]) -> Path:
     """Model with tokens of several characters."""
-    return make_model(vocabulary=[*VOCABULARY, "+4=", "56", "6="])
+    return make_model(vocabulary=[*VOCABULARY, "+4=", "56", "6="], hidden_size=64, context=256)
 
 
 @pytest.mark.parametrize("stop", [("4",), ("1+",), ("6=", "=1")])

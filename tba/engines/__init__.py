@@ -20,13 +20,8 @@ class Engine(Protocol):
     completion carries the version of the weights that began it.
     """
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the next completion will begin with."""
-
-    @property
-    def drained(self) -> float:
-        """Seconds that newer weights have waited, in all, for completions that were running."""
+    version: int
+    """Version of the weights that the next completion will begin with."""
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
@@ -51,6 +46,14 @@ class Checked(Protocol):
     @classmethod
     def check(cls, config: Config) -> None:
         """ValueError, which says what to do, if the engine cannot work with this config."""
+
+
+@runtime_checkable
+class Drains(Protocol):
+    """Engine that lets running completions end before it loads newer weights."""
+
+    drained: float
+    """Seconds that newer weights have waited for that, in all."""
 
 
 @runtime_checkable

@@ -33,7 +33,6 @@ class Scripted:
     latency: float = 0.0
     tail: float = 0.0
     version: int = field(default=0, init=False)
-    drained: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         if not self.answers:

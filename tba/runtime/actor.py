@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from tba.engines import Drains
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
@@ -105,14 +106,18 @@ class SearcherActor:
         with self._loading:
             if weights.version <= self._searcher.engine.version:
                 return
-            started, drained = time.perf_counter(), self._searcher.engine.drained
+            started, drained = time.perf_counter(), self._drained()
             gap = self._load(weights)
-            drained = self._searcher.engine.drained - drained
+            drained = self._drained() - drained
             with self._counting:
                 self._unreported.seconds["drain"] += drained
                 self._unreported.seconds["load_weights"] += time.perf_counter() - started - drained
                 if gap is not None:
                     self._unreported.logp_gap = gap
+
+    def _drained(self) -> float:
+        engine = self._searcher.engine
+        return engine.drained if isinstance(engine, Drains) else 0.0
 
     def _load(self, weights: Sent) -> float | None:
         try:
