@@ -17,10 +17,11 @@ BENCH = ROOT / ".venv-bench" / "bin" / "python"
 @cache
 def bench_python() -> str:
     """Return a Python that has TRL beside this package; skip the script if there is none."""
-    for python in (sys.executable, str(BENCH)):
-        if Path(python).is_file() and _imports(python, "trl", "tba"):
-            return python
-    skip("TRL is not installed; `make bench` installs it into .venv-bench")
+    candidates = [python for python in (sys.executable, str(BENCH)) if Path(python).is_file()]
+    able = [python for python in candidates if _imports(python, "trl", "tba")]
+    if not able:
+        skip("TRL is not installed; `make bench` installs it into .venv-bench")
+    return able[0]
 
 
 def _imports(python: str, *modules: str) -> bool:

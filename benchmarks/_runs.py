@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -172,10 +173,15 @@ def time_to_goal(run: dict[str, Any], goal: float = GOAL) -> float:
     return float("inf")
 
 
+def time_or_length(run: dict[str, Any]) -> float:
+    """Return the seconds to the goal, or how long the run was: then they would be more."""
+    return min(time_to_goal(run), run["points"][-1]["seconds"])
+
+
 def steps_of(run: dict[str, Any]) -> list[float]:
     """Return the seconds of each step but the first."""
     seconds = [point["seconds"] for point in run["points"]]
-    return [b - a for a, b in zip(seconds, seconds[1:], strict=False)]
+    return [b - a for a, b in pairwise(seconds)]
 
 
 def search_table(runs: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The reference run, as both sides run it: sums of two numbers, their reward, and a judge that waits.
+"""The reference run, as both sides run it: sums of two numbers, their reward, a slow judge.
 
 SmolLM2-135M-Instruct answers questions such as "... 53 + 96 =" in at most 8 tokens. A response
 ends with its first newline; it is right if its first line is the answer.
