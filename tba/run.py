@@ -19,7 +19,8 @@ from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
-from tba.runtime.placement import Place, places_on_one_machine
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.search.searcher import LogpGapError
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
@@ -81,8 +82,9 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            t, decode = groups[0].trajectories[0], self.parts.text.decode
-            prompt, completion = decode(groups[0].prompt_tokens), decode(t.tokens)
+            t, text = groups[0].trajectories[0], self.parts.text
+            prompt = text.decode(groups[0].prompt_tokens)
+            completion = text.answer(t.tokens, t.finished, self.config.sampling.stop).text
             self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
             if not self.parts.held_out:  # else the console follows a held-out prompt
                 self.console.sample(prompt, completion, t.reward)
@@ -118,7 +120,7 @@ class Run:
             with self.tracker.clock():
                 if unlogged and self.step < last:  # at the beginning, or lost with the last session
                     self.evaluate()
-                loop.train(self)
+                self._loop()
             self.save()
             complete = self.step == last
             if complete:
@@ -135,6 +137,16 @@ class Run:
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
+
+    def _loop(self) -> None:
+        """Run the loop. If a weight update ends it, save what has been learned before."""
+        try:
+            loop.train(self)
+        except LogpGapError:
+            self.missing = self.config.fresh  # of the step that has not ended
+            self.save()
+            self.checkpoints.wait()
+            raise
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
@@ -173,6 +185,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
+    reuse_memory()
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
@@ -241,4 +254,4 @@ def _searchers(
 
     if search is not None and search.weights is None and step >= job.settings.publish_every:
         search = replace(search, weights=newest)  # a run on Ray saves none
-    return LocalSearchers(job, job.setup.build(place.device, bf16), search)
+    return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)

@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion as text. `finished` is False if it was cut off at the token limit."""
+    """A completion as text, up to a stop string; `finished` is False if the token limit cut it."""
 
     text: str
     finished: bool
@@ -42,14 +42,17 @@ class Sampling:
     temperature: float
     max_tokens: int
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides EOS: see `Completion`."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """Tokens that an engine sampled, and their log-probs at the sampling temperature.
 
-    The tokens include EOS if `finished`. `version` is that of the weights that sampled the first
-    token; version v means "after v optimizer steps".
+    If `finished`, the last token is EOS, or the one that completes a stop string in the text of the
+    response: it is kept whole, as it was sampled. `version` is that of the weights that sampled the
+    first token; version v means "after v optimizer steps".
     """
 
     tokens: Int32[np.ndarray, " T"]

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import VOCABULARY
 
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
+from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers, choose
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
@@ -388,16 +390,28 @@ def text(tiny_model: Path) -> Text:
     return load_text(PolicyTable(model=str(tiny_model)))
 
 
-ENGINE_OPTIONS = {"transformers": {"batch_size": 3}, "scripted": {"latency": 0.02}}
+ENGINE_OPTIONS = {
+    "transformers": {"batch_size": 3},
+    "scripted": {"latency": 0.02, "answers": ["0", "1", "6=12", "3=1+4="]},
+}
 """Options that divide the work of a call, or make it last."""
 
 
 @pytest.fixture(params=names("engines"))
-def make_engine(
-    request: pytest.FixtureRequest, tiny_model: Path, text: Text
-) -> Callable[[], Engine]:
+def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
+    """The engine of a model's folder."""
     plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, {}))
-    return lambda: plugin.build(PolicyTable(model=str(tiny_model)), text, "cpu", False)
+
+    def build(model: Path) -> Engine:
+        policy = PolicyTable(model=str(model))
+        return plugin.build(policy, load_text(policy), "cpu", False)
+
+    return build
+
+
+@pytest.fixture
+def make_engine(engine_of: Callable[[Path], Engine], tiny_model: Path) -> Callable[[], Engine]:
+    return lambda: engine_of(tiny_model)
 
 
 @pytest.fixture
@@ -457,6 +471,43 @@ def test_engine_ends_answers_with_eos_or_at_the_limit(
         assert c.finished or len(c.tokens) == max_tokens
         assert not set(c.tokens[:-1].tolist()) & text.eos_ids
         assert len(c.logp) == len(c.tokens) and np.isfinite(c.logp).all() and (c.logp <= 0).all()
+
+
+@pytest.fixture(scope="module")
+def wordy_model(make_model: Callable[..., Path]) -> Path:
+    """Model with tokens of several characters."""
+    return make_model(vocabulary=[*VOCABULARY, "+4=", "56", "6="])
+
+
+@pytest.mark.parametrize("stop", [("4",), ("1+",), ("6=", "=1")])
+def test_engine_ends_answers_with_a_stop_string(
+    engine_of: Callable[[Path], Engine], wordy_model: Path, stop: tuple[str, ...]
+) -> None:
+    """A response ends with the token that completes one, whole, and nothing else changes.
+
+    "4" is a token, and a part of one; "1+" always spans two tokens; "6=" may be one token or two.
+    """
+    engine, text = engine_of(wordy_model), load_text(PolicyTable(model=str(wordy_model)))
+    prompts = [text.encode(Prompt(t, t)) for t in ("1+", "56=", "1")]  # they do not count
+    sampling, stopped, spoken = Sampling(40, 1.0, 9), 0, []
+    whole = engine.generate(prompts, sampling, seed=1)
+    ended = engine.generate(prompts, replace(sampling, stop=stop), seed=1)
+    for before, after in zip(itertools.chain(*whole), itertools.chain(*ended), strict=True):
+        lengths = range(1, len(before.tokens) + 1)
+        texts = [text.decode(before.tokens[:n]) for n in lengths]
+        ends = [n for n, t in zip(lengths, texts, strict=True) if any(s in t for s in stop)]
+        end = ends[0] if ends else len(before.tokens)
+        assert after.tokens.tolist() == before.tokens[:end].tolist()
+        np.testing.assert_allclose(after.logp, before.logp[:end], atol=1e-5)
+        assert after.finished == (bool(ends) or before.finished)
+        answer = text.answer(after.tokens, after.finished, stop)
+        assert answer.text == min((texts[-1].partition(s)[0] for s in stop), key=len)
+        assert answer.finished == after.finished
+        stopped += bool(ends)
+        spoken.append(text.decode(after.tokens))
+    assert stopped
+    if stop == ("4",) and not isinstance(engine, Scripted):
+        assert any(s.endswith("+4=") for s in spoken)  # what follows in the token is kept
 
 
 def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:

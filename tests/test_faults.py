@@ -24,7 +24,7 @@ from tba.runs.summary import Summary
 from tba.search.faults import FaultyTask
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
-from tba.types import Answer, Completion, Prompt
+from tba.types import Answer, Prompt
 
 REWARDS = [k / 100 for k in range(100)]
 
@@ -212,7 +212,7 @@ def stored(folder: Path) -> list[tuple[float, float]]:
     held = [(g.prompt, t) for g in buffer.groups() for t in g.trajectories]
     rewards = []
     for prompt, t in held:
-        answer = text.answer(Completion(t.tokens, t.behavior_logp, t.finished, t.version))
+        answer = text.answer(t.tokens, t.finished, stop=())
         (true,) = Ones().score(prompt, [answer])
         rewards.append((t.reward, float(true or 0)))
     return rewards

@@ -150,6 +150,7 @@ def trainer(
         TrainerTable(learning_rate=1e-3, max_grad_norm=float("inf"), **settings),
         steps=10,
         bf16_weights=False,
+        context=32,
     )
 
 
@@ -216,6 +217,7 @@ def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
         TrainerTable(learning_rate=1e-30, schedule="linear", max_grad_norm=float("inf")),
         steps=150,
         bf16_weights=False,
+        context=32,
     )
     own = by_vargrad(batch, policy)
     assert own.abs().min() > 2

@@ -9,6 +9,7 @@ import numpy as np
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
+from tba.engines._stop import length_to_stop
 from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights
@@ -19,8 +20,9 @@ class Scripted:
     """Draws uniformly from `answers` after a pause; a greedy completion is the first answer.
 
     The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with
-    EOS. The log-prob of an answer, ln(its share of `answers`), is placed on its first token. The
-    engine holds no weights: `load_weights` only sets the version.
+    EOS, or with a stop string that they contain. The log-prob of an answer, ln(its share of
+    `answers`), is placed on its first token. The engine holds no weights: `load_weights` only sets
+    the version.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -47,17 +49,18 @@ class Scripted:
             drawn = np.zeros(size, int)
         else:
             drawn = rng.integers(len(self.answers), size=size)
-        completions = [self._completion(a, sampling.max_tokens, version) for a in self.answers]
+        completions = [self._completion(a, sampling, version) for a in self.answers]
         return [[completions[answer] for answer in row] for row in drawn]
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
         return None
 
-    def _completion(self, answer: str, max_tokens: int, version: int) -> Completion:
+    def _completion(self, answer: str, sampling: Sampling, version: int) -> Completion:
         encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        whole = [*encoded, min(self.text.eos_ids)]
-        tokens = np.asarray(whole[:max_tokens], np.int32)
+        whole = np.asarray([*encoded, min(self.text.eos_ids)], np.int32)
+        end = length_to_stop(self.text, whole, sampling.stop) or len(whole)
+        tokens = whole[: min(end, sampling.max_tokens)]
         logp = np.zeros(len(tokens), np.float32)
         logp[0] = math.log(self.answers.count(answer) / len(self.answers))
-        return Completion(tokens, logp, len(whole) <= max_tokens, version)
+        return Completion(tokens, logp, end <= sampling.max_tokens, version)

@@ -2,18 +2,21 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Text, load_model, positions, states_at_once
+from tba.engines._stop import StopStrings
+from tba.models.lora import load_adapted
+from tba.models.pretrained import Text, load_model, place, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -28,7 +31,8 @@ class Transformers:
     Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
     the call, and its own place, but not on the batch. `dtype` auto is bf16 where that is faster
     (see `policy.autocast`), and fp32 elsewhere. Calls from several threads take turns, batch by
-    batch; `load_weights` goes first when a batch ends.
+    batch; `load_weights` goes first when a batch ends. With `policy.lora`, the model computes the
+    reference, too, and in the trainer's precision; `dtype` is auto.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -42,8 +46,14 @@ class Transformers:
     def __post_init__(self) -> None:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self.model: Any = load_model(self.policy, dtype).to(self.device)
+        self._autocast = bf16 and self.policy.lora is not None
+        if self.policy.lora is None:
+            model = load_model(self.policy, dtype)
+        else:
+            model = load_adapted(self.policy, bf16, adapters=dtype)
+        self.model: Any = place(model, self.policy, self.device)
         self._batches = threading.Lock()  # one batch at a time
+        self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
@@ -52,17 +62,28 @@ class Transformers:
         completions: list[list[Completion]] = [[] for _ in prompts]
         for places, samples in self._divided([len(p) for p in prompts], sampling.samples):
             uniform = [_uniform(seed, i, sampling)[samples] for i in places]
-            with self._batches, self._weights.shared():
+            with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], np.stack(uniform), sampling)
             for i, group in zip(places, batch, strict=True):
                 completions[i] += group
         return completions
 
     def load_weights(self, weights: Weights) -> float | None:
-        with self._weights.alone():
+        with self._weights.alone(), self._precision():
             load_weights(self.model, weights)
             self.version = weights.version
             return None if weights.probe is None else self._gap(weights.probe)
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Hold the model between two batches, before or after a load of weights."""
+        with self._batches, self._weights.shared():
+            yield
+
+    def _precision(self) -> torch.autocast:
+        """Return autocast, with which an adapted model computes as the trainer does."""
+        kind = torch.device(self.device).type
+        return torch.autocast(kind, torch.bfloat16, enabled=self._autocast)
 
     def _divided(
         self, lengths: Sequence[int], samples: int
@@ -110,7 +131,11 @@ class Transformers:
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
-            ended = drawn.add(rows, chosen, logp, torch.isin(chosen, eos))
+            drawn.add(rows, chosen, logp)
+            ends = torch.isin(chosen, eos)
+            if sampling.stop:
+                ends |= self._stopped(drawn, rows, sampling.stop)
+            ended = drawn.end(rows, ends)
             if drawn.step == limit or ended.all():
                 break
             if ended.sum() >= DROP * len(rows):
@@ -125,6 +150,21 @@ class Transformers:
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
+
+    def _stopped(
+        self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
+    ) -> Bool[Tensor, " N"]:
+        """Return which of these rows have just completed a stop string."""
+        if self._stop is None or self._stop.stop != stop:
+            vocabulary = self.model.get_output_embeddings().weight.shape[0]
+            self._stop = StopStrings(self.text, stop, vocabulary, self.device)
+        newest = drawn.tokens[rows, drawn.step - 1].long()
+        stopped = self._stop.possible[newest] & ~drawn.ended(rows)
+        places = stopped.nonzero().squeeze(1)
+        responses = drawn.tokens[rows[places], : drawn.step].cpu().numpy()
+        completed = [self._stop.completed(tokens) for tokens in responses]
+        stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
+        return stopped
 
     def _run(
         self, ids: Int[Tensor, "N L"], visible: Int[Tensor, "N _"], cache: Any
@@ -153,7 +193,7 @@ class Transformers:
 
 @dataclass
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until the EOS."""
+    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end."""
 
     tokens: Int[Tensor, "N T"]
     logp: Float[Tensor, "N T"]
@@ -168,13 +208,19 @@ class _Drawn:
             torch.zeros(count, dtype=torch.int32, device=device),
         )
 
-    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor, ends: Tensor) -> Tensor:
-        """Append a token to each of these rows; return which of the rows have ended."""
+    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
+        """Append a token to each of these rows."""
         self.tokens[rows, self.step] = tokens.int()
         self.logp[rows, self.step] = logp
         self.step += 1
+
+    def end(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """End rows with the newest token where `ends` says so; return which rows have ended."""
         length = self.length[rows]
         self.length[rows] = torch.where(ends & (length == 0), self.step, length).int()
+        return self.ended(rows)
+
+    def ended(self, rows: Tensor) -> Tensor:
         return self.length[rows] > 0
 
     def completions(self, version: int) -> list[Completion]:

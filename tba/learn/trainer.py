@@ -13,13 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
-from tba.learn import NotFinite, state
+from tba.learn import NotFinite, probe, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
-from tba.types import Batch
-from tba.weights import Probe, Weights, pack
-
-PROBE_TOKENS = 64
+from tba.types import Batch, TokenBatch
+from tba.weights import Weights, pack, trained
 
 
 @dataclass
@@ -35,22 +33,25 @@ class SingleTrainer:
     steps: int
     bf16_weights: bool
     """Whether searchers get weights in bf16."""
+    context: int
+    """Maximum number of tokens of a prompt and its response together."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
-    _probe: Batch | None = field(default=None, init=False)
+    _probe: TokenBatch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         s, policy = self.settings, self.policy
-        groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+        groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
         if policy.head is not None and policy.readout is not None:
             rate = policy.head.learning_rate
             groups.append({"params": list(policy.readout.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(
-            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
+            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)
+        probe.log_short_context(self.context)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -63,12 +64,15 @@ class SingleTrainer:
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
-        self._probe = batch.groups([0]).slice(slice(0, 1))
+        self._probe = probe.probe_tokens(batch, self.context)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
     def weights(self, version: int) -> Weights:
-        return pack(self.policy.model, version, self.bf16_weights, self._probed())
+        """Return a copy of the weights; before the first step, without a probe."""
+        asked = self._probe
+        answered = None if asked is None else probe.answer(self.policy, asked)
+        return pack(self.policy.model, version, self.bf16_weights, answered)
 
     def save(self, folder: Path) -> Callable[[], None]:
         return state.save(folder, self.policy, self.optimizer, self.schedule, self._first_model)
@@ -104,18 +108,6 @@ class SingleTrainer:
                 " lower trainer.learning_rate or raise objective.beta"
             )
         return norms[0]
-
-    @torch.no_grad()
-    def _probed(self) -> Probe | None:
-        """Return the first response of the last batch, if there has been one."""
-        if self._probe is None:
-            return None
-        length = min(PROBE_TOKENS, int(self._probe.mask[0, 0].sum()))
-        logp = self.policy.logp(self._probe)[0, 0, :length]
-        prompt = self._probe.prompt_tokens[0][self._probe.prompt_mask[0]]
-        tokens = self._probe.tokens[0, 0, :length].int().numpy()
-        logps = logp.float().cpu().numpy()
-        return Probe(prompt.int().numpy(), tokens, logps, self.policy.temperature)
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.types import Answer, Completion, Prompt
+from tba.types import Answer, Prompt
 
 BUNDLED = Path(__file__).parent
 
+EAGER_TOKENS = 320
+"""Longest prompt and response for which eager attention, which keeps all scores, is the default."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Numbers in the chunks that the LM head runs over: few on a CPU, where clearing memory is slow."""
 
@@ -55,9 +57,11 @@ class Text:
         """Return tokens as text, without special tokens."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def answer(self, completion: Completion) -> Answer:
-        """Return a completion as text."""
-        return Answer(self.decode(completion.tokens), completion.finished)
+    def answer(self, tokens: np.ndarray, finished: bool, stop: Sequence[str]) -> Answer:
+        """Return a response as text, up to the first stop string, which finishes it."""
+        text = self.decode(tokens)
+        places = [text.find(each) for each in stop if each in text]
+        return Answer(text[: min(places)], True) if places else Answer(text, finished)
 
     def encode_all(self, prompts: Sequence[Prompt], max_tokens: int) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""
@@ -201,6 +205,19 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
         problem = "it keeps a recurrent state, which is not supported; use a model with attention"
         raise ValueError(f"policy.model = {policy.model!r}: {problem}")
     return model.eval()
+
+
+def place(model: Any, policy: PolicyTable, device: str) -> Any:
+    """Move a model to its device, and give it the attention that is fast there.
+
+    See `benchmarks/attention.py`. Nothing is timed here: a resumed run computes the same bits.
+    """
+    attention = policy.attention
+    if attention == "auto" and device == "cpu":
+        attention = "eager"
+    if attention != "auto":
+        model.set_attn_implementation(attention)
+    return model.to(device)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:

@@ -5,14 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.runtime.placement import Place
+from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.searcher import SearchSetup
+from tba.search.searcher import LogpGapError, SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Transport
 
@@ -35,6 +35,7 @@ class SearcherActor:
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         place.take()
+        reuse_memory()
         self._place, self._transport = place, transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
@@ -42,10 +43,13 @@ class SearcherActor:
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working, self._idle_since = 0, time.perf_counter()
-        self._load_newer(newest)
+        self._wrong: LogpGapError | None = None  # every later call raises it
+        with suppress(LogpGapError):  # raised by `pid`: it would be lost with the constructor
+            self._load_newer(newest)
 
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
+        self._refuse_wrong()
         return os.getpid()
 
     def publish(self, weights: Sent) -> None:
@@ -74,6 +78,7 @@ class SearcherActor:
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""
+        self._refuse_wrong()
         self._place.take()
         torch.set_grad_enabled(False)
 
@@ -88,6 +93,7 @@ class SearcherActor:
         try:
             self._load_newer_reference(reference)
             yield
+            self._refuse_wrong()
         finally:
             with self._counting:
                 self._working -= 1
@@ -100,11 +106,23 @@ class SearcherActor:
             if weights.version <= self._searcher.engine.version:
                 return
             started = time.perf_counter()
-            gap = self._searcher.engine.load_weights(self._transport.receive(weights))
+            gap = self._load(weights)
             with self._counting:
                 self._unreported.seconds["load_weights"] += time.perf_counter() - started
                 if gap is not None:
                     self._unreported.logp_gap = gap
+
+    def _load(self, weights: Sent) -> float | None:
+        try:
+            return self._searcher.load_weights(self._transport.receive(weights))
+        except LogpGapError as error:
+            self._wrong = error
+            raise
+
+    def _refuse_wrong(self) -> None:
+        """Raise the error of a failed weight update, also to searches that began before it."""
+        if self._wrong is not None:
+            raise self._wrong
 
     def _load_newer_reference(self, weights: Sent | None) -> None:
         reference = self._searcher.reference

@@ -33,9 +33,10 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
 
     def answered(samples: int, temperature: float) -> tuple[Completions, np.ndarray]:
         """Return completions of every prompt, and their rewards: NaN if rejected."""
-        sampling = Sampling(samples, temperature, setup.sampling.max_tokens)
+        stop = setup.sampling.stop
+        sampling = Sampling(samples, temperature, setup.sampling.max_tokens, stop=stop)
         completions = searcher.engine.generate(tokens, sampling, settings.seed)
-        answers = [[text.answer(c) for c in group] for group in completions]
+        answers = [[text.answer(c.tokens, c.finished, stop) for c in g] for g in completions]
         rewards = []
         for verdicts in searcher.guard(prompts, answers):
             rewards.append([nan if isinstance(v, Rejected) else v for v in verdicts])
@@ -60,7 +61,8 @@ def evaluate_held_out(searcher: Searcher) -> Evaluation:
         shown, value = prompt.text, None if isnan(reward) else reward
         if not isinstance(shown, str):
             shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
-        examples.append(Example(shown, text.decode(completion.tokens), value))
+        answer = text.answer(completion.tokens, completion.finished, setup.sampling.stop)
+        examples.append(Example(shown, answer.text, value))
     scores["seconds"] = time.perf_counter() - started
     return Evaluation(searcher.engine.version, scores, examples)
 

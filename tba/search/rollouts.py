@@ -12,7 +12,7 @@ from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
-from tba.types import Answer, Group, Sampling, Trajectory
+from tba.types import Answer, Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
 """Index of a group, and the response tokens so far."""
@@ -76,10 +76,16 @@ class Rollouts:
         endings = self.engine.generate(contexts, sampling, seed + start)
         answers = []
         for head, of_state in zip(heads, endings, strict=True):
-            wholes = [np.concatenate([head, ending.tokens]) for ending in of_state]
-            pairs = zip(wholes, of_state, strict=True)
-            answers.append([Answer(self.text.decode(t), e.finished) for t, e in pairs])
+            answers.append([self._answer(head, ending) for ending in of_state])
         return self.guard([group.prompt for group in origins], answers)
+
+    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
+        """Return head and ending as text. A stop string that begins in the head counts as well.
+
+        The engine does not know the head, and goes on after such a stop string.
+        """
+        whole = np.concatenate([head, ending.tokens])
+        return self.text.answer(whole, ending.finished, self.sampling.stop)
 
     def _value(
         self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]

@@ -1,0 +1,56 @@
+"""The probe of a weight update: tokens for which an engine must compute the trainer's log-probs."""
+
+import logging
+
+import numpy as np
+import torch
+
+from tba.learn.policy import Policy
+from tba.types import Batch, TokenBatch, collate_tokens
+from tba.weights import Probe
+
+PROMPT, RESPONSE = 144, 16
+"""Tokens of a probe. Its prompt is longer than a block of vLLM's cache, 128 tokens on a CPU."""
+
+log = logging.getLogger(__name__)
+
+
+def log_short_context(context: int) -> None:
+    """Log that probes are shorter than usual, if the model's context is too small for them."""
+    if context < PROMPT + RESPONSE:
+        text = "the model's context of %d tokens is shorter than the probe of weight updates, %d"
+        log.info(text, context, PROMPT + RESPONSE)
+
+
+def probe_tokens(batch: Batch, context: int) -> TokenBatch:
+    """Return the tokens of a probe: one prompt and one response, which together fit the context.
+
+    The response is the beginning of the longest one in the first group. Its prompt follows other
+    prompts and responses of the batch, repeated in order until there are enough tokens.
+    """
+    longest = int(np.argmax(batch.mask[0].sum(-1).numpy()))
+    own_prompt, own_response = _row(batch, 0, longest)
+    response = own_response[:RESPONSE]
+    room = min(PROMPT, context - len(response))
+    others: list[np.ndarray] = []
+    for group in range(1, len(batch)) or [0]:
+        others += _row(batch, group, -1)
+    missing = max(0, room - len(own_prompt))
+    repeated = np.resize(np.concatenate(others), missing)
+    prompt = np.concatenate([repeated, own_prompt])[-room:]
+    return collate_tokens([prompt], [[response]])
+
+
+@torch.no_grad()
+def answer(policy: Policy, tokens: TokenBatch) -> Probe:
+    """Return the probe of these tokens, with the policy's log-probs."""
+    logp = policy.logp(tokens)[0, 0].float().cpu().numpy()
+    prompt, response = tokens.prompt_tokens[0].int().numpy(), tokens.tokens[0, 0].int().numpy()
+    return Probe(prompt, response, logp, policy.temperature)
+
+
+def _row(batch: Batch, group: int, sample: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a prompt and of one of its responses."""
+    prompt = batch.prompt_tokens[group][batch.prompt_mask[group]]
+    response = batch.tokens[group, sample][batch.mask[group, sample]]
+    return prompt.numpy(), response.numpy()

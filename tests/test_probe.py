@@ -1,0 +1,74 @@
+"""The probe of a weight update is made of the last batch's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_trainer import trainer
+
+from tba.learn.probe import PROMPT, RESPONSE, probe_tokens
+from tba.types import Batch, Group, Prompt, Trajectory, collate
+
+
+def arrays(batch: Batch, context: int) -> tuple[list[int], list[int]]:
+    tokens = probe_tokens(batch, context)
+    assert tokens.prompt_mask.all() and tokens.mask.all()
+    return tokens.prompt_tokens[0].tolist(), tokens.tokens[0, 0].tolist()
+
+
+def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[Group]) -> None:
+    prompt, response = arrays(collate(groups), context=8192)
+    assert len(prompt) == PROMPT > 128
+    longest = groups[0].trajectories[0].tokens  # 5 tokens; the others have 1, 3 and 2
+    assert response == longest.tolist()
+    others = []
+    for group in groups[1:]:
+        others += [*group.prompt_tokens.tolist(), *group.trajectories[-1].tokens.tolist()]
+    own = groups[0].prompt_tokens.tolist()
+    assert prompt == np.resize(others, PROMPT - len(own)).tolist() + own
+    assert (prompt, response) == arrays(collate(groups), context=8192)
+
+
+def test_a_single_group_is_enough(groups: list[Group]) -> None:
+    prompt, _ = arrays(collate(groups[:1]), context=8192)
+    assert len(prompt) == PROMPT
+    assert prompt[-2:] == groups[0].prompt_tokens.tolist()
+
+
+@pytest.mark.parametrize(("context", "length"), [(16, 11), (6, 1), (149, PROMPT)])
+def test_a_short_context_shortens_the_prompt(batch: Batch, context: int, length: int) -> None:
+    prompt, response = arrays(batch, context)
+    assert len(prompt) == length and len(prompt) + len(response) <= context
+
+
+def test_long_prompts_and_responses_are_cut() -> None:
+    """The end of the prompt stays, because the response follows it."""
+    tokens = np.arange(200, dtype=np.int32)
+    zeros = np.zeros(50, np.float32)
+    response = Trajectory(np.arange(50, dtype=np.int32), zeros, zeros, 0.0, 0, True)
+    group = Group(Prompt("long", "?"), tokens, (response, response))
+    prompt, answer = arrays(collate([group]), context=8192)
+    assert prompt == list(range(200 - PROMPT, 200)) and answer == list(range(RESPONSE))
+
+
+def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: Batch) -> None:
+    t = trainer(tiny_model)
+    assert t.weights(version=0).probe is None  # before the first step
+    t.step(batch, 0)
+    probe = t.weights(version=1).probe
+    assert probe is not None and len(probe.logp) == len(probe.tokens) == 5
+    logp = t.policy.logp(probe_tokens(batch, t.context))[0, 0].detach().numpy()
+    np.testing.assert_array_equal(probe.logp, logp)
+
+
+def test_a_shortened_probe_is_logged_once(
+    tiny_model: Path, batch: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        t = trainer(tiny_model)
+        t.step(batch, 0)
+        t.weights(version=1)
+    (record,) = [r for r in caplog.records if "probe" in r.message]
+    assert "context of 32 tokens" in record.message

@@ -1,0 +1,141 @@
+"""Stop strings: their tokens are found in any tokenizer, and they hold wherever answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from toy import toy_config
+from transformers import PreTrainedTokenizerFast
+
+import tba.run
+from tba.config.schema import load, parse
+from tba.config.tables import PolicyTable
+from tba.engines._stop import StopStrings, length_to_stop
+from tba.models.pretrained import Text, load_text
+from tba.runs.log import METRICS, SAMPLES, read
+from tba.runs.parts import check, check_resumed
+
+
+def text_of(vocabulary: Sequence[str], decoder: Any) -> Text:
+    """A tokenizer with these tokens, of which the first is special."""
+    words = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token="<u>"))
+    words.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=vocabulary[0])
+    return Text(tokenizer, frozenset({0}), 0, 99)
+
+
+BYTES = ("<eos>", "Ã", "©", "a", "Ċ", "aĊĊ", "b")
+"""As a byte-level tokenizer writes them: two halves of é, and newlines."""
+WORDS = ("<eos>", "▁so", "▁", "so", "▁it", "ends", ".")
+"""With the space before a word, which decoding drops at the beginning of a text."""
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "stop", "tokens", "length"),
+    [
+        (BYTES, "é", (3, 1, 2, 3), 3),  # the second half completes it
+        (BYTES, "é", (1, 3, 2), None),
+        (BYTES, "aé\n", (3, 1, 2, 5), None),
+        (BYTES, "aé\n", (3, 3, 1, 2, 4), 5),
+        (BYTES, "\n\n", (6, 4, 0, 4), 4),  # a special token has no text
+        (BYTES, "\n\n", (6, 5), 2),
+        (BYTES, "a", (6, 5), 2),
+        (WORDS, " it", (3, 4, 6), 2),
+        (WORDS, " it", (4, 6), None),  # there is no space at the beginning
+        (WORDS, " ", (4, 2), 2),
+        (WORDS, "soends", (1, 2, 3, 5, 6), 4),
+    ],
+)
+def test_the_token_that_completes_a_stop_string(
+    vocabulary: Sequence[str], stop: str, tokens: Sequence[int], length: int | None
+) -> None:
+    decoder = decoders.ByteLevel() if vocabulary is BYTES else decoders.Metaspace()
+    text = text_of(vocabulary, decoder)
+    response = np.array(tokens, np.int32)
+    assert length_to_stop(text, response, ["none", stop]) == length
+    stops = StopStrings(text, (stop, "none"), 9, "cpu")
+    ends = []
+    for n in range(1, (length or len(tokens)) + 1):
+        if stops.possible[tokens[n - 1]] and stops.completed(response[:n]):
+            ends.append(n)
+    assert ends == ([] if length is None else [length])
+
+
+def test_only_tokens_that_can_be_the_last_are_searched() -> None:
+    text = text_of(BYTES, decoders.ByteLevel())
+    possible = StopStrings(text, ("b\n",), 9, "cpu").possible
+    assert [BYTES[i] for i in possible.nonzero()] == ["Ã", "©", "Ċ", "aĊĊ"]
+
+
+def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model: Path) -> None:
+    text = load_text(PolicyTable(model=str(tiny_model)))
+    tokens = np.array(text.tokenizer("12+34=5")["input_ids"], np.int32)
+    assert text.answer(tokens, False, ()).text == "12+34=5"
+    answer = text.answer(tokens, False, ("=", "+3"))
+    assert (answer.text, answer.finished) == ("12", True)
+    assert not text.answer(tokens, False, ("+4",)).finished
+
+
+def test_a_run_reads_answers_up_to_the_stop_string(tiny_model: Path, tmp_path: Path) -> None:
+    """Rewards, values by rollouts, evaluations and logged samples."""
+    texts = ["engine=scripted", "engine.answers=['2=1', '2=3', '1+2=1']", "sampling.stop='2='"]
+    few = ["run.steps=2", "sampling.samples=4", "trainer.batch_size=4", "trainer.group_size=4"]
+    few += ["sampling.max_tokens=9", "eval.prompts=1", "log.sample_every=1", "task=toy.Ones"]
+    vine = ["objective=vineppo", "objective.step_tokens=1", "objective.rollouts=1"]
+    config = toy_config(tiny_model, tmp_path / "run", *texts, *few, *vine)
+    with tba.run.open_run(config) as run:
+        run.train()
+    rows = read(tmp_path / "run" / SAMPLES)
+    assert {row["kind"] for row in rows} == {"train", "eval"}
+    assert {row["completion"] for row in rows} <= {"", "1+"}
+    for group in run.buffer.groups():
+        for t in group.trajectories:
+            shown = run.parts.text.decode(t.tokens)
+            assert shown in ("2=", "1+2=") and t.finished
+            assert t.reward == ("1" in shown)  # toy.Ones: a 1 behind the stop string has no effect
+            assert t.value is not None
+            # after "1" or "1+2" an answer keeps its 1; after "2" the ending "=1" is not seen
+            assert set(t.value[1:].tolist()) <= ({1.0} if shown == "1+2=" else {0.0, 1.0})
+    scores = [row for row in read(tmp_path / "run" / METRICS) if "eval/greedy_finished" in row]
+    assert all(row["eval/greedy_finished"] == 1 == row["eval/greedy_reward"] + 1 for row in scores)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("sampling.stop='a'", ("a",)),
+        ('sampling.stop=["a", "b c"]', ("a", "b c")),
+        ("sampling.stop=[]", ()),
+    ],
+)
+def test_stop_is_a_text_or_a_list_of_texts(setting: str, expected: tuple[str, ...]) -> None:
+    config = load(None, [setting])
+    assert config.sampling.stop == expected
+    assert parse(config.nested()) == config
+
+
+@pytest.mark.parametrize(
+    "setting", ["sampling.stop=['']", "sampling.stop=", "sampling.stop=['a','']"]
+)
+def test_an_empty_stop_string_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"sampling\.stop has an empty text.*remove it"):
+        load(None, [setting])
+
+
+def test_a_special_token_is_refused_as_a_stop_string(tiny_model: Path, tmp_path: Path) -> None:
+    config = toy_config(tiny_model, tmp_path, "sampling.stop=['=<eos>']")
+    with pytest.raises(ValueError, match=r"no special tokens; set policy\.eos_token='<eos>'"):
+        check(config)
+
+
+def test_a_resumed_run_keeps_its_stop_strings(tiny_model: Path, tmp_path: Path) -> None:
+    """The responses in the buffer end with them."""
+    before = toy_config(tiny_model, tmp_path, "sampling.stop=['a','b']")
+    check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['b','a']"), before)
+    with pytest.raises(ValueError, match=r"responses end with \['a', 'b'\]; leave it unchanged"):
+        check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['a']"), before)
