@@ -46,7 +46,8 @@ class Policy(nn.Module):
         self.share_prompt = share_prompt
         sizes = model.config.get_text_config()
         self.readout = None if head is None else _readout(sizes.hidden_size, self.device)
-        self._refuse_processed_logits()
+        with self._precision():
+            self._refuse_processed_logits()
 
     @property
     def device(self) -> torch.device:
@@ -61,12 +62,15 @@ class Policy(nn.Module):
         # Indices come from the mask on the CPU, so that nothing waits for the GPU.
         real = tuple(index.to(self.device) for index in batch.mask.nonzero(as_tuple=True))
         moved = batch.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._precision():
             prompt, states = self._shared(moved) if self.share_prompt else self._plain(moved)
             values = self._chunked(states[real], moved.tokens[real])
         padded = torch.zeros(batch.mask.shape, device=self.device)
         logp, entropy = (padded.index_put(real, value) for value in values)
         return Output(logp, entropy, self._read(prompt, states, moved))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _read(
         self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: TokenBatch
