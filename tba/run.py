@@ -19,7 +19,7 @@ from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
-from tba.runtime.placement import Place, places_on_one_machine
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.search.searcher import LogpGapError
 from tba.tasks._memory import InMemory
 from tba.types import Group
@@ -183,6 +183,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
+    reuse_memory()
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)

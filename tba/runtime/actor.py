@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.runtime.placement import Place
+from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
@@ -35,6 +35,7 @@ class SearcherActor:
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         place.take()
+        reuse_memory()
         self._place, self._transport = place, transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 
 from tba.config.plugins import resolve
 from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, RewardTable, Use
-from tba.engines import Engine
+from tba.engines import Engine, LendsModel
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.lora import load_adapted
+from tba.models.pretrained import Text, load_model, load_text, place
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
-from tba.search.reference import Reference
+from tba.search.reference import AdapterReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
@@ -66,9 +68,7 @@ class SearchSetup:
         text = load_text(self.policy)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
-        model = load_model(self.policy, torch.float32).to(device)
-        policy = Policy(model, self.sampling.temperature, bf16)
-        reference = Reference(policy, self.token_budget)
+        reference = self._reference(engine, device, bf16)
         functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
@@ -76,6 +76,17 @@ class SearchSetup:
         task = build_task(plugin, None if functions is None else InMemory(reward=functions))
         guard = Guard(task, self.reward.deadline, self.reward.concurrency)
         return Searcher(engine, reference, text, guard, self, self.engine.logp_gap_limit(bf16))
+
+    def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
+        """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
+        temperature, budget = self.sampling.temperature, self.token_budget
+        if self.policy.lora is None:
+            model = place(load_model(self.policy, torch.float32), self.policy, device)
+            return Reference(Policy(model, temperature, bf16), budget)
+        if isinstance(engine, LendsModel):
+            return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
+        model, lock = place(load_adapted(self.policy, bf16), self.policy, device), Lock()
+        return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
 
 
 @dataclass(frozen=True)
