@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Literal
 
+from tba.runtime.evaluations import Piece
 from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent
@@ -27,12 +28,16 @@ class Task:
     ref: Any
     """Ray's reference to the result."""
     prompts: tuple[Prompt, ...] = ()
-    weights: Sent | None = None
-    """Weights to evaluate."""
+    piece: Piece | None = None
+    """Piece of an evaluation."""
     reference: Sent | None = None
-    """Reference that a search needs."""
+    """Reference that it needs."""
     began: float | None = None
     """Time at which the searcher could begin it; its deadline counts from there."""
+
+    def is_like(self, other: "Task") -> bool:
+        """Return whether a searcher may work on both at once."""
+        return (self.kind, self.reference) == (other.kind, other.reference)
 
 
 @dataclass(eq=False)
@@ -56,19 +61,17 @@ class Handle:
     def accepts_weights(self) -> bool:
         """Return whether weights can be sent now.
 
-        Of two publications on their way, each would keep a copy of the weights alive. An evaluation
-        is of the weights that were newest when it was requested, so that newer ones wait for it.
+        Of two publications on their way, each would keep a copy of the weights alive.
         """
-        return not self.has("publish", "start", "evaluate")
+        return not self.has("publish", "start")
 
     def begin(self, concurrent: int) -> None:
         """Begin the deadlines of the tasks that the searcher can work on by now.
 
-        A start and an evaluation run alone; searches wait for those with an older reference.
+        A task may wait for earlier ones of another kind, or with an older reference.
         """
         work = self.work()
-        alike = takewhile(lambda t: t.kind == "search" and t.reference == work[0].reference, work)
-        running = list(islice(alike, concurrent)) or work[:1]
+        running = list(islice(takewhile(lambda t: t.is_like(work[0]), work), concurrent))
         for task in self.tasks:
             if task.began is None and (task.kind == "publish" or task in running):
                 task.began = time.monotonic()
@@ -80,10 +83,10 @@ class Handle:
         ref = call.remote(prompts, seed, weights, reference)
         self.tasks.append(Task("search", ref, tuple(prompts), reference=reference))
 
-    def evaluate(self, weights: Sent | None, reference: Sent | None) -> None:
+    def evaluate(self, piece: Piece, reference: Sent | None) -> None:
         call = self.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = call.remote(weights, reference)
-        self.tasks.append(Task("evaluate", ref, weights=weights))
+        ref = call.remote(piece.number, piece.weights, reference)
+        self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent) -> None:
         self.version = weights.version
