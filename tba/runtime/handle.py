@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Literal
 
-from tba.runtime.evaluations import Piece
 from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent
@@ -20,6 +19,15 @@ Calls of a group begin in the order in which they are made.
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Piece of an evaluation of these weights; any searcher can do it."""
+
+    evaluation: int
+    number: int
+    weights: Sent
+
+
 @dataclass(eq=False)
 class Task:
     """Call to a searcher that has not returned."""
@@ -29,7 +37,6 @@ class Task:
     """Ray's reference to the result."""
     prompts: tuple[Prompt, ...] = ()
     piece: Piece | None = None
-    """Piece of an evaluation."""
     reference: Sent | None = None
     """Reference that it needs."""
     began: float | None = None
