@@ -89,11 +89,12 @@ def report(
 def export(
     run: RunPath,
     out: Annotated[Path, Argument(help="New folder, for AutoModelForCausalLM.from_pretrained.")],
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: write the adapter alone.")] = False,
 ) -> None:
-    """Write the trained model as a Hugging Face folder."""
+    """Write the trained model as a Hugging Face folder, with a LoRA adapter merged into it."""
     from tba.runs.offline import export_run
 
-    print(export_run(run, out))
+    print(export_run(run, out, adapter))
 
 
 @app.command("list")

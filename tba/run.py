@@ -19,7 +19,8 @@ from tba.runs.parts import Parts, check, check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
-from tba.runtime.placement import Place, places_on_one_machine
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.search.searcher import LogpGapError
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
@@ -123,7 +124,7 @@ class Run:
             with self.tracker.clock():
                 if unlogged and self.step < last:  # at the beginning, or lost with the last session
                     self.evaluate()
-                loop.train(self)
+                self._loop()
             self.save()
             complete = self.step == last
             if complete:
@@ -140,6 +141,16 @@ class Run:
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
+
+    def _loop(self) -> None:
+        """Run the loop. If a weight update ends it, save what has been learned before."""
+        try:
+            loop.train(self)
+        except LogpGapError:
+            self.missing = self.config.fresh  # of the step that has not ended
+            self.save()
+            self.checkpoints.wait()
+            raise
 
 
 def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
@@ -178,6 +189,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
+    reuse_memory()
     place, cluster = _places(c, stop, closing)
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
@@ -247,4 +259,4 @@ def _searchers(
     if search is not None and search.weights is None and step >= job.settings.publish_every:
         newest = trainer.weights(version=step)  # a run on Ray saves none
         search = replace(search, weights=newest)
-    return LocalSearchers(job, job.setup.build(place.device, bf16), search)
+    return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)

@@ -25,7 +25,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Weights:
-    """Every parameter by name, in fp32 or as the bits of bf16 (uint16): arrays travel uncopied."""
+    """Every trained parameter by name, in fp32 or as the bits of bf16 (uint16).
+
+    With LoRA, these are the adapter's alone. Arrays travel uncopied.
+    """
 
     version: int
     arrays: Mapping[str, np.ndarray]
@@ -37,9 +40,14 @@ class Weights:
 
 
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
-    """Return a copy of the model's parameters (a tied one once), in fp32 or rounded to bf16."""
-    arrays = {name: as_array(p.detach(), bf16) for name, p in model.named_parameters()}
+    """Return a copy of the trained parameters (a tied one once), in fp32 or rounded to bf16."""
+    arrays = {name: as_array(p.detach(), bf16) for name, p in trained(model).items()}
     return Weights(version, arrays, probe)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    """Return the parameters that are trained, by name: all, or those of an adapter."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def as_array(tensor: Tensor, bf16: bool) -> np.ndarray:
@@ -70,9 +78,9 @@ def load_weights(model: Any, weights: Weights) -> None:
 def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
     """ValueError unless the names and shapes are those of the model; `source` begins the error."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    untied = {name for name, _ in model.named_parameters()}  # a tied weight has its first name
+    needed = trained(model).keys()  # a tied weight has its first name
     reshaped = {name for name, array in given.items() if own.get(name) != tuple(array.shape)}
-    differing = sorted(reshaped | (untied - given.keys()))[:3]
+    differing = sorted(reshaped | (needed - given.keys()))[:3]
     if differing:
         raise ValueError(
             f"{source} another model than policy.model: {differing} differ in name or shape"

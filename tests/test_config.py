@@ -59,6 +59,10 @@ WRONG = {
         " eval.samples=5 or more"
     ),
     "objective=3": "objective.use = 3: expected text, got an integer",
+    "policy.lora.rank=8": "unknown key 'policy.lora.rank'",
+    "policy.lora.form=x": "unknown key 'policy.lora.form'; did you mean 'from'?",
+    "policy.lora=true": "policy.lora = True: write a table, [policy.lora], with its keys",
+    "policy.lora.target_modules=[]": "Value should have at least 1 item",
     "steps=3": "'steps=3': write `table.key=value`",
     "run.steps": "'run.steps': write `table.key=value`",
 }

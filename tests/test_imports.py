@@ -30,6 +30,7 @@ HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
+    "peft": {"models/lora.py"},
     "vllm": set(),
 }
 
@@ -81,7 +82,7 @@ def test_heavy_libraries_have_one_home(library: str) -> None:
 
 
 def test_import_tba_is_light() -> None:
-    heavy = ("torch", "ray", "wandb", "matplotlib", "transformers", "datasets", "pandas")
+    heavy = ("torch", "ray", "wandb", "matplotlib", "transformers", "datasets", "pandas", "peft")
     code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

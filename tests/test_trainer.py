@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite
-from tba.learn.trainer import SingleTrainer
+from tba.learn.trainer import SingleTrainer, learning_rate
 from tba.runs.parts import check
 from tba.types import Batch, Group, collate
 from tba.weights import as_tensor, load_weights, pack
@@ -260,6 +261,40 @@ def test_a_save_holds_the_state_at_its_beginning(
         again = loaded.step(batch, step)
         assert {**again, "step_time": 0} == {**expected, "step_time": 0}
     assert all(torch.equal(p, q) for p, q in zip(parameters(t), parameters(loaded), strict=True))
+
+
+def test_attention_is_chosen_by_device_and_length(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is timed, so a resumed run computes the same bits. Prompts have 4 to 6 tokens."""
+    monkeypatch.setattr(tba.runs.parts, "EAGER_TOKENS", 12)
+
+    def chosen(*settings: str) -> str:
+        policy: Any = trainer(tiny_model, *settings).policy
+        return policy.model.config._attn_implementation
+
+    assert chosen() == "eager"
+    assert chosen("sampling.max_tokens=7") == "sdpa"
+    assert chosen("sampling.max_tokens=7", "policy.attention=eager") == "eager"
+    assert chosen("policy.attention=sdpa") == "sdpa"
+
+
+def test_the_state_of_an_unfused_optimizer_is_loaded(
+    tiny_model: Path, batch: Batch, tmp_path: Path
+) -> None:
+    """Checkpoints of earlier versions come from one; the two round differently."""
+    old = trainer(tiny_model)
+    old.optimizer = torch.optim.AdamW(old.policy.model.parameters(), 1e-2, weight_decay=0)
+    old.schedule = learning_rate(old.optimizer, old.settings, old.steps)
+    old.step(batch, 0)
+    old.save(tmp_path)()
+    new = trainer(tiny_model)
+    new.load(tmp_path)
+    assert all(group["fused"] for group in new.optimizer.param_groups)
+    for t in (old, new):
+        t.step(batch, 1)
+    for p, q in zip(parameters(old), parameters(new), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
 
 
 def test_the_state_of_another_model_is_refused_whole(

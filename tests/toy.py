@@ -23,6 +23,7 @@ from tba.models.pretrained import Text
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
 from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
+from tba.weights import Weights
 
 MAX_TOKENS = 2
 BETA = 0.5
@@ -251,3 +252,18 @@ class Meeting(Scripted):
     ) -> list[list[Completion]]:
         MEETING.wait(60)
         return super().generate(prompts, sampling, seed)
+
+
+@dataclass
+class Wrong(Scripted):
+    """Engine with a gap after every weight update but some; it counts them by files."""
+
+    folder: str = ""
+    right: tuple[int, ...] = ()
+    gap: float = 1.0
+
+    def load_weights(self, weights: Weights) -> float | None:
+        super().load_weights(weights)
+        number = len(list(Path(self.folder).iterdir()))
+        (Path(self.folder) / str(number)).touch()
+        return 0.001 if number in self.right else self.gap

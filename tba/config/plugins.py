@@ -207,5 +207,5 @@ def with_defaults(config: Config) -> Config:
         for name, option in options_of(find(kind, given.use)).items():
             if not option.required and option.default is not None:
                 options.setdefault(name, option.default)
-        tables[table] = Use(use=given.use, **options)
+        tables[table] = type(given)(**given.model_dump() | options)
     return config.model_copy(update=tables)

@@ -43,7 +43,7 @@ class Config(Table):
     run: tables.RunTable = tables.RunTable()
     policy: tables.PolicyTable = tables.PolicyTable()
     task: Use = Use(use="arithmetic")
-    engine: Use = Use(use="transformers")
+    engine: tables.EngineTable = tables.EngineTable(use="transformers")
     sampling: tables.SamplingTable = tables.SamplingTable()
     objective: Use = Use(use="tb")
     strategy: Use = Use(use="mixture")
@@ -131,7 +131,7 @@ class Config(Table):
 
     def nested(self) -> dict[str, Any]:
         """Return the config as plain tables, without keys that are None: TOML has no such value."""
-        return self.model_dump(mode="json", exclude_none=True)
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -219,10 +219,11 @@ def _explain(model: type[Table], error: ErrorDetails) -> str:
     where = ".".join(path)
     match error["type"]:
         case "extra_forbidden":
-            table: Any = model
+            table: type[Table] = model
             for name in path[:-1]:
-                table = table.model_fields[name].annotation
-            return f"unknown key {where!r}{choices(path[-1], table.model_fields)}"
+                table = tables.inner_table(table.model_fields[name]) or table
+            known = [field.alias or name for name, field in table.model_fields.items()]
+            return f"unknown key {where!r}{choices(path[-1], known)}"
         case "value_error":
             return reason(error)
         case "model_type":

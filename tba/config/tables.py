@@ -1,8 +1,9 @@
 """The tables of a config: every key with its type, default and meaning."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -28,6 +29,14 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
+def inner_table(field: FieldInfo) -> type[Table] | None:
+    """Return the table that a field holds, which may be optional; None if it holds a value."""
+    for kind in get_args(field.annotation) or (field.annotation,):
+        if isinstance(kind, type) and issubclass(kind, Table):
+            return kind
+    return None
+
+
 def key(default: Any, meaning: str) -> Any:
     """Return a field with a default and its line in the documentation."""
     return Field(default, description=meaning)
@@ -44,10 +53,48 @@ class Use(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
+class EngineTable(Use):
+    """The engine by name, with its options and the check of every weight update."""
+
+    max_logp_gap: PositiveFloat | None = key(
+        None,
+        "restart a searcher whose log-probs differ from the trainer's by more nats on average after"
+        " a weight update; default: 0.3, or 0.01 where trainer and engine compute in fp32",
+    )
+
+    def computes_in_bf16(self, trainer_does: bool) -> bool:
+        """Return whether the engine computes in bf16: by its option `dtype`, or as the trainer."""
+        dtype = self.options.get("dtype", "auto")
+        return trainer_does if dtype == "auto" else dtype == "bf16"
+
+    def logp_gap_limit(self, trainer_in_bf16: bool) -> float:
+        """Return the largest log-prob gap, in nats, that a weight update may leave."""
+        if self.max_logp_gap is not None:
+            return self.max_logp_gap
+        both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
+        return 0.01 if both_in_fp32 else 0.3
+
+
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
+
+
+class LoraTable(Table):
+    r: Positive = key(16, "rank of the adapters")
+    alpha: Positive = key(32, "PEFT's lora_alpha: what an adapter adds is scaled by alpha / r")
+    target_modules: Annotated[Texts, Field(min_length=1)] = key(
+        ("all-linear",),
+        'names of the layers to adapt, such as ["q_proj", "v_proj"];'
+        " all-linear: every linear layer but the LM head",
+    )
+    start: str | None = Field(
+        None,
+        alias="from",
+        description="folder of a PEFT adapter to start from, with the same r, alpha and layers;"
+        " the reference is a frozen copy of it; default: the reference is the model",
+    )
 
 
 class PolicyTable(Table):
@@ -56,8 +103,14 @@ class PolicyTable(Table):
     autocast: Literal["auto", "bf16", "off"] = key(
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
+    attention: Literal["auto", "eager", "sdpa"] = key(
+        "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
+    )
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
     reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
+    lora: LoraTable | None = key(
+        None, "train low-rank adapters of the frozen model; needs PEFT (pip install -e '.[lora]')"
+    )
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
     pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
 

@@ -1,7 +1,8 @@
 """Engines generate completions. This module is their contract; each other file is one engine."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,4 +35,18 @@ class Engine(Protocol):
 
         Returns the mean absolute difference between the engine's and the trainer's log-probs of
         `weights.probe`, in nats, or None if there is nothing to compare.
+        """
+
+
+@runtime_checkable
+class LendsModel(Protocol):
+    """Engine that lends its model to the reference of a LoRA run: one model instead of two."""
+
+    model: Any
+    """Model from `tba.models.lora.load_adapted`."""
+
+    def lend(self) -> AbstractContextManager[None]:
+        """Hold the model while nothing is generated and no weights arrive.
+
+        Meanwhile the reference may disable the adapter.
         """

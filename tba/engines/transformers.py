@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.plugins import GIVEN
 from tba.config.tables import PolicyTable
 from tba.engines._stop import StopStrings
-from tba.models.pretrained import Text, load_model, positions, states_at_once
+from tba.models.lora import load_adapted
+from tba.models.pretrained import Text, load_model, place, positions, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -29,7 +31,8 @@ class Transformers:
     Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
     the call, and its own place, but not on the batch. `dtype` auto is bf16 where that is faster
     (see `policy.autocast`), and fp32 elsewhere. Calls from several threads take turns, batch by
-    batch; `load_weights` goes first when a batch ends.
+    batch; `load_weights` goes first when a batch ends. With `policy.lora`, the model computes the
+    reference, too, and in the trainer's precision; `dtype` is auto.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -43,7 +46,12 @@ class Transformers:
     def __post_init__(self) -> None:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self.model: Any = load_model(self.policy, dtype).to(self.device)
+        self._autocast = bf16 and self.policy.lora is not None
+        if self.policy.lora is None:
+            model = load_model(self.policy, dtype)
+        else:
+            model = load_adapted(self.policy, bf16, adapters=dtype)
+        self.model: Any = place(model, self.policy, self.device)
         self._batches = threading.Lock()  # one batch at a time
         self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
@@ -54,17 +62,28 @@ class Transformers:
         completions: list[list[Completion]] = [[] for _ in prompts]
         for places, samples in self._divided([len(p) for p in prompts], sampling.samples):
             uniform = [_uniform(seed, i, sampling)[samples] for i in places]
-            with self._batches, self._weights.shared():
+            with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], np.stack(uniform), sampling)
             for i, group in zip(places, batch, strict=True):
                 completions[i] += group
         return completions
 
     def load_weights(self, weights: Weights) -> float | None:
-        with self._weights.alone():
+        with self._weights.alone(), self._precision():
             load_weights(self.model, weights)
             self.version = weights.version
             return None if weights.probe is None else self._gap(weights.probe)
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Hold the model between two batches, before or after a load of weights."""
+        with self._batches, self._weights.shared():
+            yield
+
+    def _precision(self) -> torch.autocast:
+        """Return autocast, with which an adapted model computes as the trainer does."""
+        kind = torch.device(self.device).type
+        return torch.autocast(kind, torch.bfloat16, enabled=self._autocast)
 
     def _divided(
         self, lengths: Sequence[int], samples: int

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tba.learn.head import TokenLogp, is_plain
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
@@ -45,7 +46,8 @@ class Policy(nn.Module):
         self.share_prompt = share_prompt
         sizes = model.config.get_text_config()
         self.readout = None if head is None else _readout(sizes.hidden_size, self.device)
-        self._refuse_processed_logits()
+        with self._precision():
+            self._refuse_processed_logits()
 
     @property
     def device(self) -> torch.device:
@@ -60,12 +62,15 @@ class Policy(nn.Module):
         # Indices come from the mask on the CPU, so that nothing waits for the GPU.
         real = tuple(index.to(self.device) for index in batch.mask.nonzero(as_tuple=True))
         moved = batch.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._precision():
             prompt, states = self._shared(moved) if self.share_prompt else self._plain(moved)
             values = self._chunked(states[real], moved.tokens[real])
         padded = torch.zeros(batch.mask.shape, device=self.device)
         logp, entropy = (padded.index_put(real, value) for value in values)
         return Output(logp, entropy, self._read(prompt, states, moved))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _read(
         self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: TokenBatch
@@ -128,6 +133,9 @@ class Policy(nn.Module):
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Run the LM head a chunk at a time, and again on the way back if there are several."""
         size = states_at_once(self.model)
+        head = self.model.get_output_embeddings()
+        if is_plain(head):
+            return TokenLogp.apply(hidden, head.weight, tokens, self.temperature, size)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
         chunks = []

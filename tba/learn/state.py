@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tba.learn.policy import Policy
-from tba.weights import check_same_model
+from tba.models.lora import ADAPTER, is_adapted, read_adapter, save_adapter
+from tba.weights import check_same_model, trained
 
 MODEL, TRAINER = "model", "trainer.json"
 OPTIMIZER, HEAD = "optimizer.safetensors", "head.safetensors"
@@ -28,7 +29,8 @@ def save(
     `first_model` is the fingerprint of the model that the run began with.
     """
     model, readout = policy.model, policy.readout
-    weights = _copy(model.state_dict())
+    adapted = is_adapted(model)
+    weights = _copy(trained(model) if adapted else model.state_dict())
     head = {} if readout is None else _copy(readout.state_dict())
     moments = {"torch_rng": torch.get_rng_state()}
     for parameter, values in optimizer.state_dict()["state"].items():
@@ -38,7 +40,10 @@ def save(
     text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
 
     def write() -> None:
-        model.save_pretrained(folder / MODEL, state_dict=weights)
+        if adapted:
+            save_adapter(model, weights, folder / MODEL)
+        else:
+            model.save_pretrained(folder / MODEL, state_dict=weights)
         save_file(moments, folder / OPTIMIZER)
         if head:
             save_file(head, folder / HEAD)
@@ -59,9 +64,11 @@ def load(
     state = json.loads((folder / TRAINER).read_text())
     check_same_model(policy.model, weights, f"{folder} holds")
     if state["first_model"] != first_model:
+        also = ", its precision (policy.autocast) or the adapter in policy.lora.from"
         raise ValueError(
-            "policy.model is not the model that this run began with, whose log-probs its replay"
-            " buffer holds; set policy.model to that model, or start a new run"
+            f"policy.model{also if is_adapted(policy.model) else ''} is not the model that this run"
+            " began with, whose log-probs its replay buffer holds; set policy.model to that model,"
+            " or start a new run"
         )
     policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
     if policy.readout is not None:
@@ -83,9 +90,15 @@ def load(
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of the parameters' names, shapes and a sample of their values."""
+    """Return a hash of the parameters' names, shapes and a sample of their values.
+
+    Of an adapted model, the frozen ones count, which include the adapter that a run began with.
+    """
     digest = hashlib.sha256()
+    adapted = is_adapted(model)
     for name, parameter in model.named_parameters():
+        if adapted and parameter.requires_grad:
+            continue
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
@@ -94,7 +107,9 @@ def fingerprint(model: Any) -> str:
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """Return the model's weights in a checkpoint, by name."""
+    """Return the weights in a checkpoint by name: the model's, or its adapter's."""
+    if (folder / MODEL / ADAPTER).is_file():
+        return read_adapter(folder / MODEL)
     weights: dict[str, Tensor] = {}
     for file in sorted((folder / MODEL).glob("*.safetensors")):
         weights |= load_file(file)

@@ -17,7 +17,7 @@ from tba.learn import NotFinite, probe, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
 from tba.types import Batch, TokenBatch
-from tba.weights import Weights, pack
+from tba.weights import Weights, pack, trained
 
 
 @dataclass
@@ -42,12 +42,12 @@ class SingleTrainer:
 
     def __post_init__(self) -> None:
         s, policy = self.settings, self.policy
-        groups: list[dict[str, Any]] = [{"params": list(policy.model.parameters())}]
+        groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
         if policy.head is not None and policy.readout is not None:
             rate = policy.head.learning_rate
             groups.append({"params": list(policy.readout.parameters()), "lr": rate})
         self.optimizer = torch.optim.AdamW(
-            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay
+            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)

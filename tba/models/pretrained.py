@@ -17,6 +17,8 @@ from tba.types import Answer, Prompt
 
 BUNDLED = Path(__file__).parent
 
+EAGER_TOKENS = 320
+"""Longest prompt and response for which eager attention, which keeps all scores, is the default."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Numbers in the chunks that the LM head runs over: few on a CPU, where clearing memory is slow."""
 
@@ -203,6 +205,19 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
         problem = "it keeps a recurrent state, which is not supported; use a model with attention"
         raise ValueError(f"policy.model = {policy.model!r}: {problem}")
     return model.eval()
+
+
+def place(model: Any, policy: PolicyTable, device: str) -> Any:
+    """Move a model to its device, and give it the attention that is fast there.
+
+    See `benchmarks/attention.py`. Nothing is timed here: a resumed run computes the same bits.
+    """
+    attention = policy.attention
+    if attention == "auto" and device == "cpu":
+        attention = "eager"
+    if attention != "auto":
+        model.set_attn_implementation(attention)
+    return model.to(device)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:

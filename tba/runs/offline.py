@@ -7,7 +7,8 @@ from typing import Any
 
 from tba.config.schema import Config, override_all, parse
 from tba.learn.state import MODEL, read_model
-from tba.models.pretrained import computes_in_bf16
+from tba.models.lora import merged
+from tba.models.pretrained import computes_in_bf16, load_text
 from tba.runs.checkpoint import REFERENCE, newest, read_weights
 from tba.runs.log import CHECKPOINTS, read_config
 from tba.runs.parts import check
@@ -54,11 +55,21 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
 
-def export_run(run: Path, out: Path) -> Path:
-    """Copy model and tokenizer of the newest undamaged checkpoint to the folder `out`."""
+def export_run(run: Path, out: Path, adapter: bool = False) -> Path:
+    """Write model and tokenizer of the newest undamaged checkpoint to the folder `out`.
+
+    The adapter of a LoRA run is merged into the model's weights, or, with `adapter`, written by
+    itself for PEFT.
+    """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    read_config(run)  # raises if it is not the folder of a run
-    generation = newest(run / CHECKPOINTS, drop_damaged_replay=True)
-    shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
+    policy = parse(read_config(run)).policy
+    if adapter and policy.lora is None:
+        raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
+    model = newest(run / CHECKPOINTS, drop_damaged_replay=True) / MODEL
+    if policy.lora is None or adapter:
+        shutil.copytree(model, out, dirs_exist_ok=True)
+        return out
+    merged(policy, model).save_pretrained(out)
+    load_text(policy).tokenizer.save_pretrained(out)
     return out

@@ -10,14 +10,18 @@ import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
+from tba.config.tables import LoraTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.lora import check_adapter, load_adapted
 from tba.models.pretrained import (
+    EAGER_TOKENS,
     Text,
     computes_in_bf16,
     enable_gradient_checkpointing,
     load_model,
     load_text,
+    place,
 )
 from tba.objectives import head_of, value_rollouts_of
 from tba.runtime.bind import pickled
@@ -52,12 +56,16 @@ class Parts:
         return PromptStream(self.prompts, self.selection.build(self.prompts, seed, pass_reward))
 
     def trainer(self, device: str) -> SingleTrainer:
-        """Load the model in fp32 and return its trainer."""
+        """Load the model in fp32, or with an adapter, and return its trainer."""
         c = self.config
-        model = load_model(c.policy, torch.float32).to(device)
+        bf16 = computes_in_bf16(c.policy, device)
+        if c.policy.lora is None:
+            model = load_model(c.policy, torch.float32)
+        else:
+            model = load_adapted(c.policy, bf16, c.run.seed)
+        model = place(model, c.policy, device)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        bf16 = computes_in_bf16(c.policy, device)
         policy = Policy(
             model,
             c.sampling.temperature,
@@ -110,7 +118,13 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     held_out, unused = kept_back[: config.eval.prompts], kept_back[config.eval.prompts :]
     if not prompts:
         raise ValueError("the task has no prompts to train on")
+    if config.policy.lora is not None:
+        _check_lora(config)
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
+    longest = max(map(len, tokens)) + config.sampling.max_tokens
+    if config.policy.attention == "auto" and longest > EAGER_TOKENS:
+        policy = config.policy.model_copy(update={"attention": "sdpa"})
+        config = config.model_copy(update={"policy": policy})
     others = [*tokens[len(prompts) :], *map(text.encode, unused)]
     seen = {ids.tobytes() for ids in others}  # prompts as the model sees them
     shared = [p for p, ids in zip(prompts, tokens, strict=False) if ids.tobytes() in seen]
@@ -128,6 +142,21 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     parts = Parts(config, task, strategy, objective, selection, text, prompts, held_out, functions)
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
+
+
+def _check_lora(config: Config) -> None:
+    """ValueError if `policy.lora` cannot work."""
+    if find_spec("peft") is None:
+        raise ValueError(
+            "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
+        )
+    if config.engine.use == "transformers" and config.engine.options["dtype"] != "auto":
+        raise ValueError(
+            f"engine.dtype = {config.engine.options['dtype']!r}: with policy.lora the engine shares"
+            " the reference's model; set policy.autocast=bf16 or off instead, and remove"
+            " engine.dtype"
+        )
+    check_adapter(config.policy)
 
 
 def _check_stop(config: Config, text: Text) -> None:
@@ -156,6 +185,12 @@ def check_resumed(config: Config, before: Config) -> None:
             f"sampling.temperature = {now}, but the run's log-probabilities are of temperature"
             f" {then}; leave it unchanged, or start a new run"
         )
+    if config.policy.lora != before.policy.lora:
+        given, first = _shown(config.policy.lora), _shown(before.policy.lora)
+        raise ValueError(
+            f"policy.lora = {given}, but the run has {first};"
+            " leave it unchanged, or start a new run"
+        )
     name, advice = config.objective.use, "keep the objective, or start a new run"
     head, values = _asks(config)
     had, there = _asks(before)
@@ -173,3 +208,7 @@ def _asks(config: Config) -> tuple[str, str]:
     head, values = head_of(objective), value_rollouts_of(objective)
     on = "no head" if head is None else f"a head on the {head.on}"
     return on, "none" if values is None else f"one every {values.step_tokens} tokens"
+
+
+def _shown(lora: LoraTable | None) -> str:
+    return "none" if lora is None else str(lora.model_dump(by_alias=True, exclude_none=True))

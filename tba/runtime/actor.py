@@ -5,14 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.runtime.placement import Place
+from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
-from tba.search.searcher import SearchSetup
+from tba.search.searcher import LogpGapError, SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Transport
 
@@ -37,6 +37,7 @@ class SearcherActor:
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         place.take()
+        reuse_memory()
         self._place, self._transport = place, transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
@@ -46,10 +47,13 @@ class SearcherActor:
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working, self._idle_since = 0, time.perf_counter()
-        self._load_newest(newest)
+        self._wrong: LogpGapError | None = None  # every later call raises it
+        with suppress(LogpGapError):  # raised by `pid`: it would be lost with the constructor
+            self._load_newest(newest)
 
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
+        self._refuse_wrong()
         return os.getpid()
 
     def publish(self, weights: Sent) -> None:
@@ -77,6 +81,7 @@ class SearcherActor:
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""
+        self._refuse_wrong()
         self._place.take()
         torch.set_grad_enabled(False)
 
@@ -91,6 +96,7 @@ class SearcherActor:
         try:
             self._load_newer_reference(reference)
             yield
+            self._refuse_wrong()
         finally:
             with self._counting:
                 self._working -= 1
@@ -120,14 +126,24 @@ class SearcherActor:
                     self._load(newest)
 
     def _load(self, weights: Sent) -> None:
+        """Load these weights, unless the engine has them."""
         if weights.version == self._searcher.engine.version:
             return
         started = time.perf_counter()
-        gap = self._searcher.engine.load_weights(self._transport.receive(weights))
+        try:
+            gap = self._searcher.load_weights(self._transport.receive(weights))
+        except LogpGapError as error:
+            self._wrong = error
+            raise
         with self._counting:
             self._unreported.seconds["load_weights"] += time.perf_counter() - started
             if gap is not None:
                 self._unreported.logp_gap = gap
+
+    def _refuse_wrong(self) -> None:
+        """Raise the error of a failed weight update, also to searches that began before it."""
+        if self._wrong is not None:
+            raise self._wrong
 
     def _load_newer_reference(self, weights: Sent | None) -> None:
         reference = self._searcher.reference

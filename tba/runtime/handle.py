@@ -57,6 +57,8 @@ class Handle:
     """Version of the newest weights that it was sent."""
     tasks: list[Task]
     """Calls that have not returned, in the order in which it begins them."""
+    after_gap: bool = False
+    """Whether it replaces a searcher that failed the check of a weight update, and still starts."""
 
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""

@@ -1,23 +1,28 @@
 """Search in the trainer's own process, when groups are asked for: synchronous, bit-reproducible."""
 
+import logging
 import time
+from collections.abc import Callable
 from copy import deepcopy
 
 from tba.runtime import SearchJob, SearchState
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
-from tba.search.searcher import Searcher, task_seed
+from tba.search.searcher import LogpGapError, Searcher, task_seed
 from tba.types import Group
 from tba.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 class LocalSearchers:
     """One searcher. It answers exactly as many prompts as the trainer waits for."""
 
-    def __init__(self, job: SearchJob, searcher: Searcher, resumed: SearchState | None):
+    def __init__(self, job: SearchJob, build: Callable[[], Searcher], resumed: SearchState | None):
         self.stats = SearchStats() if resumed is None else deepcopy(resumed.stats)
-        self._job, self._searcher, self._stream = job, searcher, job.stream
+        self._job, self._stream = job, job.stream
+        self._build, self._searcher = build, build()
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._tasks = 0 if resumed is None else resumed.tasks
         self._weights: Weights | None = None
@@ -49,11 +54,26 @@ class LocalSearchers:
 
     def publish(self, weights: Weights) -> None:
         started = time.perf_counter()
-        gap = self._searcher.engine.load_weights(weights)
         self._weights = weights
+        try:
+            gap = self._searcher.load_weights(weights)
+        except LogpGapError as error:
+            gap = self._load_anew(weights, error)
         if gap is not None:
             self.stats.logp_gap = gap
         self.stats.seconds["load_weights"] += time.perf_counter() - started
+
+    def _load_anew(self, weights: Weights, why: LogpGapError) -> float | None:
+        """Load weights into a new searcher after the last one failed; LogpGapError if it fails."""
+        log.warning("%s: the searcher is built anew", why)
+        self.stats.restarts += 1
+        self._searcher = self._build()
+        if self._reference is not None:
+            self._searcher.reference.load_weights(self._reference)
+        try:
+            return self._searcher.load_weights(weights)
+        except LogpGapError as error:
+            raise error.repeated() from error
 
     def reset_reference(self, weights: Weights) -> None:
         self._searcher.reference.load_weights(weights)

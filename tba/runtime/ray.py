@@ -25,7 +25,7 @@ from tba.runtime.handle import CONTROL, SEARCH, Handle, Kind, Task
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
-from tba.search.searcher import task_seed
+from tba.search.searcher import LogpGapError, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Sent, Weights
 
@@ -227,6 +227,9 @@ class RaySearchers:
     def _receive(self, handle: Handle, task: Task) -> None:
         try:
             result = ray.get(task.ref, timeout=self._settings.task_deadline)
+        except LogpGapError as error:
+            self._replace_wrong(handle, error)
+            return
         except RayTaskError as error:
             # a mistake in the code or the settings: another searcher would make it again
             raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
@@ -237,7 +240,9 @@ class RaySearchers:
             return
         with self._changed:
             handle.tasks.remove(task)
-            if task.kind == "search":
+            if task.kind == "start":
+                handle.after_gap = False
+            elif task.kind == "search":
                 self._rejections.add(result.stats)
                 # a copy: its arrays would keep Ray's shared memory as long as the buffer has them
                 self._tray.append((task.prompts, deepcopy(result)))
@@ -245,7 +250,14 @@ class RaySearchers:
                 self._evaluations.done(task.piece, result)
             self._changed.notify_all()
 
-    def _restart(self, handle: Handle, why: str) -> None:
+    def _replace_wrong(self, handle: Handle, error: LogpGapError) -> None:
+        """Restart a searcher with wrong weights; LogpGapError if that has just been done."""
+        original = LogpGapError(str(error.args[0]))
+        if handle.after_gap:
+            raise original.repeated()
+        self._restart(handle, f"loaded weights wrongly ({original})").after_gap = True
+
+    def _restart(self, handle: Handle, why: str) -> Handle:
         """End a searcher and start another with its tasks; its own results are lost for good."""
         with self._changed:
             if self._restarts_left == 0:
@@ -256,12 +268,14 @@ class RaySearchers:
             self._restarts_left -= 1
             self._stats.restarts += 1
             ray.kill(handle.actor)
-            self._handles[self._handles.index(handle)] = self._start(handle.place)
+            started = self._start(handle.place)
+            self._handles[self._handles.index(handle)] = started
             log.warning("a searcher %s: restarted, its tasks are issued again", why)
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)
+        return started
 
     def _start(self, place: Place) -> Handle:
         options: dict[str, Any] = {

@@ -1,13 +1,16 @@
 """The reference model: log-probs of responses under the weights that training starts from."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
 
 from tba.learn.policy import Policy
+from tba.models import lora
 from tba.types import collate_tokens
 from tba.weights import Weights, load_weights
 
@@ -28,6 +31,12 @@ class Reference:
             load_weights(self.policy.model, weights)
             self.version = weights.version
 
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """Hold the model with the reference's weights."""
+        with self._lock:
+            yield
+
     @torch.inference_mode()
     def logp(
         self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
@@ -37,7 +46,7 @@ class Reference:
         Groups with equally many responses run together.
         """
         logp: list[list[np.ndarray]] = [[] for _ in responses]
-        with self._lock:
+        with self._weights():
             for part in self._parts(prompts, responses):
                 batch = collate_tokens([prompts[i] for i in part], [responses[i] for i in part])
                 pieces = [self.policy.logp(piece) for piece in batch.pieces(self._token_budget)]
@@ -59,3 +68,26 @@ class Reference:
             size = max(1, self._token_budget // longest)
             for start in range(0, len(places), size):
                 yield places[start : start + size]
+
+
+class AdapterReference(Reference):
+    """Reference of a LoRA run: the policy's model with its adapter disabled, or a frozen adapter.
+
+    `hold` keeps everything else from using the model, which may be an engine's.
+    """
+
+    def __init__(
+        self, policy: Policy, token_budget: int, hold: Callable[[], AbstractContextManager[Any]]
+    ):
+        super().__init__(policy, token_budget)
+        self._hold = hold
+
+    def load_weights(self, weights: Weights) -> None:
+        with self._hold():
+            lora.load_reference(self.policy.model, weights)
+            self.version = weights.version
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        with self._hold(), lora.reference_weights(self.policy.model):
+            yield

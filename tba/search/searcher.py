@@ -5,24 +5,39 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 
 from tba.config.plugins import resolve
-from tba.config.tables import EvalTable, FaultsTable, PolicyTable, RewardTable, Use
-from tba.engines import Engine
+from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, RewardTable, Use
+from tba.engines import Engine, LendsModel
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.lora import load_adapted
+from tba.models.pretrained import Text, load_model, load_text, place
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
-from tba.search.reference import Reference
+from tba.search.reference import AdapterReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.tasks._memory import InMemory, build_task
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory
+from tba.weights import Weights
+
+
+class LogpGapError(RuntimeError):
+    """After a weight update, an engine's log-probs differ too much from the trainer's."""
+
+    def repeated(self) -> "LogpGapError":
+        """Return the error that ends the run, because a new searcher has the same problem."""
+        return LogpGapError(
+            f"{self}, also in a new searcher; if this is the engine's precision, set"
+            " engine.dtype=fp32, or engine.max_logp_gap above it. Otherwise the engine loads or"
+            " caches weights wrongly: report it, with its version"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class SearchSetup:
 
     policy: PolicyTable
     task: Use
-    engine: Use
+    engine: EngineTable
     sampling: Sampling
     reward: RewardTable
     faults: FaultsTable
@@ -53,16 +68,25 @@ class SearchSetup:
         text = load_text(self.policy)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
-        model = load_model(self.policy, torch.float32).to(device)
-        policy = Policy(model, self.sampling.temperature, bf16)
-        reference = Reference(policy, self.token_budget)
+        reference = self._reference(engine, device, bf16)
         functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
         plugin = resolve("tasks", "task", self.task.use, self.task.options)
         task = build_task(plugin, None if functions is None else InMemory(reward=functions))
         guard = Guard(task, self.reward.deadline, self.reward.concurrency)
-        return Searcher(engine, reference, text, guard, self)
+        return Searcher(engine, reference, text, guard, self, self.engine.logp_gap_limit(bf16))
+
+    def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
+        """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
+        temperature, budget = self.sampling.temperature, self.token_budget
+        if self.policy.lora is None:
+            model = place(load_model(self.policy, torch.float32), self.policy, device)
+            return Reference(Policy(model, temperature, bf16), budget)
+        if isinstance(engine, LendsModel):
+            return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
+        model, lock = place(load_adapted(self.policy, bf16), self.policy, device), Lock()
+        return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
 
 
 def task_seed(seed: int, task: int) -> int:
@@ -79,6 +103,22 @@ class Searcher:
     text: Text
     guard: Guard
     setup: SearchSetup
+    max_logp_gap: float
+    """Largest log-prob gap, in nats, that a weight update may leave."""
+
+    def load_weights(self, weights: Weights) -> float | None:
+        """Load weights into the engine and return its log-prob gap, if there is a probe.
+
+        LogpGapError if the gap is too large. The weights are then loaded nevertheless.
+        """
+        gap = self.engine.load_weights(weights)
+        if gap is not None and not gap <= self.max_logp_gap:  # NaN is too large, too
+            raise LogpGapError(
+                f"engine {self.setup.engine.use!r}: after the weight update to version"
+                f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
+                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}"
+            )
+        return gap
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         """Sample and score S responses of each prompt; no group if all were rejected."""

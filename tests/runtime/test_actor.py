@@ -59,6 +59,9 @@ class Steps:
         for name in ("piece 0", "piece 1", *range(5)):
             self.begun[name], self.ended[name] = threading.Event(), threading.Event()
 
+    def load_weights(self, weights: Weights) -> float | None:
+        return self.engine.load_weights(weights)
+
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         self._step(seed)
         return SearchResult([], SearchStats(samples=1))

@@ -1,0 +1,279 @@
+"""Low-rank adapters (LoRA) with PEFT: a frozen model, and small matrices that are trained.
+
+PEFT puts the matrices into the model, which keeps its class. They are the only parameters that
+require a gradient, and so the only ones that are trained, published and saved. Beside the adapter
+that is trained, a model may have a frozen one, the reference. Without it, the reference is the
+model with its adapter disabled.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tba.config.messages import choices
+from tba.config.tables import LoraTable, PolicyTable
+from tba.models.pretrained import load_config, load_model
+from tba.weights import Weights, as_tensor, check_same_model
+
+ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+"""Files of a PEFT adapter."""
+TRAINED, REFERENCE = "default", "reference"
+"""Names of the adapter that is trained and of the frozen one."""
+PREFIX = "base_model.model."
+"""Beginning of the tensors' names in PEFT's files, which leave out the name of the adapter."""
+ALL = ("all-linear",)
+UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
+"""Settings of PEFT with which the same tensors would compute something else."""
+
+
+def load_adapted(
+    policy: PolicyTable, bf16: bool, seed: int = 0, adapters: torch.dtype = torch.float32
+) -> Any:
+    """Load the model with an adapter, whose dtype is `adapters`.
+
+    With `bf16`, the model is for use under autocast, and its frozen linear layers are in bf16.
+    Autocast would convert them at every use, so that results stay the same, bit for bit. The
+    adapter is that of `policy.lora.from`, with a frozen copy; without one, it is random by `seed`
+    and adds 0 to the outputs.
+    """
+    assert policy.lora is not None
+    model = load_model(policy, torch.float32)
+    _inject(model, _settings(policy, model), TRAINED, seed)
+    for layer in _layers(model):
+        layer.lora_A.to(adapters)
+        layer.lora_B.to(adapters)
+    if bf16:
+        _round_frozen(model)
+    if policy.lora.start is not None:
+        start = read_adapter(_folder(policy.lora.start))
+        model.load_state_dict(start, strict=False)
+        _load_frozen(model, start)
+    return model
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether the model has adapters."""
+    return any(".lora_A." in name for name, _ in model.named_parameters())
+
+
+@contextmanager
+def reference_weights(model: Any) -> Iterator[None]:
+    """Compute with the frozen adapter, or with adapters disabled if there is none.
+
+    No other thread may use the model meanwhile.
+    """
+    layers = _layers(model)
+    frozen = REFERENCE in model.peft_config
+    try:
+        for layer in layers:
+            if frozen:
+                layer.set_adapter(REFERENCE, inference_mode=True)
+            else:
+                layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_adapter(TRAINED)
+            layer.enable_adapters(True)
+
+
+def load_reference(model: Any, weights: Weights) -> None:
+    """Put these weights into the frozen adapter, or raise ValueError and change nothing."""
+    check_same_model(model, weights.arrays, "the weights are of")
+    _load_frozen(model, {name: as_tensor(array) for name, array in weights.arrays.items()})
+
+
+def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors of the model's trained adapter as a folder that PEFT loads."""
+    _write(tensors, model.peft_config[TRAINED], folder)
+
+
+def write_adapter(weights: Weights, policy: PolicyTable, folder: Path) -> None:
+    """Write published weights as a folder that PEFT and vLLM load."""
+    assert policy.lora is not None
+    tensors = {name: as_tensor(array) for name, array in weights.arrays.items()}
+    settings = _settings(policy)
+    if policy.lora.target_modules == ALL:
+        layers = [name.partition(".lora_")[0] for name in tensors]
+        settings.target_modules = {layer.rpartition(".")[2] for layer in layers}
+    _write(tensors, settings, folder)
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter by their names in a model."""
+    return {_own_name(name): tensor for name, tensor in load_file(folder / ADAPTER).items()}
+
+
+def merged(policy: PolicyTable, folder: Path) -> Any:
+    """Return the model in fp32 with the adapter in `folder` added to its weights."""
+    model = load_model(policy, torch.float32)
+    _inject(model, _settings(policy, model), TRAINED)
+    model.load_state_dict(read_adapter(folder), strict=False)
+    names = {module: name for name, module in model.named_modules()}
+    for layer in _layers(model):
+        layer.merge()
+        model.set_submodule(names[layer], layer.get_base_layer())
+    return model
+
+
+def check_adapter(policy: PolicyTable) -> None:
+    """ValueError if the model has no such layers, or if the adapter to start from does not fit."""
+    from transformers import AutoModelForCausalLM
+
+    assert policy.lora is not None
+    with torch.device("meta"):  # names and shapes only
+        config, trusted = load_config(policy), policy.trust_remote_code
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    _check_targets(model, policy.lora)
+    if policy.lora.start is not None:
+        folder = _folder(policy.lora.start)
+        _check_settings(folder, policy.lora)
+        _inject(model, _settings(policy, model), TRAINED)
+        _check_tensors(model, folder, policy.lora)
+
+
+def _settings(policy: PolicyTable, model: Any = None) -> Any:
+    """Return PEFT's settings. Those of GPT-2's layers depend on the model."""
+    from peft import LoraConfig
+
+    assert policy.lora is not None
+    targets = policy.lora.target_modules
+    return LoraConfig(
+        r=policy.lora.r,
+        lora_alpha=policy.lora.alpha,
+        target_modules=ALL[0] if targets == ALL else list(targets),
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=model is not None and any(map(_is_transposed, model.modules())),
+        base_model_name_or_path=policy.model,
+    )
+
+
+def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
+    """Put an adapter into the model and freeze everything but the one that is trained."""
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        torch.manual_seed(seed)
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter
+        inject_adapter_in_model(settings, model, name)
+    for layer in _layers(model):
+        layer.set_adapter(TRAINED)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the layers that have adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def _linear(model: Any) -> dict[str, nn.Module]:
+    """Return all linear layers by name, those within adapters aside."""
+    layers = {}
+    for name, module in model.named_modules():
+        if ".lora_" not in name and (isinstance(module, nn.Linear) or _is_transposed(module)):
+            layers[name] = module
+    return layers
+
+
+def _round_frozen(model: Any) -> None:
+    """Store the linear layers in bf16, and with them the LM head, apart from the embeddings."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    for module in _linear(model).values():
+        module.to(torch.bfloat16)
+    for layer in _layers(model):
+        layer.cast_input_dtype_enabled = False  # PEFT's conversion, which autocast would undo
+
+
+@torch.no_grad()
+def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors of a trained adapter into the frozen one, which is added if there is none."""
+    if REFERENCE not in model.peft_config:
+        _inject(model, copy(model.peft_config[TRAINED]), REFERENCE)
+    for name, tensor in tensors.items():
+        frozen = name.replace(f".{TRAINED}.", f".{REFERENCE}.")
+        model.get_parameter(frozen).copy_(tensor)
+
+
+def _write(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
+    settings.save_pretrained(str(folder))
+    named = {PREFIX + name.replace(f".{TRAINED}.", "."): t for name, t in tensors.items()}
+    save_file(named, folder / ADAPTER)
+
+
+def _own_name(name: str) -> str:
+    """Return the name in a model of a tensor in PEFT's file."""
+    return re.sub(r"\.(lora_[AB])\.", rf".\1.{TRAINED}.", name.removeprefix(PREFIX))
+
+
+def _folder(start: str) -> Path:
+    return Path(start).expanduser()
+
+
+def _check_targets(model: Any, lora: LoraTable) -> None:
+    """ValueError unless each target is the name of a linear layer or its end."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in _linear(model).items() if module is not head]
+    for target in lora.target_modules if lora.target_modules != ALL else ():
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise ValueError(
+                f"policy.lora.target_modules: no linear layer is called {target!r}"
+                f"{choices(target, known)}; or leave it out for all of them"
+            )
+
+
+def _check_settings(folder: Path, lora: LoraTable) -> None:
+    """ValueError unless the folder has an adapter with the settings of `policy.lora`."""
+    for file in (SETTINGS, ADAPTER):
+        if not (folder / file).is_file():
+            raise ValueError(
+                f"policy.lora.from = {lora.start!r}: the folder has no {file};"
+                " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
+            )
+    settings = json.loads((folder / SETTINGS).read_text())
+    for key, name, value in (("r", "r", lora.r), ("alpha", "lora_alpha", lora.alpha)):
+        if settings.get(name) != value:
+            given = settings.get(name)
+            raise ValueError(
+                f"policy.lora.{key} = {value}, but the adapter in {lora.start} has"
+                f" {name} = {given}; set policy.lora.{key}={given}"
+            )
+    unsupported = [name for name in UNSUPPORTED if settings.get(name)]
+    if settings.get("peft_type") != "LORA" or unsupported:
+        raise ValueError(
+            f"policy.lora.from = {lora.start!r}: not a plain LoRA adapter"
+            f" ({', '.join(unsupported) or settings.get('peft_type')}); give another one"
+        )
+
+
+def _check_tensors(model: Any, folder: Path, lora: LoraTable) -> None:
+    """ValueError unless the adapter has the layers and shapes of the one in the model."""
+    with safe_open(folder / ADAPTER, "pt") as file:
+        shapes = {_own_name(n): file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118
+    own = {n: list(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    differing = sorted(n for n in own.keys() | shapes.keys() if own.get(n) != shapes.get(n))
+    if differing:
+        names = {name.partition(".lora_")[0].rpartition(".")[2] for name in shapes}
+        raise ValueError(
+            f"policy.lora.from = {lora.start!r} does not fit policy.model with"
+            f" policy.lora.target_modules = {list(lora.target_modules)}: {differing[:3]} differ;"
+            f" the adapter has the layers {sorted(names)}"
+        )

@@ -1,0 +1,88 @@
+"""A searcher with wrong log-probs after a weight update is replaced once; then the run stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import test_loop
+import test_ray
+
+from tba.config.schema import Config, load
+from tba.run import open_run, run
+from tba.runs import checkpoint
+from tba.runs.log import METRICS, read
+from tba.search.searcher import LogpGapError
+
+
+def wrong(model: Path, folder: Path, **options: object) -> Config:
+    """Return a local run of eight steps, each with a weight update."""
+    loads = folder / "loads"
+    loads.mkdir()
+    given = ("engine=toy.Wrong", f"engine.folder={loads}", "run.steps=8", "eval.prompts=0")
+    whole = test_loop.config(model, folder / "run", *given, "checkpoint.every=0")
+    return with_options(whole, **options)
+
+
+def with_options(config: Config, **options: object) -> Config:
+    table = config.engine.model_dump() | options
+    return config.model_copy(update={"engine": type(config.engine)(**table)})
+
+
+def gaps(folder: Path) -> list[float | None]:
+    return [row["sync/logp_gap"] for row in read(folder / METRICS) if "loss" in row]
+
+
+def test_a_gap_that_a_new_searcher_does_not_have_costs_a_restart(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The second of nine loads goes wrong."""
+    given = wrong(tiny_model, tmp_path, right=(0, *range(2, 9)))
+    summary = run(given)
+    assert summary.finished and summary.searcher_restarts == 1
+    assert gaps(tmp_path / "run") == [0.001] * 8
+
+
+@pytest.mark.parametrize("gap", [1.0, float("nan")])
+def test_a_gap_that_stays_ends_the_run_with_a_checkpoint(
+    tiny_model: Path, tmp_path: Path, gap: float
+) -> None:
+    given = wrong(tiny_model, tmp_path, right=(0, 1), gap=gap)
+    advice = rf"toy.Wrong.*by {gap:.3g} nats .*0\.01, also in a new searcher; .*engine\.dtype=fp32"
+    with open_run(given) as opened, pytest.raises(LogpGapError, match=advice):
+        opened.train()
+    saved = checkpoint.newest(opened.folder / "checkpoints")
+    assert saved.name == "step-00000003"
+    if gap == 1.0:
+        assert run(with_options(given, max_logp_gap=2.0), resume=opened.folder).finished
+
+
+@pytest.mark.parametrize("lag", ["none", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_searcher_process_is_restarted_once(tiny_model: Path, tmp_path: Path, lag: str) -> None:
+    """Its first load goes wrong, that of its successor goes right, and then all go wrong."""
+    local = wrong(tiny_model, tmp_path, right=(1,), latency=0.05)
+    lockstep = () if lag == "none" else (f"runtime.lag={lag}", "runtime.publish_every=1")
+    settings = ("run.steps=1000", "eval.prompts=0", *lockstep)
+    other = test_ray.config(tiny_model, tmp_path / "run", *settings)
+    with (
+        open_run(other.model_copy(update={"engine": local.engine})) as opened,
+        pytest.raises(LogpGapError, match=r"toy.Wrong.* by 1 nats .*also in a new searcher"),
+    ):
+        opened.train()
+    assert opened.searchers.stats.restarts == 2
+    assert set(gaps(tmp_path / "run")) <= {0.001, None}
+    assert checkpoint.newest(opened.folder / "checkpoints").name == f"step-{opened.step:08d}"
+
+
+def test_the_limit_follows_the_coarser_of_both_sides() -> None:
+    def limits(*settings: str) -> list[float]:
+        engine = load(None, list(settings)).engine
+        return [engine.logp_gap_limit(trainer_in_bf16=bf16) for bf16 in (False, True)]
+
+    assert limits() == [0.01, 0.3]
+    assert limits("engine.dtype=bf16") == [0.3, 0.3]
+    assert limits("engine.dtype=fp32") == [0.01, 0.3]
+    assert limits("engine=scripted") == [0.01, 0.3]
+    assert limits("engine.max_logp_gap=0.5") == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"engine\.max_logp_gap"):
+        load(None, ["engine.max_logp_gap=0"])

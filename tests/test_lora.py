@@ -1,0 +1,285 @@
+"""LoRA: only adapters are trained, published and saved; the model without them is the base."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_policy import make
+from toy import toy_config
+
+from tba.cli import _config
+from tba.config.schema import Config
+from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
+from tba.learn.trainer import SingleTrainer
+from tba.models.lora import (
+    ADAPTER,
+    SETTINGS,
+    load_adapted,
+    read_adapter,
+    reference_weights,
+    write_adapter,
+)
+from tba.models.pretrained import load_model
+from tba.run import open_run, run
+from tba.runs.checkpoint import newest
+from tba.runs.offline import evaluate_run, export_run
+from tba.runs.parts import check
+from tba.search.searcher import Searcher
+from tba.types import Batch, Sampling, collate
+from tba.weights import trained
+
+RANK = 4
+LORA = (f"policy.lora.r={RANK}", "policy.lora.alpha=8")
+SMALL = (
+    *LORA,
+    "run.steps=4",
+    "sampling.samples=4",
+    "trainer.batch_size=12",
+    "trainer.group_size=4",
+    "trainer.learning_rate=3e-2",
+)
+
+
+def small(model: Path, folder: Path, *settings: str) -> Config:
+    return toy_config(model, folder, *SMALL, *settings)
+
+
+def policy_table(model: Path, **lora: Any) -> PolicyTable:
+    return PolicyTable.model_validate({"model": str(model), "lora": lora})
+
+
+def stepped(model: Path, folder: Path, *settings: str) -> tuple[SingleTrainer, Searcher, Batch]:
+    """Return a trainer after two steps, a searcher before any update, and a batch."""
+    parts = check(small(model, folder, *settings))
+    trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
+    batch = collate(searcher.search(parts.prompts[:3], seed=0).groups)
+    for step in range(2):
+        trainer.step(batch, step)
+    return trainer, searcher, batch
+
+
+def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path: Path) -> None:
+    trainer, _, _ = stepped(toy_model, tmp_path)
+    sizes = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "o_proj": 128}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64 + 128)
+    count = 2 * RANK * sum(sizes.values())  # two layers; an adapter has r (in + out) numbers
+    arrays = trainer.weights(version=2).arrays
+    assert sum(array.nbytes for array in arrays.values()) == 4 * count
+    optimized = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert sum(p.numel() for p in optimized) == count
+    trainer.save(tmp_path / "saved")()
+    files = {path.name for path in (tmp_path / "saved" / "model").iterdir()}
+    assert files == {ADAPTER, SETTINGS}
+    saved = read_adapter(tmp_path / "saved" / "model")
+    assert {name: t.numpy().tobytes() for name, t in saved.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_disabled_adapters_leave_the_model_exactly(
+    family: str, bf16: bool, batch: Batch, tmp_path: Path
+) -> None:
+    """Also where the frozen layers are stored in bf16, which autocast would make of them."""
+    make(family).save_pretrained(tmp_path)
+    table = policy_table(tmp_path, r=RANK)
+    base = Policy(load_model(table, torch.float32), 0.7, bf16)
+    adapted = Policy(load_adapted(table, bf16), 0.7, bf16)
+    with torch.no_grad():
+        expected = base.logp(batch)
+        assert torch.equal(adapted.logp(batch), expected)  # they add 0 at first
+        for parameter in trained(adapted.model).values():
+            parameter += 0.1
+        assert not torch.allclose(adapted.logp(batch), expected, atol=1e-2)
+        with reference_weights(adapted.model):
+            assert torch.equal(adapted.logp(batch), expected)
+        assert not torch.allclose(adapted.logp(batch), expected, atol=1e-2)
+
+
+def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> None:
+    """After an update the engine computes as the trainer does, and the reference as before."""
+    trainer, searcher, batch = stepped(toy_model, tmp_path)
+    assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
+    moved = trainer.policy.logp(batch).detach()
+    assert (moved - batch.ref_logp).abs().max() > 0.1
+    gap = searcher.engine.load_weights(trainer.weights(version=2))
+    assert gap is not None and gap < 1e-5
+    torch.testing.assert_close(searcher.reference.policy.logp(batch), moved)
+    prompts = [batch.prompt_tokens[b][batch.prompt_mask[b]].int().numpy() for b in range(3)]
+    responses = []
+    for tokens, mask in zip(batch.tokens, batch.mask, strict=True):
+        responses.append([t[m].int().numpy() for t, m in zip(tokens, mask, strict=True)])
+    logp, version = searcher.reference.logp(prompts, responses)
+    assert version == 0
+    rows = [torch.from_numpy(row) for group in logp for row in group]
+    expected = batch.ref_logp.flatten(0, 1)
+    for row, whole in zip(rows, expected, strict=True):
+        torch.testing.assert_close(row, whole[: len(row)], atol=0, rtol=0)
+
+
+def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> None:
+    """Generation, reference and updates in three threads give what each gives alone."""
+    trainer, searcher, _ = stepped(toy_model, tmp_path)
+    weights = trainer.weights(version=2)
+    searcher.engine.load_weights(weights)
+    prompts = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 2])]
+    responses = [[np.array(r, np.int32) for r in ([2, 3], [4, 1])]] * 3
+    sampling = Sampling(8, 1.0, 2)
+
+    def generated(seed: int) -> list[list[tuple[bytes, bytes]]]:
+        completions = searcher.engine.generate(prompts, sampling, seed)
+        return [[(c.tokens.tobytes(), c.logp.tobytes()) for c in group] for group in completions]
+
+    def scored() -> list[bytes]:
+        return [
+            row.tobytes()
+            for group in searcher.reference.logp(prompts, responses)[0]
+            for row in group
+        ]
+
+    alone, reference = [generated(seed) for seed in range(20)], scored()
+    with ThreadPoolExecutor(3) as threads:
+        generating = threads.submit(lambda: [generated(seed) for seed in range(20)])
+        scoring = threads.submit(lambda: [scored() for _ in range(20)])
+        loading = threads.submit(lambda: [searcher.engine.load_weights(weights) for _ in range(20)])
+        assert generating.result(60) == alone
+        assert scoring.result(60) == [reference] * 20
+        assert max(loading.result(60)) < 1e-5  # type: ignore[type-var]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(toy_model: Path, tmp_path: Path) -> None:
+    settings = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
+    whole = small(toy_model, tmp_path / "whole", *settings)
+    run(whole)
+    run(small(toy_model, tmp_path / "part", *settings, "run.steps=4"))
+    run(_config(["run.steps=6"], tmp_path / "part"), tmp_path / "part")
+    ends = [newest(tmp_path / name / "checkpoints") for name in ("whole", "part")]
+    for file in (f"model/{ADAPTER}", "optimizer.safetensors", "reference.safetensors"):
+        first, second = (load_file(end / file) for end in ends)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_keeps_its_adapter_settings(toy_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(small(toy_model, folder, "run.steps=1"))
+    with pytest.raises(ValueError, match=r"policy\.lora = .*'r': 2.* but the run has .*'r': 4"):
+        run(_config(["policy.lora.r=2"], folder), folder)
+
+
+def test_a_reset_reference_is_a_second_adapter(toy_model: Path, tmp_path: Path) -> None:
+    config = small(toy_model, tmp_path / "run", "policy.reset_reference_every=2", "run.steps=3")
+    with open_run(config) as opened:
+        run_logp: list[torch.Tensor] = []
+        reset = opened.reset_reference
+
+        def kept() -> None:
+            reset()
+            run_logp.append(opened.trainer.policy.logp(probe).detach())
+
+        opened.reset_reference = kept  # type: ignore[method-assign]
+        groups = opened.searchers.gather(3)
+        probe = collate(groups)
+        opened.train()
+        searcher = opened.searchers._searcher  # type: ignore[attr-defined]
+        with torch.no_grad(), searcher.reference._weights():
+            again = searcher.reference.policy.logp(probe)
+        torch.testing.assert_close(again, run_logp[0], atol=1e-5, rtol=0)
+        assert searcher.reference.version == 2
+
+
+def exported(model: Path, folder: Path) -> Path:
+    """Return the adapter of a short run."""
+    run(small(model, folder / "run", "run.steps=2"))
+    return export_run(folder / "run", folder / "adapter", adapter=True)
+
+
+def test_an_adapter_to_start_from_is_the_reference(toy_model: Path, tmp_path: Path) -> None:
+    start = exported(toy_model, tmp_path)
+    config = small(toy_model, tmp_path / "next", f"policy.lora.from={start}")
+    parts = check(config)
+    trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
+    groups = searcher.search(parts.prompts[:3], seed=0).groups
+    batch = collate(groups)
+    torch.testing.assert_close(
+        trainer.policy.logp(batch).detach(), batch.ref_logp, atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(batch.behavior_logp, batch.ref_logp, atol=1e-5, rtol=0)
+    trainer.step(batch, 0)
+    searcher.engine.load_weights(trainer.weights(version=1))
+    again = searcher.search([g.prompt for g in groups], seed=0).groups
+    assert (collate(again).behavior_logp - collate(again).ref_logp).abs().max() > 0.01
+    assert run(config).finished
+    assert load_file(tmp_path / "next" / "checkpoints" / "step-00000004" / "model" / ADAPTER)
+
+
+WRONG = {
+    "policy.lora.r=8": r"policy\.lora\.r = 8, but the adapter in .* set policy\.lora\.r=4",
+    "policy.lora.alpha=9": r"policy\.lora\.alpha = 9, .* set policy\.lora\.alpha=8",
+    'policy.lora.target_modules=["q_proj"]': r"does not fit .*has the layers \['down_proj', 'gate",
+    "policy.lora.from=nowhere": r"no adapter_config\.json",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_an_adapter_that_does_not_fit_is_refused_first(
+    setting: str, toy_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    trainer, _, _ = stepped(toy_model, tmp_path)
+    table = policy_table(toy_model, r=RANK, alpha=8)
+    write_adapter(trainer.weights(version=2), table, tmp_path / "start")
+    config = small(toy_model, tmp_path / "run", f"policy.lora.from={tmp_path}/start", setting)
+    with pytest.raises(ValueError, match=WRONG[setting]):
+        check(config)
+
+
+def test_layers_that_the_model_lacks_are_refused(toy_model: Path, tmp_path: Path) -> None:
+    setting = 'policy.lora.target_modules=["q_proj", "w_proj"]'
+    with pytest.raises(ValueError, match="no linear layer is called 'w_proj'; did you mean"):
+        check(small(toy_model, tmp_path, setting))
+    with pytest.raises(ValueError, match="no linear layer is called 'lm_head'"):
+        check(small(toy_model, tmp_path, "policy.lora.target_modules=lm_head"))
+    check(small(toy_model, tmp_path, "policy.lora.target_modules=0.self_attn.q_proj"))
+    with pytest.raises(ValueError, match=r"engine\.dtype = 'fp32': .* remove engine\.dtype"):
+        check(small(toy_model, tmp_path, "engine.dtype=fp32"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
+def test_both_exports_compute_what_the_trainer_does(toy_model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder = tmp_path / "run"
+    config = small(toy_model, folder, "eval.prompts=8")
+    with open_run(config) as opened:
+        opened.train()
+        batch = collate(opened.buffer.groups()[:1])
+        expected = opened.trainer.policy.logp(batch).detach()
+    whole = export_run(folder, tmp_path / "whole")
+    merged = load_model(PolicyTable(model=str(whole)), torch.float32)
+    adapter = export_run(folder, tmp_path / "adapter", adapter=True)
+    base = load_model(PolicyTable(model=str(toy_model)), torch.float32)
+    with_peft = PeftModel.from_pretrained(base, str(adapter)).get_base_model()
+    for model in (merged, with_peft):
+        logp = Policy(model, config.sampling.temperature).logp(batch)
+        torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
+    assert (Policy(base, 1.0).logp(batch) - expected).abs().max() < 1e-5  # PEFT changed it in place
+    scores = evaluate_run(folder, [], reference=False)
+    assert abs(scores["sampled_kl"]) > 1e-3
+    assert abs(evaluate_run(folder, [], reference=True)["sampled_kl"]) < 1e-5
+    with pytest.raises(ValueError, match="leave out --adapter"):
+        plain = tmp_path / "plain"
+        run(replace_lora(small(toy_model, plain, "run.steps=1")))
+        export_run(plain, tmp_path / "none", adapter=True)
+
+
+def replace_lora(config: Config) -> Config:
+    policy = config.policy.model_copy(update={"lora": None})
+    return config.model_copy(update={"policy": policy})
