@@ -90,7 +90,8 @@ def replayed(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    clock = ("time", "step_time", "wait/", "sync/seconds", "eval/seconds", "checkpoint/")
+    measured = ("sync/seconds", "sync/blocked", "sync/adopted", "eval/seconds", "checkpoint/")
+    clock = ("time", "step_time", "wait/", *measured)
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 

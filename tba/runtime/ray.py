@@ -7,7 +7,6 @@ one is restarted: its tasks are issued again, and its late results are refused.
 """
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.evaluations import Evaluations
-from tba.runtime.handle import CONTROL, SEARCH, Handle, Kind, Task
-from tba.runtime.placement import Place
+from tba.runtime.handle import Handle, Starter, Task, deadlines
+from tba.runtime.publisher import Publisher
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import LogpGapError, task_seed
 from tba.types import Group, Prompt
-from tba.weights import Sent, Weights
+from tba.weights import Sent, Source, Weights
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +60,17 @@ class RaySearchers:
         self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-        task = job.settings.task_deadline
-        self._deadlines: dict[Kind, float] = {
-            "start": job.settings.start_deadline,
-            "search": task,
-            "evaluate": task,
-            "publish": 3 * task,  # behind an evaluation that waits for a search
-        }
-        self._bf16, self._gpus, self._transport = bf16, cluster.searcher_gpus, ObjectStore(task)
+        self._deadlines, task = deadlines(job.settings), job.settings.task_deadline
+        self._transport, gpus = ObjectStore(task), cluster.searcher_gpus
+        concurrent = job.settings.concurrent_searches
+        self._starter = Starter(SearcherActor, job.setup, bf16, gpus, concurrent, self._transport)
         self._newest = None if newest is None else self._transport.send(newest)
+        self._published = time.monotonic()
         self._sent_reference: Sent | None = None
         if self._reference is not None:
             self._sent_reference = self._transport.send(self._reference)
-        self._handles = [self._start(place) for place in cluster.searchers]
+        self._handles = [self._starter.start(p, self._newest) for p in cluster.searchers]
+        self._publisher = Publisher(self._send, self._fail, task)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -98,10 +95,31 @@ class RaySearchers:
             self._tray, self._owed = [], 0
         return groups
 
-    def publish(self, weights: Weights) -> None:
+    def publish(self, source: Source, version: int) -> None:
+        self._raise_failure()
+        if self._settings.lag is None:
+            self._publisher.publish(source, version)
+        else:  # in lockstep, the next search needs exactly these
+            self._send(source.weights(version), published=time.monotonic())
+
+    def _send(self, weights: Weights, published: float) -> None:
+        """Send weights that were published at this time to all searchers that accept them now."""
+        sent = self._transport.send(weights)
         with self._changed:
-            self._newest = self._transport.send(weights)
+            self._newest, self._published = sent, published
+            self._stats.published_bytes += weights.nbytes
+            self._stats.publish_seconds += time.monotonic() - published
             self._send_newest()
+
+    def _fail(self, error: Exception) -> None:
+        """End the run: the next call that waits or publishes raises the error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def reset_reference(self, weights: Weights) -> None:
         with self._changed:
@@ -109,6 +127,7 @@ class RaySearchers:
             self._sent_reference = self._transport.send(weights)
 
     def evaluate(self) -> int:
+        self._publisher.finish()  # so that the newest weights are those published last
         with self._changed:
             assert self._newest is not None  # a run that evaluates gives the first weights as well
             self._evaluations.request(self._newest)
@@ -135,6 +154,7 @@ class RaySearchers:
         if self._closing:
             return
         self._closing = True
+        self._publisher.close()
         self._collector.join(timeout=10)
         for handle in self._handles:
             ray.kill(handle.actor)
@@ -146,8 +166,7 @@ class RaySearchers:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting")
             self._changed.wait(0.2)
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def _arrived(self) -> int:
         return sum(len(result.groups) for _, result in self._tray)
@@ -172,9 +191,7 @@ class RaySearchers:
                         if why := handle.late(self._deadlines):
                             self._restart(handle, why)
         except Exception as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
@@ -183,7 +200,7 @@ class RaySearchers:
             return
         for handle in self._handles:
             if handle.version != newest.version and handle.accepts_weights():
-                handle.publish(newest)
+                handle.publish(newest, self._published)
 
     def _calls(self) -> dict[Any, tuple[Handle, Task]]:
         """Return who has which task, by its reference, and begin the deadlines that are due."""
@@ -242,6 +259,8 @@ class RaySearchers:
             handle.tasks.remove(task)
             if task.kind == "start":
                 handle.after_gap = False
+            elif task.kind == "publish":
+                self._stats.adopt_seconds = time.monotonic() - task.published
             elif task.kind == "search":
                 self._rejections.add(result.stats)
                 # a copy: its arrays would keep Ray's shared memory as long as the buffer has them
@@ -268,7 +287,7 @@ class RaySearchers:
             self._restarts_left -= 1
             self._stats.restarts += 1
             ray.kill(handle.actor)
-            started = self._start(handle.place)
+            started = self._starter.start(handle.place, self._newest)
             self._handles[self._handles.index(handle)] = started
             log.warning("a searcher %s: restarted, its tasks are issued again", why)
             for task in handle.tasks:
@@ -276,17 +295,3 @@ class RaySearchers:
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)
         return started
-
-    def _start(self, place: Place) -> Handle:
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": self._gpus,
-            "max_restarts": 0,
-            "concurrency_groups": {SEARCH: self._settings.concurrent_searches, CONTROL: 2},
-        }
-        start: Any = ray.remote(**options)(SearcherActor)
-        transport, newest = self._transport, self._newest
-        actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
-        pid = actor.pid.options(concurrency_group=CONTROL)
-        version = 0 if newest is None else newest.version
-        return Handle(place, actor, version, [Task("start", pid.remote())])
