@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import inf
+from statistics import median
 
 import _measure
 from _runs import (
@@ -29,6 +31,7 @@ from _runs import (
     read_runs,
     reference_runs,
     search_table,
+    time_or_length,
     time_to_goal,
 )
 from _sums import Side
@@ -117,26 +120,24 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
     if not own["trl"]:
         return []
     best = {side: best_of(each) for side, each in own.items() if each}
-    chosen = {side: [r for r in own[side] if best[side].is_of(r)] for side in best}
-    peers = [time_to_goal(run) for run in chosen["trl"]]
+    chosen = {side: [run for run in own[side] if best[side].is_of(run)] for side in best}
+    peers = [time_or_length(run) for run in chosen["trl"]]
     rows = []
-    for side in ("asynchronous", "synchronous"):
+    for side in SIDES[:2]:
         if side not in chosen:
             continue
         times = [time_to_goal(run) for run in chosen[side]]
+        if median(times) == inf:
+            print(f"{side} did not reach .50: no row")
+            continue
         note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
-        rows.append(
-            _measure.row(
-                f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50",
-                times,
-                "s",
-                peers,
-                peer_is="TRL",
-                fewer=True,
-                note=note,
-                goal="ratio >= 4" if side == "asynchronous" else None,
-            )  # fmt: skip
-        )
+        if any(time_to_goal(run) == inf for run in chosen["trl"]):
+            note += "; TRL did not always reach it, and has the length of its run"
+        name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
+        goal = "ratio >= 4" if side == "asynchronous" else None
+        ours = [time_or_length(run) for run in chosen[side]]
+        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)
+        rows.append(row)
     return rows
 
 

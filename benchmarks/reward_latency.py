@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -28,7 +29,7 @@ from _runs import (
     read_runs,
     reference_runs,
     rounded,
-    time_to_goal,
+    time_or_length,
 )
 from _sums import PROMPTS, SAMPLES, Side
 
@@ -37,6 +38,7 @@ LATENCIES = (0.0, 0.3, 1.0, 3.0)
 WINDOW = 2 * PROMPTS * SAMPLES
 WINDOWS = 5
 GOALS = {1.0: "ratio >= 2", 3.0: "ratio >= 4"}
+PEERS: dict[Side, str] = {"trl": "TRL", "synchronous": "ours, synchronous"}
 WAITING: dict[Side, tuple[str, ...]] = {
     "asynchronous": ("runtime.concurrent_searches=3", "reward.concurrency=64"),
     "synchronous": ("reward.concurrency=64",),
@@ -109,7 +111,7 @@ def times_of(points: list[dict[str, Any]]) -> list[float]:
             marks.append(done["seconds"] + part * (point["seconds"] - done["seconds"]))
         if point["samples"] > done["samples"]:
             done = point
-    seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [b - a for a, b in pairwise(marks)]
     return seconds[:WINDOWS]
 
 
@@ -127,22 +129,15 @@ def rate_rows() -> list[_measure.Row]:
     measured = {(r["latency"], r["side"]): r["windows"] for r in read_runs(RATES)}
     rows = []
     for latency in LATENCIES:
-        ours = measured.get((latency, "asynchronous"))
-        if ours is None:
-            continue
-        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
-            if (latency, peer) in measured:
-                rows.append(
-                    _measure.row(
-                        f"{latency:g} s of reward latency: {WINDOW} samples generated, scored and"
-                        " trained on",
-                        ours,
-                        "s",
-                        measured[latency, peer],
-                        peer_is=name,
-                        goal=GOALS.get(latency) if peer == "trl" else None,
-                    )  # fmt: skip
-                )
+        for peer, peer_is in PEERS.items():
+            if not {(latency, "asynchronous"), (latency, peer)} <= measured.keys():
+                continue
+            name = (
+                f"{latency:g} s of reward latency: {WINDOW} samples generated, scored, trained on"
+            )
+            ours, other = measured[latency, "asynchronous"], measured[latency, peer]
+            goal = GOALS.get(latency) if peer == "trl" else None
+            rows.append(_measure.row(name, ours, "s", other, peer_is=peer_is, goal=goal))
     return rows
 
 
@@ -152,19 +147,13 @@ def score_rows() -> list[_measure.Row]:
         times = {}
         for side in SIDES:
             for run in reference_runs(runs, side, lora=False, latency=latency):
-                times[side] = time_to_goal(run)
-        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
+                times[side] = time_or_length(run)
+        for peer, peer_is in PEERS.items():
             if {"asynchronous", peer} <= times.keys():
-                rows.append(
-                    _measure.row(
-                        f"{latency:g} s of reward latency: time to sampled .50",
-                        times["asynchronous"],
-                        "s",
-                        times[peer],
-                        peer_is=name,
-                        note="one seed",
-                    )  # fmt: skip
-                )
+                name = f"{latency:g} s of reward latency: time to sampled .50"
+                ours, note = times["asynchronous"], "one seed; a run's length where it stays below"
+                row = _measure.row(name, ours, "s", times[peer], peer_is=peer_is, note=note)
+                rows.append(row)
     return rows
 
 
