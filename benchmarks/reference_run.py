@@ -26,7 +26,7 @@ from _runs import (
     SIDES,
     VARIANTS,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         for part in options.parts:
             compare(lab, part == "lora", options)
     if options.tiny:
@@ -59,7 +59,7 @@ def main() -> None:
     keep(options)
 
 
-def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
+def compare(lab: Sums, lora: bool, options: argparse.Namespace) -> None:
     """Find each side's best rate, and run it with the other seeds."""
     for side in options.sides or (("asynchronous", "trl") if lora else SIDES):
         best = search(lab, side, lora)
@@ -67,7 +67,7 @@ def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
             lab.run(lab.job(side, lora, best.rate, seed, options=best.options))
 
 
-def search(lab: Laboratory, side: Side, lora: bool) -> Best:
+def search(lab: Sums, side: Side, lora: bool) -> Best:
     """Return the rate that reaches the goal first, which is not at the grid's edge."""
     fast = fastest_options(lab, lora) if side == "trl" else BASE[side]
     grid = GRID[lora][1:2] if lab.options.tiny else GRID[lora]
@@ -87,7 +87,7 @@ def search(lab: Laboratory, side: Side, lora: bool) -> Best:
     return Best(best, min(variants, key=variants.__getitem__))
 
 
-def fastest_options(lab: Laboratory, lora: bool) -> tuple[str, ...]:
+def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
     """Return those of TRL's options that change the time of a step only, at their best."""
     choices = ("eager", "sdpa")
     batches = ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4"))

@@ -24,18 +24,18 @@ from _runs import (
     SECONDS,
     SIDES,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
     rounded,
     time_or_length,
 )
-from _sums import PROMPTS, SAMPLES, Side
+from _sums import RECIPES, Side
 
 RATES = HERE / "runs" / "reward_latency.jsonl"
 LATENCIES = (0.0, 0.3, 1.0, 3.0)
-WINDOW = 2 * PROMPTS * SAMPLES
+WINDOW = 2 * RECIPES["sums"].batch
 WINDOWS = 5
 GOALS = {1.0: "ratio >= 2", 3.0: "ratio >= 4"}
 PEERS: dict[Side, str] = {"trl": "TRL", "synchronous": "ours, synchronous"}
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         if options.score:
             to_the_goal(lab, options.score)
         else:
@@ -68,7 +68,7 @@ def main() -> None:
     draw(read_runs(), FIGURE)
 
 
-def windows(lab: Laboratory, latencies: list[float]) -> None:
+def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
     path = lab.scratch / "rates.jsonl" if lab.options.tiny else RATES
     path.parent.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def times_of(points: list[dict[str, Any]]) -> list[float]:
     return seconds[:WINDOWS]
 
 
-def to_the_goal(lab: Laboratory, latencies: list[float]) -> None:
+def to_the_goal(lab: Sums, latencies: list[float]) -> None:
     """Run each side to the goal at these latencies."""
     for latency in latencies:
         for side in SIDES:
