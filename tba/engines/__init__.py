@@ -40,6 +40,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+<<<<<<< HEAD
 class Checked(Protocol):
     """An engine class with requirements that are checked before any process starts."""
 
@@ -54,6 +55,16 @@ class Drains(Protocol):
 
     drained: float
     """Seconds that newer weights have waited for that, in all."""
+=======
+class KnowsLogp(Protocol):
+    """Engine that does not depend on the weights, and can take the place of the reference."""
+
+    own_reference: bool
+    """Whether it does; no reference model is loaded then."""
+
+    def logp(self, response: np.ndarray) -> np.ndarray:
+        """Return the log-probs of the tokens of a response that it has generated."""
+>>>>>>> main
 
 
 @runtime_checkable
