@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow study check coverage clean
+.PHONY: demo test test-slow study bench bench-long check coverage clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,18 @@ study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours o
 	@$(BIN)/tba report runs/off_policy_rates
 	@$(BIN)/tba report runs/off_policy
 
+.venv-bench/installed: pyproject.toml constraints-bench.txt
+	@test -d .venv-bench || $(PYTHON) -m venv .venv-bench
+	@echo "installing the package and TRL into .venv-bench (a few minutes) ..."
+	@.venv-bench/bin/pip install -q -c constraints-bench.txt -e '.[bench]'
+	@touch $@
+
+bench: .venv-bench/installed  ## benchmarks beside their peers: at most 40 minutes on two idle cores; ONLY="publish lora" for some
+	@.venv-bench/bin/python benchmarks/run.py $(ONLY)
+
+bench-long: .venv-bench/installed  ## the reference run and reward latency: hours; continues where it stopped; ONLY=reward_latency for one
+	@.venv-bench/bin/python benchmarks/run.py --long $(ONLY)
+
 coverage: $(VENV)/installed  ## run the tests with line coverage of tba/
 	@$(BIN)/python -m pytest -n 3 --cov --cov-report=term-missing:skip-covered --cov-fail-under=85 $(PYTEST)
 
@@ -39,4 +51,4 @@ check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

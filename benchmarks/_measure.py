@@ -158,18 +158,26 @@ def in_turns(
 
 
 def run_json(
-    command: Sequence[str], deadline: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    deadline: float,
+    environment: Mapping[str, str] | None = None,
+    show_errors: bool = False,
 ) -> dict[str, Any]:
-    """Run a command and return the JSON object in the last line that it prints."""
+    """Run a command and return the JSON object in the last line that it prints.
+
+    With `show_errors`, what it writes to stderr, such as its progress, appears at once.
+    """
     variables = {**os.environ, **(environment or {})}
+    errors = None if show_errors else subprocess.PIPE
     done = subprocess.run(
-        list(command), capture_output=True, text=True, timeout=deadline, env=variables
-    )
+        list(command), stdout=subprocess.PIPE, stderr=errors, text=True, timeout=deadline,
+        env=variables,
+    )  # fmt: skip
     if done.returncode == SKIPPED:
         print(done.stdout.strip(), flush=True)
         raise SystemExit(SKIPPED)
     if done.returncode:
-        end = (done.stdout + done.stderr)[-3000:]
+        end = (done.stdout + (done.stderr or ""))[-3000:]
         raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}:\n{end}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
@@ -215,7 +223,7 @@ def row(
         spread=(min(own), max(own)),
         peer_spread=None if others is None else (min(others), max(others)),
         count=len(own), note=note, date=date.today().isoformat(), cores=_cores(),
-        versions=_versions(),
+        versions=versions(),
     )  # fmt: skip
 
 
@@ -236,7 +244,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of Python and of those PACKAGES that are installed."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:

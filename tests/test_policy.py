@@ -21,7 +21,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import tba.learn.head
 import tba.models.pretrained
+from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
 from tba.models.pretrained import enable_gradient_checkpointing
 from tba.objectives import Head
@@ -112,15 +114,39 @@ def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
             assert not logp[b, k, n:].any()
 
 
-def test_chunked_head_changes_nothing(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("llama")
-    whole, gradient = Policy(model, 1.0).logp(batch), gradients(Policy(model, 1.0), batch)
-    monkeypatch.setitem(
-        tba.models.pretrained.LOGITS_AT_ONCE, "cpu", 14 * 3
-    )  # three tokens at a time
-    torch.testing.assert_close(Policy(model, 1.0).logp(batch), whole)
-    for a, b in zip(gradients(Policy(model, 1.0), batch).values(), gradient.values(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("blocks", [14 * 3, 14 * 7, 2**20], ids=["one", "two", "all"])
+def test_chunked_head_changes_nothing(
+    blocks: int, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens at a time, with as many chunks in a block of gradients as `blocks` allows."""
+    expected = by_autograd(Policy(make("llama"), 0.7), batch)
+    monkeypatch.setitem(tba.models.pretrained.LOGITS_AT_ONCE, "cpu", 14 * 3)
+    monkeypatch.setattr(tba.learn.head, "SLOPES_AT_ONCE", blocks)
+    policy = Policy(make("llama"), 0.7)
+    given = (policy(batch).logp, policy(batch).entropy, gradients(policy, batch))
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
+    assert not policy(batch).entropy.requires_grad
+
+
+def by_autograd(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return log-probs, entropies and gradients by way of the head's own forward."""
+    policy.model.lm_head.register_forward_hook(lambda *_: None)
+    output = policy(batch)
+    return output.logp, output.entropy, gradients(policy, batch)
+
+
+@pytest.mark.parametrize("logit", [0.0, 12.0])
+def test_the_gradient_of_a_likely_token_survives_bf16(logit: float) -> None:
+    """Where p rounds to 1, its gradient p - 1 does not round to 0."""
+    weight = torch.zeros(5, 3)
+    weight[2, 0] = logit
+    hidden = torch.tensor([[1.0, 0.0, 0.0]], requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        logp, _ = TokenLogp.apply(hidden, weight, torch.tensor([2]), 1.0, 8)
+    logp.sum().backward()
+    p = torch.softmax(weight[:, 0], 0)[2]
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad[0, 0], logit * (1 - p), rtol=0.02, atol=1e-9)
 
 
 def test_gradient_checkpointing_changes_nothing_and_drops_nothing(batch: Batch) -> None:

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tba.learn.head import TokenLogp, is_plain
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
@@ -132,6 +133,9 @@ class Policy(nn.Module):
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Run the LM head a chunk at a time, and again on the way back if there are several."""
         size = states_at_once(self.model)
+        head = self.model.get_output_embeddings()
+        if is_plain(head):
+            return TokenLogp.apply(hidden, head.weight, tokens, self.temperature, size)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
         chunks = []

@@ -1,0 +1,94 @@
+"""The reference run, as both sides run it: sums of two numbers, their reward, a slow judge.
+
+SmolLM2-135M-Instruct answers questions such as "... 53 + 96 =" in at most 8 tokens. A response
+ends with its first newline; it is right if its first line is the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+PROMPTS, SAMPLES, TOKENS = 8, 16, 8
+WARMUP = 5
+"""Steps of linear warm-up; the rate is constant afterwards."""
+HELD_OUT = 256
+GOAL = 0.5
+"""Held-out sampled accuracy that is timed."""
+
+Side = Literal["asynchronous", "synchronous", "trl"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one side."""
+
+    side: Side
+    model: str
+    data: str
+    """Folder of the rows, written by `write_rows`."""
+    folder: str
+    """Folder for the snapshots of the weights."""
+    rate: float
+    seed: int = 0
+    lora: bool = False
+    seconds: float = 120.0
+    """Training stops after so many seconds."""
+    steps: int = 1_000_000
+    every: float = 10.0
+    """Seconds between snapshots; 0: none."""
+    latency: float | None = None
+    """Seconds that the async judge takes; None: a plain function without waiting."""
+    threads: int = 2
+    options: tuple[str, ...] = ()
+    """Settings of the side: `table.key=value` of ours, `field=value` of GRPOConfig."""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        plain = json.loads(text)
+        return cls(**{**plain, "options": tuple(plain["options"])})
+
+
+def write_rows(source: Path, folder: Path, latency: float | None = None) -> Path:
+    """Copy the rows with a column `latency`, in seconds, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        rows = read_rows(source / f"two_number_sums.{split}.jsonl")
+        lines = [json.dumps({**row, "latency": latency or 0.0}) for row in rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Return whether the first line is the answer."""
+    return completion.partition("\n")[0].strip() == answer
+
+
+def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Return 1 for each right answer, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(completion, wanted)) for completion, wanted in pairs]
+
+
+async def judged(
+    completions: list[str], answer: list[str], latency: list[float], **columns: Any
+) -> list[float]:
+    """Judge all completions of the call at once; each verdict takes `latency` seconds."""
+    await asyncio.gather(*(asyncio.sleep(seconds) for seconds in latency))
+    return exact(completions, answer)
+
+
+def newline_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens whose text has a newline, each of which ends a response."""
+    # in a pair: some decoders drop a space at the beginning
+    return [i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i, i])]

@@ -1,0 +1,144 @@
+"""Time to held-out sampled .50 on the reference run: asynchronous, synchronous, and TRL.
+
+    python benchmarks/reference_run.py --parts full    # two hours and a half on two idle cores
+    python benchmarks/reference_run.py --parts lora    # continues; finished runs are kept
+
+Each side's learning rate comes from the same grid, on seed 0. A best rate at the grid's edge is
+refused: the grid is extended. TRL's faster options (attention, micro-batches) are found first, by
+the seconds of a step, and two variants of its algorithm are tried at its best rate. Then come two
+more seeds; the row compares the medians of three.
+
+The clock runs from the first search or generation, when all models are loaded. Copies of the
+weights, which stop the clock for a tenth of a second, are evaluated after the run by the same code
+for all sides, so that no evaluation is timed. Every finished run is a line of `runs/*.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import _measure
+from _runs import (
+    BASE,
+    SIDES,
+    VARIANTS,
+    Best,
+    Laboratory,
+    best_of,
+    read_runs,
+    reference_runs,
+    search_table,
+    time_to_goal,
+)
+from _sums import Side
+
+GRID = {False: (5e-6, 1e-5, 2e-5), True: (1.5e-4, 3e-4, 6e-4)}
+"""Learning rates, without and with LoRA."""
+EDGES = 2
+"""Times that a grid may be extended."""
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=("full", "lora"), default=["full"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
+    options = parser.parse_args()
+    if not options.draw:
+        lab = Laboratory(options)
+        for part in options.parts:
+            compare(lab, part == "lora", options)
+    if options.tiny:
+        print("a tiny run: nothing is kept")
+        return
+    keep(options)
+
+
+def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
+    """Find each side's best rate, and run it with the other seeds."""
+    for side in options.sides or (("asynchronous", "trl") if lora else SIDES):
+        best = search(lab, side, lora)
+        for seed in range(1, 1 if options.tiny else options.seeds):
+            lab.run(lab.job(side, lora, best.rate, seed, options=best.options))
+
+
+def search(lab: Laboratory, side: Side, lora: bool) -> Best:
+    """Return the rate that reaches the goal first, which is not at the grid's edge."""
+    fast = fastest_options(lab, lora) if side == "trl" else BASE[side]
+    grid = GRID[lora][1:2] if lab.options.tiny else GRID[lora]
+    times = {r: time_to_goal(lab.run(lab.job(side, lora, r, 0, options=fast))) for r in grid}
+    for _ in range(EDGES):
+        best = min(times, key=times.__getitem__)
+        lowest, highest = min(times), max(times)
+        if lab.options.tiny or lowest < best < highest:
+            break
+        further = best / 2 if best == lowest else best * 2
+        times[further] = time_to_goal(lab.run(lab.job(side, lora, further, 0, options=fast)))
+    best = min(times, key=times.__getitem__)
+    variants = {fast: times[best]}
+    for variant in () if side != "trl" or lab.options.tiny else VARIANTS:
+        job = lab.job(side, lora, best, 0, options=(*fast, *variant))
+        variants[job.options] = time_to_goal(lab.run(job))
+    return Best(best, min(variants, key=variants.__getitem__))
+
+
+def fastest_options(lab: Laboratory, lora: bool) -> tuple[str, ...]:
+    """Return those of TRL's options that change the time of a step only, at their best."""
+    choices = ("eager", "sdpa")
+    batches = ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4"))
+    if lab.options.tiny:
+        return ()
+    steps = {}
+    for attention in choices:
+        for batch in batches:
+            options = (f"attn_implementation={attention}", *batch)
+            job = lab.job("trl", lora, GRID[lora][1], 0, options=options)
+            steps[options] = lab.seconds_a_step(job)
+            print(f"  TRL, {' '.join(options)}: {steps[options]:.1f} s a step", file=sys.stderr)
+    return min(steps, key=steps.__getitem__)
+
+
+def keep(options: argparse.Namespace) -> None:
+    """Write the rows, the search and the figure from the runs that are kept."""
+    runs = read_runs()
+    rows = [row for lora in (False, True) for row in rows_of(runs, lora)]
+    _measure.record(__file__, rows, options)
+    print(search_table(runs))
+    from _figure import FIGURE, draw
+
+    draw(runs, FIGURE)
+
+
+def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
+    """Return the rows of full fine-tuning or LoRA, for the sides that have been run."""
+    own = {side: reference_runs(runs, side, lora) for side in SIDES}
+    if not own["trl"]:
+        return []
+    best = {side: best_of(each) for side, each in own.items() if each}
+    chosen = {side: [r for r in own[side] if best[side].is_of(r)] for side in best}
+    peers = [time_to_goal(run) for run in chosen["trl"]]
+    rows = []
+    for side in ("asynchronous", "synchronous"):
+        if side not in chosen:
+            continue
+        times = [time_to_goal(run) for run in chosen[side]]
+        note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
+        rows.append(
+            _measure.row(
+                f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50",
+                times,
+                "s",
+                peers,
+                peer_is="TRL",
+                fewer=True,
+                note=note,
+                goal="ratio >= 4" if side == "asynchronous" else None,
+            )  # fmt: skip
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Reward latency of 0 / .3 / 1 / 3 s per answer: asynchronous, synchronous, and TRL.
+
+    python benchmarks/reward_latency.py                  # 45 minutes on two idle cores
+    python benchmarks/reward_latency.py --score 1 3      # time to sampled .50: 40 minutes
+
+Both sides call the same `async` judge, which awaits all completions of its call at once. Measured
+is the time in which N samples are generated, scored and trained on, each counted once however often
+replay draws it: windows of 256 samples, after a first one that is not counted. With `--score`, the
+runs go on to held-out sampled .50, at the rates that `reference_run.py` has found.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import _measure
+from _runs import (
+    BASE,
+    HERE,
+    SECONDS,
+    SIDES,
+    Best,
+    Laboratory,
+    best_of,
+    read_runs,
+    reference_runs,
+    rounded,
+    time_to_goal,
+)
+from _sums import PROMPTS, SAMPLES, Side
+
+RATES = HERE / "runs" / "reward_latency.jsonl"
+LATENCIES = (0.0, 0.3, 1.0, 3.0)
+WINDOW = 2 * PROMPTS * SAMPLES
+WINDOWS = 5
+GOALS = {1.0: "ratio >= 2", 3.0: "ratio >= 4"}
+WAITING: dict[Side, tuple[str, ...]] = {
+    "asynchronous": ("runtime.concurrent_searches=3", "reward.concurrency=64"),
+    "synchronous": ("reward.concurrency=64",),
+    "trl": (),
+}
+"""Settings where rewards take time: searches wait side by side."""
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES)
+    parser.add_argument("--score", nargs="+", type=float, help="latencies of runs to .50")
+    parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
+    options = parser.parse_args()
+    if not options.draw:
+        lab = Laboratory(options)
+        if options.score:
+            to_the_goal(lab, options.score)
+        else:
+            windows(lab, options.latencies[:1] if options.tiny else options.latencies)
+    if options.tiny:
+        print("a tiny run: nothing is kept")
+        return
+    _measure.record(__file__, [*rate_rows(), *score_rows()], options)
+    from _figure import FIGURE, draw
+
+    draw(read_runs(), FIGURE)
+
+
+def windows(lab: Laboratory, latencies: list[float]) -> None:
+    """Measure the windows of each side at each latency that has not been measured."""
+    path = lab.scratch / "rates.jsonl" if lab.options.tiny else RATES
+    path.parent.mkdir(exist_ok=True)
+    for latency in latencies:
+        for side in SIDES:
+            if any((r["side"], r["latency"]) == (side, latency) for r in read_runs(path)):
+                continue
+            best = chosen(side)
+            options = (*best.options, *WAITING[side])
+            job = lab.job(side, False, best.rate, 0, latency, options)
+            steps = 3 * (WINDOWS + 1)  # where replay draws some samples twice, more are needed
+            result = lab.carry_out(replace(job, every=0.0, seconds=1800.0, steps=steps))
+            seconds = times_of(result["points"])
+            kept = {
+                "side": side, "latency": latency, "windows": seconds, "points": result["points"],
+                "searchers": result.get("searchers"), "versions": _measure.versions(),
+            }  # fmt: skip
+            with path.open("a") as file:
+                file.write(json.dumps(rounded(kept)) + "\n")
+            print(f"{side}, {latency:g} s: {median(seconds):.1f} s for {WINDOW} samples")
+
+
+def chosen(side: Side) -> Best:
+    """Return rate and options that the reference run has found; before it has run, usual ones."""
+    runs = reference_runs(read_runs(), side, lora=False)
+    if not any(run["seed"] == 0 for run in runs):
+        return Best(1e-5, BASE[side])
+    best = best_of(runs)
+    # each sample is trained on once: TRL's second iteration would count nothing
+    return Best(best.rate, tuple(o for o in best.options if not o.startswith("num_iterations")))
+
+
+def times_of(points: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds of each window of 256 samples but the first, interpolated in a step."""
+    marks, done = [], {"samples": 0.0, "seconds": 0.0}
+    for point in points:
+        while point["samples"] >= (len(marks) + 1) * WINDOW:
+            wanted = (len(marks) + 1) * WINDOW - done["samples"]
+            part = wanted / (point["samples"] - done["samples"])
+            marks.append(done["seconds"] + part * (point["seconds"] - done["seconds"]))
+        if point["samples"] > done["samples"]:
+            done = point
+    seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    return seconds[:WINDOWS]
+
+
+def to_the_goal(lab: Laboratory, latencies: list[float]) -> None:
+    """Run each side to the goal at these latencies."""
+    for latency in latencies:
+        for side in SIDES:
+            best = chosen(side)
+            job = lab.job(side, False, best.rate, 0, latency, (*best.options, *WAITING[side]))
+            longer = 1 + latency / {"asynchronous": 10, "synchronous": 6, "trl": 15}[side]
+            lab.run(replace(job, seconds=SECONDS[side] * longer))
+
+
+def rate_rows() -> list[_measure.Row]:
+    measured = {(r["latency"], r["side"]): r["windows"] for r in read_runs(RATES)}
+    rows = []
+    for latency in LATENCIES:
+        ours = measured.get((latency, "asynchronous"))
+        if ours is None:
+            continue
+        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
+            if (latency, peer) in measured:
+                rows.append(
+                    _measure.row(
+                        f"{latency:g} s of reward latency: {WINDOW} samples generated, scored and"
+                        " trained on",
+                        ours,
+                        "s",
+                        measured[latency, peer],
+                        peer_is=name,
+                        goal=GOALS.get(latency) if peer == "trl" else None,
+                    )  # fmt: skip
+                )
+    return rows
+
+
+def score_rows() -> list[_measure.Row]:
+    runs, rows = read_runs(), []
+    for latency in LATENCIES:
+        times = {}
+        for side in SIDES:
+            for run in reference_runs(runs, side, lora=False, latency=latency):
+                times[side] = time_to_goal(run)
+        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
+            if {"asynchronous", peer} <= times.keys():
+                rows.append(
+                    _measure.row(
+                        f"{latency:g} s of reward latency: time to sampled .50",
+                        times["asynchronous"],
+                        "s",
+                        times[peer],
+                        peer_is=name,
+                        note="one seed",
+                    )  # fmt: skip
+                )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The LM head and the softmax after it, a chunk of tokens at a time, with few numbers kept."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+SLOPES_AT_ONCE = 2**26
+"""Numbers in a block of gradients of the logits. A block costs one product for the weight."""
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Return whether a head is one product: no adapter, no shards, no bias and no hooks."""
+    hooks = [*head._forward_hooks, *head._forward_pre_hooks]
+    return type(head) is nn.Linear and head.bias is None and not hooks
+
+
+class TokenLogp(torch.autograd.Function):
+    """Log-probability of each token under softmax(h W' / temperature), and the entropy.
+
+    The logits of a chunk are dropped and computed again on the way back. Unlike with a checkpoint,
+    only one product and one softmax are repeated, the weight's gradient is one product for several
+    chunks, and its dtype is converted once. The entropy has no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "M D"],
+        weight: Float[Tensor, "V D"],
+        tokens: Int[Tensor, " M"],
+        temperature: float,
+        size: int,
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Run over `size` tokens at a time, with products in the dtype of autocast."""
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+        states, matrix = (hidden / temperature).to(dtype), weight.to(dtype)
+        logps, entropies = [], []
+        for h, own in zip(states.split(size), tokens.split(size), strict=True):
+            every = torch.log_softmax(h @ matrix.T, -1, torch.float32)
+            logps.append(every.gather(1, own[:, None]))
+            entropies.append(-every.exp().mul_(every).sum(-1))
+        logp, entropy = torch.cat(logps), torch.cat(entropies)
+        ctx.save_for_backward(states, matrix, tokens, logp)
+        ctx.temperature, ctx.size, ctx.dtypes = temperature, size, (hidden.dtype, weight.dtype)
+        ctx.mark_non_differentiable(entropy)
+        return logp.squeeze(1), entropy
+
+    @staticmethod
+    def backward(ctx: Any, slope: Float[Tensor, " M"], _: Any) -> tuple[Tensor | None, ...]:
+        """Return gradients from those of the logits, which are onehot - p for each token's logp."""
+        states, matrix, tokens, logp = ctx.saved_tensors
+        d_hidden = torch.empty_like(states)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(matrix, dtype=ctx.dtypes[1])
+        weighted = (states * -slope[:, None]).to(states.dtype)
+        size = ctx.size
+        block = size * max(1, SLOPES_AT_ONCE // (len(matrix) * size))
+        for start in range(0, len(states), block):
+            slopes = []
+            for first in range(start, min(start + block, len(states)), size):
+                own = slice(first, first + size)
+                p = torch.softmax(states[own] @ matrix.T, -1)
+                # p - 1 at the token itself, where a rounded p may be 1
+                p.scatter_(1, tokens[own, None], logp[own].expm1().to(p.dtype))
+                torch.mm(p, matrix, out=d_hidden[own])
+                slopes.append(p)
+            if d_weight is not None:
+                d_weight += torch.cat(slopes).T @ weighted[start : start + block]
+        d_hidden = d_hidden * (-slope / ctx.temperature)[:, None]
+        return d_hidden.to(ctx.dtypes[0]), d_weight, None, None, None
