@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -153,8 +154,11 @@ def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> 
     assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
     moved = trainer.policy.logp(batch).detach()
     assert (moved - batch.ref_logp).abs().max() > 0.1
-    gap = searcher.engine.load_weights(trainer.weights(version=2))
-    assert gap is not None and gap < 1e-5
+    newest = trainer.weights(version=2)
+    stale = replace(newest, arrays={name: 0 * array for name, array in newest.arrays.items()})
+    gaps = [searcher.engine.load_weights(weights) for weights in (stale, newest)]
+    assert gaps[0] is not None and gaps[0] > 0.1
+    assert gaps[1] is not None and gaps[1] < 1e-5
     torch.testing.assert_close(searcher.reference.policy.logp(batch), moved)
     prompts = [batch.prompt_tokens[b][batch.prompt_mask[b]].int().numpy() for b in range(3)]
     responses = []
