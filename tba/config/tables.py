@@ -252,7 +252,12 @@ class EvalTable(Table):
     temperature: PositiveFloat = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
     seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
-    deadline: PositiveFloat = key(1800.0, "seconds for one evaluation (ray)")
+    prompts_per_task: Positive = key(
+        32, "held-out prompts per evaluation task; these take turns with searches (ray)"
+    )
+    deadline: PositiveFloat = key(
+        1800.0, "seconds that the end of a run waits for each evaluation still to come (ray)"
+    )
 
     @model_validator(mode="after")
     def enough_samples(self) -> "EvalTable":
