@@ -40,7 +40,6 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-<<<<<<< HEAD
 class Checked(Protocol):
     """An engine class with requirements that are checked before any process starts."""
 
@@ -55,7 +54,9 @@ class Drains(Protocol):
 
     drained: float
     """Seconds that newer weights have waited for that, in all."""
-=======
+
+
+@runtime_checkable
 class KnowsLogp(Protocol):
     """Engine that does not depend on the weights, and can take the place of the reference."""
 
@@ -64,7 +65,6 @@ class KnowsLogp(Protocol):
 
     def logp(self, response: np.ndarray) -> np.ndarray:
         """Return the log-probs of the tokens of a response that it has generated."""
->>>>>>> main
 
 
 @runtime_checkable
