@@ -65,13 +65,11 @@ class Run:
     def publish(self) -> None:
         """Send the newest weights to the searchers."""
         with self.tracker.timed("synced"):
-            weights = self.trainer.weights(version=self.step)
-            self.searchers.publish(weights)
-        self.tracker.published = weights.nbytes
+            self.searchers.publish(self.trainer, version=self.step)
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""
-        self.searchers.reset_reference(self.trainer.weights(version=self.step))
+        self.searchers.reset_reference(self.trainer.reference(version=self.step))
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a sample now and then."""
@@ -245,7 +243,7 @@ def _searchers(
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
     newest = trainer.weights(version=step) if step else None
-    bf16 = trainer.bf16_weights
+    bf16 = trainer.policy.autocast
     if cluster is not None:
         from tba.runtime.ray import RaySearchers
 

@@ -53,12 +53,17 @@ def trained(model: Any) -> dict[str, Tensor]:
 def as_array(tensor: Tensor, bf16: bool) -> np.ndarray:
     """Return one copy of the tensor, in fp32 or as the bits of bf16."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    value = tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-    return value.view(torch.uint16).numpy() if bf16 else value.numpy()
+    return as_view(tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format))
+
+
+def as_view(tensor: Tensor) -> np.ndarray:
+    """Return an array that shares the memory of a tensor on the CPU; bf16 as its bits."""
+    in_bf16 = tensor.dtype == torch.bfloat16
+    return tensor.view(torch.uint16).numpy() if in_bf16 else tensor.numpy()
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """Return a tensor that shares the memory of an array from `as_array`; only read it."""
+    """Return a tensor that shares the memory of an array from `as_view`; only read it."""
     with warnings.catch_warnings():
         # Arrays from another process are read-only, and PyTorch warns that it could write to them.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -85,6 +90,30 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} another model than policy.model: {differing} differ in name or shape"
         )
+
+
+@runtime_checkable
+class WeightsCopy(Protocol):
+    """Copy of the trainer's weights, which another thread may publish."""
+
+    version: int
+
+    def weights(self) -> Weights:
+        """Return the weights with their probe. Their arrays are valid until `free`."""
+
+    def free(self) -> None:
+        """Let the memory be used for another copy."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Trainer as a publication sees it."""
+
+    def weights(self, version: int) -> Weights:
+        """Return a copy of the weights for the searchers, with its probe."""
+
+    def copy(self, version: int) -> WeightsCopy:
+        """Copy the weights aside, as fast as memory allows, and leave the rest to the copy."""
 
 
 @dataclass(frozen=True)

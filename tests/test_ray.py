@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from test_loop import ENVIRONMENT, as_settings
+from toy import Given
 
 import tba.run
 from tba.cli import _config
@@ -30,7 +31,6 @@ from tba.runs import checkpoint
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runtime.bind import bind_ray
 from tba.types import Prompt
-from tba.weights import Weights
 
 
 def config(model: Path, folder: Path, *settings: str) -> Config:
@@ -131,7 +131,7 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
     with open_run(config(tiny_model, tmp_path / "run", *settings)) as run:
         large = {"parameter": np.zeros(2**18, np.float32)}  # too large to travel inside a call
         for version in range(1, 31):
-            run.searchers.publish(Weights(version, large))
+            run.searchers.publish(Given(large), version)
         assert wait_until(lambda: objects_in_the_store() <= 2, 20)  # Ray frees once a second
         started.touch()
         deadline = time.monotonic() + 60
@@ -140,7 +140,14 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
             for group in run.searchers.gather(at_least=1):
                 newest = max(newest, *(t.version for t in group.trajectories))
         assert newest == 30
-        assert run.searchers.stats.samples > 0
+        stats = run.searchers.stats
+        assert stats.samples > 0 and stats.published_bytes >= large["parameter"].nbytes
+        assert 0 < stats.publish_seconds and 0 < stats.adopt_seconds < 60
+        run.searchers.publish(Given(error="no memory"), 31)  # an error in the background
+        with pytest.raises(RuntimeError, match=r"weights could not be published: no memory"):
+            run.searchers.gather(at_least=1000)
+        with pytest.raises(RuntimeError, match=r"no memory"):
+            run.searchers.publish(Given(), 32)
 
 
 def objects_in_the_store() -> int:

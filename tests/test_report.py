@@ -48,7 +48,8 @@ def write(
             "buffer/size": 20.0 * step,
             "wait/trainer": 0.25,
             "wait/searchers": 0.125,
-            "sync/seconds": 0.1,
+            "sync/blocked": 0.1,
+            "sync/adopted": 0.4,
             "sync/logp_gap": float("nan"),
         }
         metrics |= {

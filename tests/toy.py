@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -229,6 +229,39 @@ def save_model(folder: Path, layers: int = 2) -> Path:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@dataclass
+class Given:
+    """Trainer whose weights are these arrays; it may wait before it gives them, or fail."""
+
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    ready: threading.Event | None = None
+    error: str = ""
+    copies: list[int] = field(default_factory=list)
+    """Versions of the copies that exist."""
+
+    def weights(self, version: int) -> Weights:
+        assert self.ready is None or self.ready.wait(60)
+        if self.error:
+            raise OSError(self.error)
+        return Weights(version, self.arrays)
+
+    def copy(self, version: int) -> Copied:
+        self.copies.append(version)
+        return Copied(self, version)
+
+
+@dataclass
+class Copied:
+    source: Given
+    version: int
+
+    def weights(self) -> Weights:
+        return self.source.weights(self.version)
+
+    def free(self) -> None:
+        self.source.copies.remove(self.version)
 
 
 MEETING = threading.Barrier(2)

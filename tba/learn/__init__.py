@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from tba.types import Batch
-from tba.weights import Weights
+from tba.weights import Weights, WeightsCopy
 
 
 @runtime_checkable
@@ -16,7 +16,13 @@ class Trainer(Protocol):
         """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
 
     def weights(self, version: int) -> Weights:
-        """Return a copy of the weights for the searchers."""
+        """Return a copy of the weights for the searchers, with its probe."""
+
+    def copy(self, version: int) -> WeightsCopy:
+        """Copy the weights aside, as fast as memory allows, and leave the rest to the copy."""
+
+    def reference(self, version: int) -> Weights:
+        """Return a copy of the weights in fp32, to compute log-probs with as the trainer does."""
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the whole state now and return the function that writes it into `folder`.

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
 from tba.learn import NotFinite, probe, state
+from tba.learn.copies import Copies, Copy
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
 from tba.types import Batch, TokenBatch
@@ -39,6 +40,7 @@ class SingleTrainer:
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
     _probe: TokenBatch | None = field(default=None, init=False)
+    _copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
         s, policy = self.settings, self.policy
@@ -51,6 +53,7 @@ class SingleTrainer:
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)
+        self._copies = Copies(policy, self.bf16_weights)
         probe.log_short_context(self.context)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
@@ -70,10 +73,15 @@ class SingleTrainer:
         return metrics
 
     def weights(self, version: int) -> Weights:
-        """Return a copy of the weights; before the first step, without a probe."""
         asked = self._probe
         answered = None if asked is None else probe.answer(self.policy, asked)
         return pack(self.policy.model, version, self.bf16_weights, answered)
+
+    def copy(self, version: int) -> Copy:
+        return self._copies.take(version, self._probe)
+
+    def reference(self, version: int) -> Weights:
+        return pack(self.policy.model, version, bf16=False)
 
     def save(self, folder: Path) -> Callable[[], None]:
         return state.save(folder, self.policy, self.optimizer, self.schedule, self._first_model)

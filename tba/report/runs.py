@@ -181,7 +181,10 @@ FIGURES = {
         Panel("trainer waits (share of its time)", ("wait/trainer",), "share"),
         Panel("searchers wait (share of their time)", ("wait/searchers",), "share"),
         Panel("optimizer step (s)", ("step_time",), "positive"),
-        Panel("publishing the weights (s)", ("sync/seconds",), "positive"),
+        Panel(
+            "publishing the weights (s)", ("sync/blocked", "sync/adopted"),
+            "positive", ("trainer blocked", "until adopted"),
+        ),
         Panel("logp, engine − trainer, after a sync", ("sync/logp_gap",), "positive"),
         Panel(
             "searchers restarted, samples rejected", ("searchers/restarts", "searchers/rejected"),

@@ -73,8 +73,8 @@ class Parts:
             share_prompt=c.policy.share_prompt,
             head=head_of(self.objective.at(0)),
         )
-        context = self.text.context
-        return SingleTrainer(policy, self.objective, c.trainer, c.run.steps, bf16, context)
+        context, bf16_weights = self.text.context, c.engine.computes_in_bf16(bf16)
+        return SingleTrainer(policy, self.objective, c.trainer, c.run.steps, bf16_weights, context)
 
     def search_setup(self) -> SearchSetup:
         """Return what each searcher process is built from."""

@@ -50,12 +50,12 @@ class Tracker:
     """Totals over all steps and all sessions of a run, and its clocks."""
 
     def __init__(self) -> None:
-        self.published = 0  # bytes since the last step
         self._total: defaultdict[str, float] = defaultdict(float)
         self._spent: defaultdict[str, float] = defaultdict(float)  # since the last step
         self._started: float | None = None
         self._last = time.perf_counter()
         self._searched: Mapping[str, float] = {}
+        self._published = (0, 0.0)  # bytes and seconds until the last step
         self._idle = 0.0
 
     @property
@@ -95,6 +95,7 @@ class Tracker:
     ) -> dict[str, float]:
         """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now, total = time.perf_counter(), self._total
+        sent, seconds = self._published
         lags = [step - t.version for g in groups for t in g.trajectories]
         total["steps"] += 1
         total["samples_trained"] += len(lags)
@@ -113,15 +114,18 @@ class Tracker:
             **{f"buffer/{name}": count for name, count in buffer.counts.items()},
             "wait/trainer": self._spent["waited"] / max(1e-9, now - self._last),
             "wait/searchers": self._searchers_idle(stats.seconds),
-            "sync/seconds": self._spent["synced"],
-            "sync/bytes": self.published,
+            "sync/blocked": self._spent["synced"],
+            "sync/seconds": stats.publish_seconds - seconds,
+            "sync/adopted": stats.adopt_seconds,
+            "sync/bytes": stats.published_bytes - sent,
             "sync/logp_gap": stats.logp_gap,
             "searchers/restarts": stats.restarts,
             "searchers/rejected": stats.rejected.total(),
         }
         rare = {"reward/faulty": stats.faulty, "rollouts_generated": stats.rollouts}
         metrics |= {name: count for name, count in rare.items() if count}
-        self._last, self.published = now, 0
+        self._last = now
+        self._published = stats.published_bytes, stats.publish_seconds
         self._spent.clear()
         return metrics
 
@@ -140,6 +144,7 @@ class Tracker:
         """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._total.update(counts)
         self._searched = dict(stats.seconds)
+        self._published = stats.published_bytes, stats.publish_seconds
 
     def summary(
         self, steps: int, stats: SearchStats, finished: bool, evaluations: list[dict[str, float]]

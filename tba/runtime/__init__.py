@@ -12,7 +12,7 @@ from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.types import Group
-from tba.weights import Weights
+from tba.weights import Source, Weights
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,11 @@ class Searchers(Protocol):
         Blocks only until there are `at_least` so many; TimeoutError past its deadline.
         """
 
-    def publish(self, weights: Weights) -> None:
-        """Send newer weights to every searcher, without waiting for one."""
+    def publish(self, source: Source, version: int) -> None:
+        """Send the trainer's weights to every searcher, without waiting for one.
+
+        They are copied before this returns; the rest may happen in the background.
+        """
 
     def reset_reference(self, weights: Weights) -> None:
         """Make these weights the reference of every search that begins from now on."""

@@ -1,14 +1,19 @@
 """One searcher process: the calls to it that have not returned, and when these are late."""
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Literal
 
+import ray
+
+from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
+from tba.search.searcher import SearchSetup
 from tba.types import Prompt
-from tba.weights import Sent
+from tba.weights import Sent, Transport
 
 SEARCH, CONTROL = "search", "control"
 """Groups of a searcher's threads: one for its work, one that is free for everything else.
@@ -29,6 +34,8 @@ class Task:
     prompts: tuple[Prompt, ...] = ()
     weights: Sent | None = None
     """Weights to evaluate."""
+    published: float = 0.0
+    """Time at which the weights of a publication were published."""
     reference: Sent | None = None
     """Reference that a search needs."""
     began: float | None = None
@@ -87,10 +94,10 @@ class Handle:
         ref = call.remote(weights, reference)
         self.tasks.append(Task("evaluate", ref, weights=weights))
 
-    def publish(self, weights: Sent) -> None:
+    def publish(self, weights: Sent, published: float) -> None:
         self.version = weights.version
         call = self.actor.publish.options(concurrency_group=CONTROL)
-        self.tasks.append(Task("publish", call.remote(weights)))
+        self.tasks.append(Task("publish", call.remote(weights), published=published))
 
     def late(self, deadlines: Mapping[Kind, float]) -> str | None:
         """Return which deadline the searcher has missed, if any."""
@@ -99,3 +106,30 @@ class Handle:
             if task.began is not None and time.monotonic() - task.began > limit:
                 return f"did not finish `{task.kind}` in {limit:g} s"
         return None
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Settings from which every searcher process is started."""
+
+    setup: SearchSetup
+    bf16: bool
+    gpus: float
+    """GPUs that a searcher requests of Ray."""
+    concurrent: int
+    """Searches that it runs at once."""
+    transport: Transport
+
+    def start(self, place: Place, newest: Sent | None) -> Handle:
+        """Start a searcher with these weights, or with the initial ones."""
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": self.gpus,
+            "max_restarts": 0,
+            "concurrency_groups": {SEARCH: self.concurrent, CONTROL: 2},
+        }
+        start: Any = ray.remote(**options)(SearcherActor)
+        actor = start.remote(self.setup, place, self.bf16, sys.path, self.transport, newest)
+        pid = actor.pid.options(concurrency_group=CONTROL)
+        version = 0 if newest is None else newest.version
+        return Handle(place, actor, version, [Task("start", pid.remote())])

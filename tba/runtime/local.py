@@ -11,7 +11,7 @@ from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import LogpGapError, Searcher
 from tba.types import Group
-from tba.weights import Weights
+from tba.weights import Source, Weights
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class LocalSearchers:
         if resumed is not None:
             self._stream.seek(resumed.cursor)
             if resumed.weights is not None:
-                self.publish(resumed.weights)
+                self._load(resumed.weights)
             if resumed.reference is not None:
                 self.reset_reference(resumed.reference)
 
@@ -52,7 +52,15 @@ class LocalSearchers:
             groups += result.groups
         return groups
 
-    def publish(self, weights: Weights) -> None:
+    def publish(self, source: Source, version: int) -> None:
+        started = time.perf_counter()
+        weights = source.weights(version)
+        self.stats.published_bytes += weights.nbytes
+        self.stats.publish_seconds += time.perf_counter() - started
+        self._load(weights)
+        self.stats.adopt_seconds = time.perf_counter() - started
+
+    def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
         self._weights = weights
         try:

@@ -7,7 +7,6 @@ one is restarted: its prompts are issued again, and its late results are refused
 """
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -19,15 +18,14 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.runtime import SearchJob, SearchState, task_seed
-from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
-from tba.runtime.handle import CONTROL, SEARCH, Handle, Kind, Task
-from tba.runtime.placement import Place
+from tba.runtime.handle import Handle, Kind, Starter, Task
+from tba.runtime.publisher import Publisher
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
 from tba.search.searcher import LogpGapError
 from tba.types import Group, Prompt
-from tba.weights import Sent, Weights
+from tba.weights import Sent, Source, Weights
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +67,16 @@ class RaySearchers:
             "evaluate": evaluation,
             "publish": task + evaluation,  # an evaluation may have begun before it
         }
-        self._bf16, self._gpus, self._transport = bf16, cluster.searcher_gpus, ObjectStore(task)
+        self._transport, gpus = ObjectStore(task), cluster.searcher_gpus
+        concurrent = job.settings.concurrent_searches
+        self._starter = Starter(job.setup, bf16, gpus, concurrent, self._transport)
         self._newest = None if newest is None else self._transport.send(newest)
+        self._published = time.monotonic()
         self._sent_reference: Sent | None = None
         if self._reference is not None:
             self._sent_reference = self._transport.send(self._reference)
-        self._handles = [self._start(place) for place in cluster.searchers]
+        self._handles = [self._starter.start(p, self._newest) for p in cluster.searchers]
+        self._publisher = Publisher(self._send, self._fail, task)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -99,10 +101,31 @@ class RaySearchers:
             self._tray, self._owed = [], 0
         return groups
 
-    def publish(self, weights: Weights) -> None:
+    def publish(self, source: Source, version: int) -> None:
+        self._raise_failure()
+        if self._settings.lag is None:
+            self._publisher.publish(source, version)
+        else:  # in lockstep, the next search needs exactly these
+            self._send(source.weights(version), published=time.monotonic())
+
+    def _send(self, weights: Weights, published: float) -> None:
+        """Send weights that were published at this time to all searchers that accept them now."""
+        sent = self._transport.send(weights)
         with self._changed:
-            self._newest = self._transport.send(weights)
+            self._newest, self._published = sent, published
+            self._stats.published_bytes += weights.nbytes
+            self._stats.publish_seconds += time.monotonic() - published
             self._send_newest()
+
+    def _fail(self, error: Exception) -> None:
+        """End the run: the next call that waits or publishes raises the error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def reset_reference(self, weights: Weights) -> None:
         with self._changed:
@@ -110,6 +133,7 @@ class RaySearchers:
             self._sent_reference = self._transport.send(weights)
 
     def evaluate(self) -> None:
+        self._publisher.finish()  # so that the newest weights are those published last
         with self._changed:
             self._requested.append(self._newest)
             self._evaluating += 1
@@ -133,6 +157,7 @@ class RaySearchers:
         if self._closing:
             return
         self._closing = True
+        self._publisher.close()
         self._collector.join(timeout=10)
         for handle in self._handles:
             ray.kill(handle.actor)
@@ -144,8 +169,7 @@ class RaySearchers:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting")
             self._changed.wait(0.2)
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
 
     def _arrived(self) -> int:
         return sum(len(result.groups) for _, result in self._tray)
@@ -170,9 +194,7 @@ class RaySearchers:
                         if why := handle.late(self._deadlines):
                             self._restart(handle, why)
         except Exception as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
@@ -181,7 +203,7 @@ class RaySearchers:
             return
         for handle in self._handles:
             if handle.version != newest.version and handle.accepts_weights():
-                handle.publish(newest)
+                handle.publish(newest, self._published)
 
     def _calls(self) -> dict[Any, tuple[Handle, Task]]:
         """Return who has which task, by its reference, and begin the deadlines that are due."""
@@ -238,6 +260,8 @@ class RaySearchers:
             handle.tasks.remove(task)
             if task.kind == "start":
                 handle.after_gap = False
+            elif task.kind == "publish":
+                self._stats.adopt_seconds = time.monotonic() - task.published
             elif task.kind == "search":
                 self._rejections.add(result.stats)
                 # a copy: its arrays would keep Ray's shared memory as long as the buffer has them
@@ -265,24 +289,10 @@ class RaySearchers:
             self._restarts_left -= 1
             self._stats.restarts += 1
             ray.kill(handle.actor)
-            started = self._start(handle.place)
+            started = self._starter.start(handle.place, self._newest)
             self._handles[self._handles.index(handle)] = started
             log.warning("a searcher %s: restarted, its tasks are issued again", why)
             self._requested.extendleft(t.weights for t in handle.tasks if t.kind == "evaluate")
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
         return started
-
-    def _start(self, place: Place) -> Handle:
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": self._gpus,
-            "max_restarts": 0,
-            "concurrency_groups": {SEARCH: self._settings.concurrent_searches, CONTROL: 2},
-        }
-        start: Any = ray.remote(**options)(SearcherActor)
-        transport, newest = self._transport, self._newest
-        actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
-        pid = actor.pid.options(concurrency_group=CONTROL)
-        version = 0 if newest is None else newest.version
-        return Handle(place, actor, version, [Task("start", pid.remote())])

@@ -45,8 +45,13 @@ class SearchStats:
     last_rejection: str = ""
     """Error message of the latest rejected sample."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    published_bytes: int = 0
+    publish_seconds: float = 0.0
+    """Seconds of computing probes, converting weights and sending them."""
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
+    adopt_seconds: float = math.nan
+    """Seconds from the latest publication that a searcher has loaded until it had done so."""
 
     @property
     def scored(self) -> int:
@@ -58,6 +63,8 @@ class SearchStats:
         self.rollouts += other.rollouts
         self.faulty += other.faulty
         self.restarts += other.restarts
+        self.published_bytes += other.published_bytes
+        self.publish_seconds += other.publish_seconds
         self.rejected.update(other.rejected)
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
@@ -66,8 +73,8 @@ class SearchStats:
             self.logp_gap = other.logp_gap
 
     def counts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON: everything but the latest gap and rejection."""
-        latest = ("last_rejection", "logp_gap")
+        """Return what a checkpoint keeps, as JSON: everything but what is only the latest."""
+        latest = ("last_rejection", "logp_gap", "adopt_seconds")
         return {name: copy(value) for name, value in vars(self).items() if name not in latest}
 
     @classmethod

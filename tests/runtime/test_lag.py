@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+from toy import Given
 
 from tba.runtime import LaggedSearchers, Searchers, SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Prompt
-from tba.weights import Weights
+from tba.weights import Source, Weights
 
 
 @dataclass
@@ -27,8 +28,8 @@ class Numbered:
         numbers = [next(self.numbers) for _ in range(min(at_least, self.most))]
         return [Group(Prompt(str(n), "?"), np.array([n], np.int32), ()) for n in numbers]
 
-    def publish(self, weights: Weights) -> None:
-        self.calls.append(f"publish {weights.version}")
+    def publish(self, source: Source, version: int) -> None:
+        self.calls.append(f"publish {version}")
 
     def reset_reference(self, weights: Weights) -> None:
         self.calls.append(f"reset_reference {weights.version}")
@@ -81,7 +82,7 @@ def test_everything_else_is_passed_on() -> None:
     inner = Numbered()
     searchers = LaggedSearchers(inner, behind=3, held=())
     assert isinstance(searchers, Searchers)
-    searchers.publish(Weights(7, {}))
+    searchers.publish(Given(), 7)
     searchers.reset_reference(Weights(8, {}))
     searchers.evaluate()
     assert searchers.evaluations(finish=True)[0].version == 1

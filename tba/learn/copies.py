@@ -1,0 +1,75 @@
+"""Copies of the trainer's weights, from which publications are made while training goes on."""
+
+from copy import deepcopy
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.learn.policy import Policy
+from tba.learn.probe import answer
+from tba.types import TokenBatch
+from tba.weights import Weights, as_view
+
+
+class Copies:
+    """Memory for copies of a policy's weights: each is made once and used again."""
+
+    def __init__(self, policy: Policy, bf16: bool):
+        self._policy, self._bf16 = policy, bf16
+        self._free: list[Copy] = []
+
+    def take(self, version: int, probe: TokenBatch | None) -> "Copy":
+        """Copy the weights aside, to answer this probe with them."""
+        copy = self._free.pop() if self._free else Copy(self._policy, self._bf16, self._free)
+        copy.fill(self._policy, version, probe)
+        return copy
+
+
+class Copy:
+    """Policy with weights of its own, but for frozen ones, which it shares with the trainer's.
+
+    Only `fill` reads the trainer's weights. The rest may run in another thread.
+    """
+
+    def __init__(self, policy: Policy, bf16: bool, free: "list[Copy]"):
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        self.version = 0
+        self._policy, self._free = deepcopy(policy, dict(frozen)), free
+        self._probe: TokenBatch | None = None
+        self._stream = torch.cuda.Stream() if policy.device.type == "cuda" else None
+        self._sent: dict[str, Tensor] = {}
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        for name, own in self._policy.model.named_parameters():
+            if own.requires_grad:
+                is_sent = own.dtype == dtype and own.device.type == "cpu" and own.is_contiguous()
+                sent = own.detach() if is_sent else torch.empty(own.shape, dtype=dtype)
+                self._sent[name] = sent
+
+    @torch.no_grad()
+    def fill(self, policy: Policy, version: int, probe: TokenBatch | None) -> None:
+        """Copy the weights of the trainer's policy."""
+        for own, trained in zip(self._policy.parameters(), policy.parameters(), strict=True):
+            if trained.requires_grad:
+                own.copy_(trained)
+        if self._stream is not None:  # `weights` computes in a stream of its own
+            torch.cuda.current_stream().synchronize()
+        self.version, self._probe = version, probe
+
+    @torch.no_grad()
+    def weights(self) -> Weights:
+        """Return the weights with their probe. Their arrays are valid until `free`."""
+        with torch.cuda.stream(self._stream):  # nothing changes if there is none
+            probe = None if self._probe is None else answer(self._policy, self._probe)
+            arrays: dict[str, np.ndarray] = {}
+            for name, own in self._policy.model.named_parameters():
+                if own.requires_grad:
+                    sent = self._sent[name]
+                    if sent.data_ptr() != own.data_ptr():
+                        sent.copy_(own)
+                    arrays[name] = as_view(sent)
+        return Weights(self.version, arrays, probe)
+
+    def free(self) -> None:
+        """Let the memory be used for another copy."""
+        self._free.append(self)

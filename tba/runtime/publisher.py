@@ -1,0 +1,89 @@
+"""Publication of weights in the background, while the trainer goes on."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from tba.weights import Source, Weights, WeightsCopy
+
+
+class Publisher:
+    """Thread that sends the newest weights. A publication that waits is replaced by a newer one.
+
+    At most two copies of the weights exist: the one that is being sent, and the next. `send` gets
+    the weights and the time at which they were published; their arrays are only valid inside of it.
+    `fail` gets the error that has ended the thread.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Weights, float], None],
+        fail: Callable[[Exception], None],
+        deadline: float,
+    ):
+        self._send, self._fail, self._deadline = send, fail, deadline
+        self._changed = threading.Condition()  # guards everything below
+        self._next: tuple[WeightsCopy, float] | None = None
+        self._sending_since: float | None = None
+        self._failed = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, source: Source, version: int) -> None:
+        """Copy the weights and return; they are sent in the background."""
+        started = time.monotonic()
+        with self._changed:
+            since = self._sending_since
+            if since is not None and started - since > self._deadline:
+                raise self._late()
+            replaced, self._next = self._next, None
+        if replaced is not None:
+            replaced[0].free()
+        copy = source.copy(version)
+        with self._changed:
+            self._next = copy, started
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until everything that was published has been sent, or the thread has failed."""
+        with self._changed:
+            if not self._changed.wait_for(self._idle, self._deadline):
+                raise self._late()
+
+    def close(self) -> None:
+        """End the thread; what has not been sent is dropped."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+
+    def _late(self) -> TimeoutError:
+        limit = f"runtime.task_deadline = {self._deadline:g} s"
+        return TimeoutError(f"the weights were not sent within {limit}; raise that setting")
+
+    def _idle(self) -> bool:
+        return self._failed or (self._next is None and self._sending_since is None)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while self._next is None and not self._closing:
+                        self._changed.wait(1.0)
+                    if self._closing or self._next is None:
+                        return
+                    (copy, since), self._next = self._next, None
+                    self._sending_since = time.monotonic()
+                self._send(copy.weights(), since)
+                copy.free()
+                with self._changed:
+                    self._sending_since = None
+                    self._changed.notify_all()
+        except Exception as error:  # the train loop raises it when it next waits or publishes
+            problem = RuntimeError(f"the weights could not be published: {error}")
+            problem.__cause__ = error
+            self._fail(problem)
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()

@@ -1,0 +1,128 @@
+"""Weights are published in the background: the newest first, from at most two copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import trainer
+from toy import Given
+
+from tba.learn.probe import answer, probe_tokens
+from tba.runtime.publisher import Publisher
+from tba.types import Batch
+from tba.weights import Weights, as_tensor, pack
+
+SECONDS = 20
+"""Deadline of every wait in these tests."""
+
+
+class Post:
+    """Everything that a publisher has sent, and its error."""
+
+    def __init__(self, deadline: float = SECONDS) -> None:
+        self.versions: list[int] = []
+        self.errors: list[Exception] = []
+        self.publisher = Publisher(self.send, self.errors.append, deadline)
+
+    def send(self, weights: Weights, published: float) -> None:
+        assert 0 <= time.monotonic() - published < SECONDS
+        self.versions.append(weights.version)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_waits_is_replaced_by_what_is_newer() -> None:
+    post, source = Post(), Given(ready=threading.Event())
+    post.publisher.publish(source, 1)
+    until(lambda: post.publisher._sending_since is not None)
+    for version in range(2, 7):
+        post.publisher.publish(source, version)
+        assert source.copies == [1, version]  # two copies, however many versions
+    source.ready.set()
+    post.publisher.finish()
+    assert post.versions == [1, 6] and source.copies == []
+    post.publisher.publish(source, 7)
+    post.publisher.finish()
+    assert post.versions == [1, 6, 7]
+    post.publisher.close()
+    assert not post.publisher._thread.is_alive()
+
+
+def test_an_error_ends_the_thread_and_not_the_wait() -> None:
+    post = Post()
+    post.publisher.publish(Given(error="no memory"), 1)
+    post.publisher.finish()
+    (error,) = post.errors
+    assert str(error) == "the weights could not be published: no memory"
+    assert isinstance(error.__cause__, OSError)
+    post.publisher.close()
+
+
+def test_every_wait_has_a_deadline() -> None:
+    post, source = Post(deadline=0.01), Given(ready=threading.Event())
+    post.publisher.publish(source, 1)
+    with pytest.raises(TimeoutError, match=r"runtime\.task_deadline = 0\.01 s; raise"):
+        post.publisher.finish()
+    with pytest.raises(TimeoutError, match=r"runtime\.task_deadline"):
+        post.publisher.publish(source, 2)
+    source.ready.set()
+    post.publisher.close()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_copy_keeps_the_weights_while_training_goes_on(
+    tiny_model: Path, batch: Batch, bf16: bool
+) -> None:
+    """It gives the same weights and the same probe as the trainer gave at its time."""
+    t = trainer(tiny_model, f"engine.dtype={'bf16' if bf16 else 'fp32'}")
+    assert t.copy(version=0).weights().probe is None
+    t.step(batch, 0)
+    expected, copy = t.weights(version=1), t.copy(version=1)
+    t.step(batch, 1)
+    weights = copy.weights()
+    assert weights.version == 1 and weights.arrays.keys() == expected.arrays.keys()
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(weights.arrays[name], array)
+    assert weights.probe is not None and expected.probe is not None
+    np.testing.assert_array_equal(weights.probe.logp, expected.probe.logp)
+    memory = {name: array.ctypes.data for name, array in weights.arrays.items()}
+    copy.free()
+    t.step(batch, 2)
+    again = t.copy(version=3).weights()
+    assert {name: array.ctypes.data for name, array in again.arrays.items()} == memory
+    newest = t.weights(version=3)
+    assert all(np.array_equal(again.arrays[n], a) for n, a in newest.arrays.items())
+
+
+def test_a_copy_shares_what_is_not_trained(tiny_model: Path, batch: Batch) -> None:
+    """Only the trained parameters are copied and published."""
+    t = trainer(tiny_model)
+    frozen, *others = t.policy.model.parameters()
+    frozen.requires_grad_(False)
+    t.step(batch, 0)
+    copy = t.copy(version=1)
+    shared = [p for p in copy._policy.model.parameters() if not p.requires_grad]
+    assert [p.data_ptr() for p in shared] == [frozen.data_ptr()]
+    assert len(copy.weights().arrays) == len(others)
+    expected = answer(t.policy, probe_tokens(batch, t.context))
+    np.testing.assert_array_equal(copy.weights().probe.logp, expected.logp)
+
+
+def test_a_reference_is_in_fp32(tiny_model: Path) -> None:
+    """The trainer and the reference compute alike, whatever the engine computes in."""
+    t = trainer(tiny_model, "engine.dtype=bf16")
+    model = t.policy.model
+    for name, array in t.reference(version=1).arrays.items():
+        assert torch.equal(as_tensor(array), model.state_dict()[name])
+    assert t.weights(version=1).nbytes * 2 == pack(model, 1, bf16=False).nbytes
