@@ -13,8 +13,8 @@ from tba.config.schema import Config
 from tba.config.tables import LoraTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
-from tba.models.lora import check_adapter, load_adapted
 from tba.models.cache import enable_gradient_checkpointing
+from tba.models.lora import check_adapter, load_adapted
 from tba.models.pretrained import (
     EAGER_TOKENS,
     Text,
