@@ -106,10 +106,13 @@ class PolicyTable(Table):
     attention: Literal["auto", "eager", "sdpa"] = key(
         "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
     )
+    share_prompt: bool = key(True, "run a prompt once for all its responses, with a cache")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
     reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
     lora: LoraTable | None = key(
-        None, "train low-rank adapters of the frozen model; needs PEFT (pip install -e '.[lora]')"
+        None,
+        "train low-rank adapters instead of all weights, at a higher trainer.learning_rate such as"
+        " 3e-4; needs PEFT (pip install -e '.[lora]')",
     )
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
     pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
