@@ -91,6 +91,11 @@ class SearchSetup:
         return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
 
 
+def task_seed(seed: int, task: int) -> int:
+    """Return the random seed of a task, which does not depend on where the task runs."""
+    return int(np.random.SeedSequence([seed, task]).generate_state(1, np.uint64)[0] >> 1)
+
+
 @dataclass(frozen=True)
 class Searcher:
     """Finishes trajectories, reference log-probs included, so that the trainer holds one model."""
