@@ -24,7 +24,7 @@ from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers, choose
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
-from tba.objectives import HasHead, Loss
+from tba.objectives import HasHead, Loss, uses_behavior
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
 from tba.strategies import Strategy
@@ -362,6 +362,35 @@ def test_objective_survives_equal_rewards(
     """Where a baseline leaves nothing, and a division by the rewards' spread would be one by 0."""
     loss, _ = call(objective, logp, replace(batch, reward=torch.ones_like(batch.reward)), head)
     assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head)))
+
+
+OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("tb", {"importance_cap": 2.0}),
+    ("tba_prime", {"importance": "none"}),
+    ("rloo", {"beta": 0.0}),
+    ("rloo", {"beta": 0.0, "importance": "token"}),
+    ("proximal_rloo", {"beta": 0.0}),
+]
+"""Options with which an objective needs other log-probs than by default."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((n, {}) for n in names("objectives")), *OTHER_OPTIONS]
+)
+def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
+    name: str, options: dict[str, Any], batch: Batch, logp: torch.Tensor
+) -> None:
+    objective: Any = resolve("objectives", "objective", name, options, scheduled=True).at(0)
+    head = torch.zeros(len(batch)) if name == "tb_learned_z" else torch.zeros_like(logp)
+    noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(3)) * batch.mask
+    near = replace(batch, behavior_logp=logp.detach() + 0.05 * noise)  # inside of any clip
+    far = replace(batch, behavior_logp=logp.detach() + noise)
+    results = []
+    for one in (near, far):
+        loss, _ = call(objective, logp, one, head if isinstance(objective, HasHead) else None)
+        results.append((loss.detach(), gradients(loss.sum(), logp, None)[0]))
+    changes = not all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert uses_behavior(objective) == changes
 
 
 @pytest.mark.parametrize("distance", [-90.0, 90.0])
