@@ -1,6 +1,5 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,6 +206,16 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     return model.eval()
 
 
+def load_empty_model(policy: PolicyTable) -> Any:
+    """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            load_config(policy), trust_remote_code=policy.trust_remote_code
+        )
+
+
 def place(model: Any, policy: PolicyTable, device: str) -> Any:
     """Move a model to its device, and give it the attention that is fast there.
 
@@ -231,18 +240,6 @@ def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
         return torch.cuda.is_bf16_supported()
     wide = load_config(policy).get_text_config().hidden_size >= 256
     return wide and torch.cpu._is_avx512_bf16_supported()
-
-
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass. Layers train, but their dropout stays off."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    with warnings.catch_warnings():  # deprecated late in transformers 5, the only way in early 5
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
 
 
 def states_at_once(model: Any) -> int:
