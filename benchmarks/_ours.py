@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from _snapshots import Snapshots
-from _sums import HELD_OUT, PROMPTS, SAMPLES, TOKENS, WARMUP, Job
+from _sums import Job
 
 from tba import loop
 from tba.config.schema import Config, load
@@ -54,19 +54,22 @@ def run(job: Job) -> dict:
 
 def config(job: Job) -> Config:
     reward = "exact" if job.latency is None else "judged"
+    r = job.recipe
+    ends = () if job.recipe_name == "arithmetic" else (r'sampling.stop=["\n"]',)
     settings = [
         f"run.folder={job.folder}/run", f"run.seed={job.seed}", "run.steps=100000",
-        f"policy.model={job.model}", "policy.eos_token=Ċ",
+        f"policy.model={job.model}",
         "task=custom", f"task.data={job.data}/train.jsonl",
-        f"task.held_out_data={job.data}/test.jsonl", f"task.held_out_size={HELD_OUT}",
+        f"task.held_out_data={job.data}/test.jsonl", f"task.held_out_size={r.held_out}",
         f"task.reward={HERE / '_sums.py'}:{reward}", "task.pass_reward=1.0",
-        f"sampling.samples={SAMPLES}", f"sampling.max_tokens={TOKENS}",
-        f"trainer.batch_size={PROMPTS * SAMPLES}", f"trainer.group_size={SAMPLES}",
-        f"trainer.learning_rate={job.rate}", f"trainer.warmup_steps={WARMUP}",
+        f"sampling.samples={r.samples}", f"sampling.max_tokens={r.tokens}",
+        f"trainer.batch_size={r.batch}", f"trainer.group_size={r.samples}",
+        f"trainer.learning_rate={job.rate}", f"trainer.warmup_steps={r.warmup}",
         f"runtime.use={'ray' if job.side == 'asynchronous' else 'local'}",
-        f"runtime.prompts_per_task={PROMPTS}",
+        f"runtime.prompts_per_task={r.prompts}",
         "eval.prompts=0", "checkpoint.every=0",
         "log.console=off", "log.tensorboard=false", "log.sample_every=0",
+        *ends,
         *job.options,
     ]  # fmt: skip
     return load(None, settings)
@@ -92,7 +95,7 @@ class Recorder:
 
     def __init__(self, job: Job, opened: Run):
         self.job, self.opened = job, opened
-        self.snapshots = Snapshots(Path(job.folder), job.every)
+        self.snapshots = Snapshots(Path(job.folder), job.every, job.recipe.bf16)
         self.drawn: Counter[str] = Counter()
         self.arrived: Counter[str] = Counter()
         self.points: list[dict[str, float]] = []

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import _sums
 import torch
 from _snapshots import Snapshots
-from _sums import PROMPTS, SAMPLES, TOKENS, WARMUP, Job
+from _sums import Job
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -60,18 +60,18 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
         "output_dir": f"{job.folder}/run",
         "learning_rate": job.rate,
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": WARMUP,
+        "warmup_steps": job.recipe.warmup,
         "max_grad_norm": 1.0,
         "optim": "adamw_torch_fused",
-        "per_device_train_batch_size": PROMPTS * SAMPLES,
-        "num_generations": SAMPLES,
-        "max_completion_length": TOKENS,
+        "per_device_train_batch_size": job.recipe.batch,
+        "num_generations": job.recipe.samples,
+        "max_completion_length": job.recipe.tokens,
         "temperature": 1.0,
         "top_k": 0,
         "loss_type": "dr_grpo",
         "scale_rewards": "none",
         "beta": 0.0,
-        "bf16": True,
+        "bf16": job.recipe.bf16,
         "gradient_checkpointing": False,
         "use_cpu": not torch.cuda.is_available(),
         "max_steps": min(job.steps, 100_000),
@@ -97,11 +97,13 @@ class Recorder(TrainerCallback):
 
     def __init__(self, job: Job):
         self.job = job
-        self.snapshots = Snapshots(Path(job.folder), job.every)
+        self.snapshots = Snapshots(Path(job.folder), job.every, job.recipe.bf16)
         self.points: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.snapshots = Snapshots(Path(self.job.folder), self.job.every)  # loading is not timed
+        self.snapshots = Snapshots(
+            Path(self.job.folder), self.job.every, self.job.recipe.bf16
+        )  # loading is not timed
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         seconds, step = self.snapshots.seconds(), state.global_step

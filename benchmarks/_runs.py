@@ -17,7 +17,7 @@ from typing import Any
 
 import _measure
 from _environment import bench_python, common_variables
-from _sums import GOAL, Job, Side, write_rows
+from _sums import RECIPES, Job, Side, write_rows
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs" / "reference_run.jsonl"
@@ -33,8 +33,6 @@ BASE: dict[Side, tuple[str, ...]] = {
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
 VARIANTS = (("num_iterations=2",), ('scale_rewards="none"',))
 """Variants of TRL's algorithm that are tried at its best rate."""
-SAMPLES = 4
-"""Answers to each held-out question in an evaluation."""
 IDENTITY = ("side", "rate", "seed", "lora", "latency", "options")
 
 
@@ -52,30 +50,10 @@ class Best:
 class Laboratory:
     """Runs jobs, or finds them among those that have been run."""
 
-    def __init__(self, options: argparse.Namespace):
-        model, data = _measure.need_model(options), _measure.need_data(options)
-        self.options, self.python, self.data = options, bench_python(), data
+    def __init__(self, options: argparse.Namespace, path: Path):
+        self.options, self.python = options, bench_python()
         self.scratch = Path(tempfile.mkdtemp(prefix="tba-bench-"))
-        self.path = self.scratch / "runs.jsonl" if options.tiny else RUNS
-        if options.tiny:
-            from _tiny import tiny_model
-
-            model = str(tiny_model(Path(model), self.scratch / "model"))
-        self.model = model
-
-    def job(
-        self, side: Side, lora: bool, rate: float, seed: int, latency: float | None = None,
-        options: tuple[str, ...] = (),
-    ) -> Job:  # fmt: skip
-        """Return a job of a side, with its usual length."""
-        rows = write_rows(self.data, self.scratch / f"rows-{latency or 0.0:g}", latency)
-        if lora and side != "trl":
-            options = (*options, *LORA)
-        job = Job(
-            side, self.model, str(rows), str(self.scratch / "run"), rate, seed, lora,
-            SECONDS[side], every=EVERY[side], latency=latency, options=options,
-        )  # fmt: skip
-        return replace(job, steps=2, every=1.0) if self.options.tiny else job
+        self.path = self.scratch / "runs.jsonl" if options.tiny else path
 
     def run(self, job: Job) -> dict[str, Any]:
         """Return the run of this job with its scores; it is carried out if it is not kept."""
@@ -113,6 +91,33 @@ class Laboratory:
         return median(steps_of(self.carry_out(short)))
 
 
+class Sums(Laboratory):
+    """Runs of the reference run, which need its model and data."""
+
+    def __init__(self, options: argparse.Namespace):
+        model, self.data = _measure.need_model(options), _measure.need_data(options)
+        super().__init__(options, RUNS)
+        if options.tiny:
+            from _tiny import tiny_model
+
+            model = str(tiny_model(Path(model), self.scratch / "model"))
+        self.model = model
+
+    def job(
+        self, side: Side, lora: bool, rate: float, seed: int, latency: float | None = None,
+        options: tuple[str, ...] = (),
+    ) -> Job:  # fmt: skip
+        """Return a job of a side, with its usual length."""
+        rows = write_rows(self.data, self.scratch / f"rows-{latency or 0.0:g}", latency)
+        if lora and side != "trl":
+            options = (*options, *LORA)
+        job = Job(
+            "sums", side, self.model, str(rows), str(self.scratch / "run"), rate, seed, lora,
+            SECONDS[side], every=EVERY[side], latency=latency, options=options,
+        )  # fmt: skip
+        return replace(job, steps=2, every=1.0) if self.options.tiny else job
+
+
 def identity_of(job: Job) -> dict[str, Any]:
     plain = asdict(job)
     return {name: plain[name] for name in IDENTITY}
@@ -131,7 +136,7 @@ def evaluate(
     """Return score and standard error of each snapshot."""
     if not snapshots:
         return []
-    command = [python, str(HERE / "_evaluate.py"), job.dump(), str(SAMPLES)]
+    command = [python, str(HERE / "_evaluate.py"), job.dump()]
     done = subprocess.run(
         command, input=json.dumps(snapshots), stdout=subprocess.PIPE, text=True, check=True,
         timeout=300 + 120 * len(snapshots), env=common_variables(),
@@ -160,7 +165,7 @@ def best_of(runs: Sequence[dict[str, Any]]) -> Best:
     return Best(first["rate"], tuple(first["options"]))
 
 
-def time_to_goal(run: dict[str, Any], goal: float = GOAL) -> float:
+def time_to_goal(run: dict[str, Any], goal: float = RECIPES["sums"].goal) -> float:
     """Return the seconds to the goal, interpolated between two evaluations; inf if not reached."""
     before: dict[str, float] | None = None
     for point in run["curve"]:
@@ -173,9 +178,9 @@ def time_to_goal(run: dict[str, Any], goal: float = GOAL) -> float:
     return float("inf")
 
 
-def time_or_length(run: dict[str, Any]) -> float:
+def time_or_length(run: dict[str, Any], goal: float = RECIPES["sums"].goal) -> float:
     """Return the seconds to the goal, or how long the run was: then they would be more."""
-    return min(time_to_goal(run), run["points"][-1]["seconds"])
+    return min(time_to_goal(run, goal), run["points"][-1]["seconds"])
 
 
 def steps_of(run: dict[str, Any]) -> list[float]:

@@ -14,12 +14,12 @@ from torch import Tensor
 class Snapshots:
     """A clock of the training time, and copies of the weights that it has taken.
 
-    Copies of a whole model are kept in memory in bf16, as engines sample from it, and written when
+    Copies are kept in memory, in bf16 where engines sample from bf16 weights, and written when
     the run has ended. Copying stops the clock.
     """
 
-    def __init__(self, folder: Path, every: float):
-        self.folder, self.every = folder, every
+    def __init__(self, folder: Path, every: float, bf16: bool):
+        self.folder, self.every, self.bf16 = folder, every, bf16
         self.rows: list[dict[str, float | str]] = []
         self._copies: list[dict[str, Tensor]] = []
         self._started, self._paused = time.perf_counter(), 0.0
@@ -37,7 +37,7 @@ class Snapshots:
         before = time.perf_counter()
         copies = {}
         for name, tensor in weights().items():
-            dtype = torch.float32 if "lora" in name else torch.bfloat16
+            dtype = torch.bfloat16 if self.bf16 and "lora" not in name else torch.float32
             copies[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         self._copies.append(copies)
         path = self.folder / f"step-{step:05}.safetensors"

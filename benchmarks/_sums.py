@@ -12,12 +12,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-PROMPTS, SAMPLES, TOKENS = 8, 16, 8
-WARMUP = 5
-"""Steps of linear warm-up; the rate is constant afterwards."""
-HELD_OUT = 256
-GOAL = 0.5
-"""Held-out sampled accuracy that is timed."""
+
+@dataclass(frozen=True)
+class Recipe:
+    """What both sides do in a step, and what is timed."""
+
+    prompts: int
+    samples: int
+    tokens: int
+    warmup: int
+    """Steps of linear warm-up; the rate is constant afterwards."""
+    held_out: int
+    goal: float
+    """Held-out sampled accuracy that is timed."""
+    bf16: bool
+    answers: int
+    """Answers to each held-out question in an evaluation."""
+
+    @property
+    def batch(self) -> int:
+        return self.prompts * self.samples
+
+
+RECIPES = {
+    "sums": Recipe(8, 16, 8, 5, 256, 0.5, True, 4),
+    "arithmetic": Recipe(16, 16, 6, 5, 512, 0.9, False, 4),
+}
+"""The reference run, and the embedded task with the bundled model."""
 
 Side = Literal["asynchronous", "synchronous", "trl"]
 
@@ -26,6 +47,7 @@ Side = Literal["asynchronous", "synchronous", "trl"]
 class Job:
     """One run of one side."""
 
+    recipe_name: str
     side: Side
     model: str
     data: str
@@ -45,6 +67,10 @@ class Job:
     threads: int = 2
     options: tuple[str, ...] = ()
     """Settings of the side: `table.key=value` of ours, `field=value` of GRPOConfig."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.recipe_name]
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import inf
+from statistics import median
 
 import _measure
 from _runs import (
@@ -24,11 +26,12 @@ from _runs import (
     SIDES,
     VARIANTS,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
     search_table,
+    time_or_length,
     time_to_goal,
 )
 from _sums import Side
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         for part in options.parts:
             compare(lab, part == "lora", options)
     if options.tiny:
@@ -56,7 +59,7 @@ def main() -> None:
     keep(options)
 
 
-def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
+def compare(lab: Sums, lora: bool, options: argparse.Namespace) -> None:
     """Find each side's best rate, and run it with the other seeds."""
     for side in options.sides or (("asynchronous", "trl") if lora else SIDES):
         best = search(lab, side, lora)
@@ -64,7 +67,7 @@ def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
             lab.run(lab.job(side, lora, best.rate, seed, options=best.options))
 
 
-def search(lab: Laboratory, side: Side, lora: bool) -> Best:
+def search(lab: Sums, side: Side, lora: bool) -> Best:
     """Return the rate that reaches the goal first, which is not at the grid's edge."""
     fast = fastest_options(lab, lora) if side == "trl" else BASE[side]
     grid = GRID[lora][1:2] if lab.options.tiny else GRID[lora]
@@ -84,7 +87,7 @@ def search(lab: Laboratory, side: Side, lora: bool) -> Best:
     return Best(best, min(variants, key=variants.__getitem__))
 
 
-def fastest_options(lab: Laboratory, lora: bool) -> tuple[str, ...]:
+def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
     """Return those of TRL's options that change the time of a step only, at their best."""
     choices = ("eager", "sdpa")
     batches = ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4"))
@@ -117,26 +120,24 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
     if not own["trl"]:
         return []
     best = {side: best_of(each) for side, each in own.items() if each}
-    chosen = {side: [r for r in own[side] if best[side].is_of(r)] for side in best}
-    peers = [time_to_goal(run) for run in chosen["trl"]]
+    chosen = {side: [run for run in own[side] if best[side].is_of(run)] for side in best}
+    peers = [time_or_length(run) for run in chosen["trl"]]
     rows = []
-    for side in ("asynchronous", "synchronous"):
+    for side in SIDES[:2]:
         if side not in chosen:
             continue
         times = [time_to_goal(run) for run in chosen[side]]
+        if median(times) == inf:
+            print(f"{side} did not reach .50: no row")
+            continue
         note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
-        rows.append(
-            _measure.row(
-                f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50",
-                times,
-                "s",
-                peers,
-                peer_is="TRL",
-                fewer=True,
-                note=note,
-                goal="ratio >= 4" if side == "asynchronous" else None,
-            )  # fmt: skip
-        )
+        if any(time_to_goal(run) == inf for run in chosen["trl"]):
+            note += "; TRL did not always reach it, and has the length of its run"
+        name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
+        goal = "ratio >= 4" if side == "asynchronous" else None
+        ours = [time_or_length(run) for run in chosen[side]]
+        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)
+        rows.append(row)
     return rows
 
 

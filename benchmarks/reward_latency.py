@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,20 +24,21 @@ from _runs import (
     SECONDS,
     SIDES,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
     rounded,
-    time_to_goal,
+    time_or_length,
 )
-from _sums import PROMPTS, SAMPLES, Side
+from _sums import RECIPES, Side
 
 RATES = HERE / "runs" / "reward_latency.jsonl"
 LATENCIES = (0.0, 0.3, 1.0, 3.0)
-WINDOW = 2 * PROMPTS * SAMPLES
+WINDOW = 2 * RECIPES["sums"].batch
 WINDOWS = 5
 GOALS = {1.0: "ratio >= 2", 3.0: "ratio >= 4"}
+PEERS: dict[Side, str] = {"trl": "TRL", "synchronous": "ours, synchronous"}
 WAITING: dict[Side, tuple[str, ...]] = {
     "asynchronous": ("runtime.concurrent_searches=3", "reward.concurrency=64"),
     "synchronous": ("reward.concurrency=64",),
@@ -52,7 +54,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         if options.score:
             to_the_goal(lab, options.score)
         else:
@@ -66,7 +68,7 @@ def main() -> None:
     draw(read_runs(), FIGURE)
 
 
-def windows(lab: Laboratory, latencies: list[float]) -> None:
+def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
     path = lab.scratch / "rates.jsonl" if lab.options.tiny else RATES
     path.parent.mkdir(exist_ok=True)
@@ -109,11 +111,11 @@ def times_of(points: list[dict[str, Any]]) -> list[float]:
             marks.append(done["seconds"] + part * (point["seconds"] - done["seconds"]))
         if point["samples"] > done["samples"]:
             done = point
-    seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [b - a for a, b in pairwise(marks)]
     return seconds[:WINDOWS]
 
 
-def to_the_goal(lab: Laboratory, latencies: list[float]) -> None:
+def to_the_goal(lab: Sums, latencies: list[float]) -> None:
     """Run each side to the goal at these latencies."""
     for latency in latencies:
         for side in SIDES:
@@ -127,22 +129,15 @@ def rate_rows() -> list[_measure.Row]:
     measured = {(r["latency"], r["side"]): r["windows"] for r in read_runs(RATES)}
     rows = []
     for latency in LATENCIES:
-        ours = measured.get((latency, "asynchronous"))
-        if ours is None:
-            continue
-        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
-            if (latency, peer) in measured:
-                rows.append(
-                    _measure.row(
-                        f"{latency:g} s of reward latency: {WINDOW} samples generated, scored and"
-                        " trained on",
-                        ours,
-                        "s",
-                        measured[latency, peer],
-                        peer_is=name,
-                        goal=GOALS.get(latency) if peer == "trl" else None,
-                    )  # fmt: skip
-                )
+        for peer, peer_is in PEERS.items():
+            if not {(latency, "asynchronous"), (latency, peer)} <= measured.keys():
+                continue
+            name = (
+                f"{latency:g} s of reward latency: {WINDOW} samples generated, scored, trained on"
+            )
+            ours, other = measured[latency, "asynchronous"], measured[latency, peer]
+            goal = GOALS.get(latency) if peer == "trl" else None
+            rows.append(_measure.row(name, ours, "s", other, peer_is=peer_is, goal=goal))
     return rows
 
 
@@ -152,19 +147,13 @@ def score_rows() -> list[_measure.Row]:
         times = {}
         for side in SIDES:
             for run in reference_runs(runs, side, lora=False, latency=latency):
-                times[side] = time_to_goal(run)
-        for peer, name in (("trl", "TRL"), ("synchronous", "ours, synchronous")):
+                times[side] = time_or_length(run)
+        for peer, peer_is in PEERS.items():
             if {"asynchronous", peer} <= times.keys():
-                rows.append(
-                    _measure.row(
-                        f"{latency:g} s of reward latency: time to sampled .50",
-                        times["asynchronous"],
-                        "s",
-                        times[peer],
-                        peer_is=name,
-                        note="one seed",
-                    )  # fmt: skip
-                )
+                name = f"{latency:g} s of reward latency: time to sampled .50"
+                ours, note = times["asynchronous"], "one seed; a run's length where it stays below"
+                row = _measure.row(name, ours, "s", times[peer], peer_is=peer_is, note=note)
+                rows.append(row)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,8 @@ class Run:
     """Groups to wait for before the next step: the first fill, or what a stop kept from coming."""
     evaluating: int
     """Evaluations that were requested and have not been logged."""
+    requested: dict[int, float] = field(default_factory=dict)
+    """Time in seconds of the train loop at which each version's evaluation was requested."""
 
     def sample(self) -> list[Group]:
         """Draw the groups of the next batch from the buffer."""
@@ -90,7 +92,9 @@ class Run:
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
         if self.parts.held_out:
-            self.searchers.evaluate()
+            seconds = self.tracker.seconds
+            version = self.searchers.evaluate()
+            self.requested[version] = seconds
             self.evaluating += 1
 
     def log_evaluations(self, finish: bool = False) -> None:
@@ -98,7 +102,7 @@ class Run:
         for e in self.searchers.evaluations(finish=finish):
             self.evaluating -= 1
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
-            self.journal.row(e.version, {"time": self.tracker.seconds, **scores})
+            self.journal.row(e.version, {"time": self.requested[e.version], **scores})
             for x in e.examples:
                 self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
             self.console.evaluation(e)
@@ -242,14 +246,15 @@ def _searchers(
     search: SearchState | None, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
-    newest = trainer.weights(version=step) if step else None
     bf16 = trainer.policy.autocast
     if cluster is not None:
         from tba.runtime.ray import RaySearchers
 
+        newest = trainer.weights(version=step) if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
     from tba.runtime.local import LocalSearchers
 
     if search is not None and search.weights is None and step >= job.settings.publish_every:
-        search = replace(search, weights=newest)  # a run on Ray saves none
+        newest = trainer.weights(version=step)  # a run on Ray saves none
+        search = replace(search, weights=newest)
     return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)

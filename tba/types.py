@@ -92,6 +92,9 @@ class Group:
     reference: int = 0
 
 
+PASS_TOKENS = 96
+"""Tokens that take as long as one more pass through the model, roughly."""
+
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 
@@ -129,15 +132,47 @@ class TokenBatch:
 
     def pieces(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
         """Yield pieces of this batch along K, each of at most `token_budget` tokens if possible."""
-        size = max(1, self.samples * token_budget // self.cost(range(len(self))))
-        for start in range(0, self.samples, size):
-            yield self.slice(slice(start, start + size))
+        start, every = 0, range(len(self))
+        for end in range(2, self.samples + 1):
+            larger = self.slice(slice(start, end))
+            if end - start > 1 and larger.cost(every) > token_budget:
+                yield self.slice(slice(start, end - 1))
+                start = end - 1
+        yield self.slice(slice(start, self.samples))
 
     def cost(self, groups: Sequence[int]) -> int:
-        """Return the tokens, padding included, that the policy runs over for these groups."""
-        lengths = self.mask[list(groups)].sum(-1)
-        prompt = int(self.prompt_mask[list(groups)].sum(-1).max())
-        return len(lengths) * self.samples * (prompt + int(lengths.max()))
+        """Return the tokens that the policy runs over for these groups, each prompt once."""
+        prompts = self.prompt_mask[list(groups)].sum(-1)
+        return len(groups) * int(prompts.max()) + int(self.mask[list(groups)].sum())
+
+    def passes(self) -> list[list[int]]:
+        """Divide the responses, numbered from 0 to B K - 1, into those that run together.
+
+        Responses of similar length do, so that few tokens are padding. A response of T tokens runs
+        over T - 1: the last one predicts nothing. This is the division with the fewest tokens if
+        each pass counts as PASS_TOKENS more.
+        """
+        lengths = self.mask.sum(-1).flatten().numpy() - 1
+        order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+        longest = lengths[order]
+        tokens, starts = np.zeros(1), [0]  # the best division of the first n of `order`, for each n
+        for n in range(1, len(order) + 1):
+            with_last = tokens + PASS_TOKENS + (n - np.arange(n)) * longest[:n]
+            starts.append(int(with_last.argmin()))
+            tokens = np.append(tokens, with_last.min())
+        parts: list[list[int]] = []
+        end = len(order)
+        while end:
+            parts.append(order[starts[end] : end].tolist())
+            end = starts[end]
+        return parts[::-1]
+
+    def padding(self) -> tuple[int, int]:
+        """Return the numbers of padding tokens, and of all tokens, that the policy runs over."""
+        lengths = self.mask.sum(-1).flatten() - 1
+        responses = sum(len(rows) * int(lengths[rows].max()) for rows in self.passes())
+        run = self.prompt_mask.numel() + responses
+        return run - int(self.prompt_mask.sum()) - int(lengths.sum()), run
 
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
         """Return these groups, with padding trimmed to their lengths."""

@@ -1,8 +1,11 @@
 """Tests of the benchmarks: how results are kept. Nothing is timed."""
 
 import argparse
+import dataclasses
+import importlib
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -50,3 +53,43 @@ def test_sides_take_turns(measure: ModuleType) -> None:
     seconds = measure.alternate(sides, repeats=2, warmup=1)
     assert "".join(calls) == "oppoop"
     assert [len(own) for own in seconds.values()] == [2, 2]
+
+
+def scripts() -> list[str]:
+    return sorted(p.stem for p in BENCHMARKS.glob("*.py") if not p.stem.startswith("_"))
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_every_script_says_what_it_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_the_runner_knows_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    runner = importlib.import_module("run")
+    known = {script.name for script in runner.SCRIPTS}
+    assert set(scripts()) - known == {"run"}
+
+
+def test_results_are_rows_and_the_docs_show_them(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = measure.read()
+    fields = {f.name for f in dataclasses.fields(measure.Row)}
+    for row in rows:
+        assert row.keys() == fields, row["name"]
+        assert row["met"] == (
+            row["goal"] and measure.is_met(row["goal"], row["value"], row["ratio"])
+        )
+    assert len({row["name"] for row in rows}) == len(rows)
+    report = importlib.import_module("_report")
+    text = report.PAGE.read_text()
+    assert report.page_with(text, rows) == text, "run `python benchmarks/_report.py`"

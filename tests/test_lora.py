@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_exactness import ended, first_policy
 from test_policy import make
-from toy import toy_config
+from toy import BETA, enumerate_answers, toy_config
 
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
-from tba.learn.policy import Policy
+from tba.learn.policy import Output, Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.lora import (
     ADAPTER,
@@ -26,7 +29,8 @@ from tba.models.lora import (
     reference_weights,
     write_adapter,
 )
-from tba.models.pretrained import load_model
+from tba.models.pretrained import enable_gradient_checkpointing, load_model
+from tba.objectives import Head
 from tba.run import open_run, run
 from tba.runs.checkpoint import newest
 from tba.runs.offline import evaluate_run, export_run
@@ -104,14 +108,57 @@ def test_disabled_adapters_leave_the_model_exactly(
         assert not torch.allclose(adapted.logp(batch), expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("path", ["shared prompt", "plain", "gradient checkpointing"])
+def test_gradients_of_adapters_follow_from_those_of_the_weights(
+    family: str, path: str, batch: Batch, tmp_path: Path
+) -> None:
+    """W + s B A has the gradient G: that of B is s G A', and that of A is s B' G. With a head."""
+    make(family).save_pretrained(tmp_path)
+    table = policy_table(tmp_path, r=RANK, alpha=8)
+    adapted, whole = load_adapted(table, bf16=False), load_model(table, torch.float32)
+    if path == "gradient checkpointing":
+        enable_gradient_checkpointing(adapted)
+    scale, transposed = 8 / RANK, family == "gpt2"
+    generator = torch.Generator().manual_seed(1)
+    pairs = {}
+    for name, _ in adapted.named_modules():
+        if name.endswith(".lora_B"):
+            a, b = (adapted.get_parameter(f"{name[:-1]}{x}.default.weight") for x in "AB")
+            b.data.normal_(0, 0.1, generator=generator)
+            weight = whole.get_parameter(f"{name.removesuffix('.lora_B')}.weight")
+            change = scale * (b @ a).detach()
+            weight.data += change.T if transposed else change
+            pairs[weight] = a, b
+    assert pairs
+    outputs = []
+    for model, shared in ((adapted, path == "shared prompt"), (whole, False)):
+        policy = Policy(model, 0.7, share_prompt=shared, head=Head("response", 0.01))
+        assert policy.readout is not None
+        policy.readout.weight.data.fill_(0.1)
+        output: Output = policy(batch)
+        assert output.head is not None
+        outputs.append((output.logp.detach(), output.head.detach()))
+        ((output.logp + output.head) * batch.reward[..., None]).sum().backward()
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+    for weight, (a, b) in pairs.items():
+        assert weight.grad is not None
+        gradient = scale * (weight.grad.T if transposed else weight.grad)
+        torch.testing.assert_close(a.grad, b.detach().T @ gradient, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(b.grad, gradient @ a.detach().T, atol=1e-5, rtol=1e-4)
+
+
 def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> None:
     """After an update the engine computes as the trainer does, and the reference as before."""
     trainer, searcher, batch = stepped(toy_model, tmp_path)
     assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
     moved = trainer.policy.logp(batch).detach()
     assert (moved - batch.ref_logp).abs().max() > 0.1
-    gap = searcher.engine.load_weights(trainer.weights(version=2))
-    assert gap is not None and gap < 1e-5
+    newest = trainer.weights(version=2)
+    stale = replace(newest, arrays={name: 0 * array for name, array in newest.arrays.items()})
+    gaps = [searcher.engine.load_weights(weights) for weights in (stale, newest)]
+    assert gaps[0] is not None and gaps[0] > 0.1
+    assert gaps[1] is not None and gaps[1] < 1e-5
     torch.testing.assert_close(searcher.reference.policy.logp(batch), moved)
     prompts = [batch.prompt_tokens[b][batch.prompt_mask[b]].int().numpy() for b in range(3)]
     responses = []
@@ -153,6 +200,26 @@ def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> N
         assert generating.result(60) == alone
         assert scoring.result(60) == [reference] * 20
         assert max(loading.result(60)) < 1e-5  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_adapters_learn(runtime: str, shallow_toy_model: Path, tmp_path: Path) -> None:
+    """The expected reward rises from 0; the best answer has .6."""
+    settings = (
+        f"runtime.use={runtime}",
+        f"objective.beta={BETA}",
+        "strategy=recent",
+        "trainer.learning_rate=2e-2",
+        "run.steps=20",
+        "log.sample_every=0",
+    )
+    small = ("sampling.samples=16", "trainer.batch_size=48", "trainer.group_size=16")
+    config = toy_config(shallow_toy_model, tmp_path / "run", *LORA, *small, *settings)
+    done = ended(config)
+    answers = enumerate_answers(done.trainer.policy, first_policy(config), done.parts.text)
+    before = fmean((one.reference * one.reward).sum().item() for one in answers)
+    assert before < 0.05
+    assert fmean(one.expected_reward for one in answers) > before + 0.15
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one(toy_model: Path, tmp_path: Path) -> None:

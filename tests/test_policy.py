@@ -23,9 +23,10 @@ from transformers import (
 
 import tba.learn.head
 import tba.models.pretrained
+import tba.types
 from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
-from tba.models.pretrained import enable_gradient_checkpointing
+from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.types import Batch
 
@@ -149,15 +150,54 @@ def test_the_gradient_of_a_likely_token_survives_bf16(logit: float) -> None:
     torch.testing.assert_close(hidden.grad[0, 0], logit * (1 - p), rtol=0.02, atol=1e-9)
 
 
-def test_gradient_checkpointing_changes_nothing_and_drops_nothing(batch: Batch) -> None:
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "plain"])
+def test_gradient_checkpointing_changes_nothing_and_drops_nothing(
+    share_prompt: bool, batch: Batch
+) -> None:
     """GPT-2 has dropout; checkpointing needs training mode, and must not bring it in."""
     plain = gradients(Policy(make("gpt2"), 1.0), batch)
     model = make("gpt2")
     enable_gradient_checkpointing(model)
-    policy = Policy(model, 1.0, share_prompt=False)
+    policy = Policy(model, 1.0, share_prompt=share_prompt)
     torch.testing.assert_close(policy.logp(batch), policy.logp(batch), atol=0, rtol=0)
     for a, b in zip(gradients(policy, batch).values(), plain.values(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_over_similar_lengths_change_nothing(
+    family: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass over all responses, and one for each of their lengths."""
+    policy = Policy(make(family), 0.7)
+    for tokens in (1000, 0):
+        monkeypatch.setattr(tba.types, "PASS_TOKENS", tokens)
+        lengths = {int(n) for n in batch.mask.sum(-1).flatten() if n > 1}
+        assert len(batch.passes()) == (1 if tokens else len(lengths))
+        results = policy(batch), gradients(policy, batch)
+        if tokens:
+            whole = results
+    torch.testing.assert_close(whole[0][:2], results[0][:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whole[1], results[1], atol=1e-3, rtol=1e-4)
+
+
+def test_gradient_checkpointing_keeps_the_inputs_of_layers_only(batch: Batch) -> None:
+    def kept(checkpointing: bool) -> int:
+        model = make("llama")
+        if checkpointing:
+            enable_gradient_checkpointing(model)
+        sizes: dict[int, int] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output = Policy(model, 1.0)(batch)
+        del output
+        return sum(sizes.values())
+
+    assert kept(True) < kept(False) / 2
 
 
 def test_padding_tokens_have_no_influence(batch: Batch) -> None:

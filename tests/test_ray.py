@@ -27,8 +27,9 @@ from tba.cli import _config
 from tba.config.schema import Config, load
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run, open_run
-from tba.runs import checkpoint
+from tba.runs import checkpoint, log
 from tba.runs.log import METRICS, SUMMARY, read
+from tba.runs.offline import evaluate_run
 from tba.runtime.bind import bind_ray
 from tba.types import Prompt
 
@@ -106,9 +107,10 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     """Versions travel on the data, and after a load both sides compute the same log-probs.
 
+    Evaluations, of a piece for each prompt, are those of another process with the same weights.
     The finished run leaves nothing behind.
     """
-    settings = ("run.steps=90", "eval.every=45", "strategy=recent")
+    settings = ("run.steps=90", "eval.every=45", "strategy=recent", "eval.prompts_per_task=1")
     given = config(tiny_model, tmp_path / "run", *settings)
     with nothing_is_left() as processes:
         run_and_keep(given, meanwhile=lambda _: processes.extend(children()))
@@ -120,6 +122,11 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     versions = [r["step"] for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
     # an evaluation is of the weights that were newest when it was requested
     assert versions == [0, 44, 90]
+    evaluated = log.read_evaluations(tmp_path / "run")
+    for scores, reference in ((evaluated[0], True), (evaluated[-1], False)):
+        again = evaluate_run(tmp_path / "run", [], reference)
+        for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_kl"):
+            assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 
 def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
@@ -268,7 +275,9 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
         "runtime.fresh=1",
         "run.steps=80",
         "task.size=3000",
-        "eval.prompts=0",
+        "eval.every=10",
+        "eval.prompts=6",
+        "eval.prompts_per_task=1",
     )
 
     def end(run: Run) -> None:
@@ -285,6 +294,8 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert (summary["finished"], summary["searcher_restarts"]) == (True, 2)
     assert conserved(run.buffer)
+    evaluations = log.read_evaluations(tmp_path / "run")
+    assert [e["step"] for e in evaluations] == list(range(0, 90, 10))
     # every prompt that was gathered is there once with all four samples
     columns = run.buffer.columns()
     assert all(columns.count[columns.rows(p)].sum() == 4 for p in columns.prompts)

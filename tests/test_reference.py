@@ -15,7 +15,7 @@ from tba.models.pretrained import load_model
 from tba.runs.parts import check
 from tba.search.reference import Reference
 from tba.search.searcher import Searcher
-from tba.types import Group, collate
+from tba.types import Group, Prompt, collate
 from tba.weights import Weights, pack
 
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 8])]
@@ -89,3 +89,17 @@ def test_a_group_has_the_version_of_its_reference(toy_model: Path, tmp_path: Pat
     assert torch.equal(before.tokens, after.tokens)  # only the reference is another
     assert not torch.equal(before.ref_logp, after.ref_logp)
     torch.testing.assert_close(after.ref_logp, one.reference.policy.logp(after).detach())
+
+
+def test_an_engine_that_is_its_own_reference_loads_no_model(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("engine=scripted", "engine.answers=['1', '', '2']", "engine.own_reference=true")
+    setup = check(toy_config(toy_model, tmp_path, *settings)).search_setup()
+    monkeypatch.setattr("tba.search.searcher.load_model", None)
+    searcher = setup.build("cpu", False)
+    (group, *_) = searcher.search([Prompt("0", "1+")], 0).groups
+    for trajectory in group.trajectories:
+        np.testing.assert_array_equal(trajectory.ref_logp, trajectory.behavior_logp)
+    searcher.reference.load_weights(Weights(7, {}))
+    assert searcher.search([Prompt("0", "1+")], 0).groups[0].reference == 7

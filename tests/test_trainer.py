@@ -18,7 +18,7 @@ from tba.config.schema import load
 from tba.learn import NotFinite
 from tba.learn.trainer import SingleTrainer, learning_rate
 from tba.runs.parts import check
-from tba.types import Batch, Group, collate
+from tba.types import Batch, Group, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
 
 
@@ -69,6 +69,24 @@ def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> Non
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
         assert all(len(c) == 1 or c.cost(range(len(c))) <= budget for c in chunks)
         assert all(sum(p.samples for p in c.pieces(budget)) == batch.samples for c in chunks)
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
+    """K = 16, mean 150, sigma .6: less than a tenth of the tokens, where one pass has over half."""
+    rng = np.random.default_rng(0)
+    padding, tokens, longest = 0, 0, 0
+    for _ in range(20):
+        lengths = rng.lognormal(np.log(150) - 0.6**2 / 2, 0.6, (groups, 16)).astype(int) + 1
+        responses = [[np.zeros(n, np.int32) for n in group] for group in lengths]
+        drawn = collate_tokens([np.zeros(100, np.int32)] * groups, responses)
+        rows = sorted(row for part in drawn.passes() for row in part)
+        assert rows == list(range(16 * groups))
+        counts = drawn.padding()
+        padding, tokens = padding + counts[0], tokens + counts[1]
+        longest += drawn.mask.numel()
+    assert padding / tokens < 0.1
+    assert 1 - (tokens - padding) / longest > 0.5
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,13 @@ class PolicyTable(Table):
     attention: Literal["auto", "eager", "sdpa"] = key(
         "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
     )
+    share_prompt: bool = key(True, "run a prompt once for all its responses, with a cache")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
     reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
     lora: LoraTable | None = key(
-        None, "train low-rank adapters of the frozen model; needs PEFT (pip install -e '.[lora]')"
+        None,
+        "train low-rank adapters instead of all weights, at a higher trainer.learning_rate such as"
+        " 3e-4; needs PEFT (pip install -e '.[lora]')",
     )
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
     pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
@@ -250,7 +253,12 @@ class EvalTable(Table):
     temperature: PositiveFloat = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
     seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
-    deadline: PositiveFloat = key(1800.0, "seconds for one evaluation (ray)")
+    prompts_per_task: Positive = key(
+        32, "held-out prompts per evaluation task; these take turns with searches (ray)"
+    )
+    deadline: PositiveFloat = key(
+        1800.0, "seconds that the end of a run waits for each evaluation still to come (ray)"
+    )
 
     @model_validator(mode="after")
     def enough_samples(self) -> "EvalTable":

@@ -39,6 +39,17 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class KnowsLogp(Protocol):
+    """Engine that does not depend on the weights, and can take the place of the reference."""
+
+    own_reference: bool
+    """Whether it does; no reference model is loaded then."""
+
+    def logp(self, response: np.ndarray) -> np.ndarray:
+        """Return the log-probs of the tokens of a response that it has generated."""
+
+
+@runtime_checkable
 class LendsModel(Protocol):
     """Engine that lends its model to the reference of a LoRA run: one model instead of two."""
 

@@ -22,7 +22,7 @@ class Scripted:
     The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with
     EOS, or with a stop string that they contain. The log-prob of an answer, ln(its share of
     `answers`), is placed on its first token. The engine holds no weights: `load_weights` only sets
-    the version.
+    the version. With `own_reference`, the reference has the same log-probs, and no model is loaded.
     """
 
     policy: PolicyTable = field(metadata=GIVEN)
@@ -32,9 +32,11 @@ class Scripted:
     answers: tuple[str, ...] = ("0", "1", "2", "3")
     latency: float = 0.0
     tail: float = 0.0
+    own_reference: bool = False
     version: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._known: dict[bytes, np.ndarray] = {}
         if not self.answers:
             raise ValueError("engine.answers is empty; set engine.answers=['yes', 'no']")
 
@@ -52,6 +54,9 @@ class Scripted:
         completions = [self._completion(a, sampling, version) for a in self.answers]
         return [[completions[answer] for answer in row] for row in drawn]
 
+    def logp(self, response: np.ndarray) -> np.ndarray:
+        return self._known[response.tobytes()]
+
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
         return None
@@ -63,4 +68,5 @@ class Scripted:
         tokens = whole[: min(end, sampling.max_tokens)]
         logp = np.zeros(len(tokens), np.float32)
         logp[0] = math.log(self.answers.count(answer) / len(self.answers))
+        self._known[tokens.tobytes()] = logp
         return Completion(tokens, logp, end <= sampling.max_tokens, version)

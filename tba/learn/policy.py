@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tba.learn.head import TokenLogp, is_plain
+from tba.models.cache import select
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
@@ -22,6 +23,15 @@ class Output(NamedTuple):
     """Detached; 0 at padding."""
     head: Tensor | None
     """Output of the objective's head, if it has one: [B K T] or [B]."""
+
+
+class Hidden(NamedTuple):
+    """Hidden states of the prompts, and those that predict the tokens of responses."""
+
+    prompt: Float[Tensor, "B P D"]
+    states: Float[Tensor, "M D"]
+    places: Int[Tensor, " M"]
+    """Places of the predicted tokens among all B K T, on the CPU."""
 
 
 class Policy(nn.Module):
@@ -58,75 +68,89 @@ class Policy(nn.Module):
         return output.logp
 
     def forward(self, batch: TokenBatch) -> Output:
-        """Return log-probability and entropy at each response token, and the head's output."""
-        # Indices come from the mask on the CPU, so that nothing waits for the GPU.
-        real = tuple(index.to(self.device) for index in batch.mask.nonzero(as_tuple=True))
-        moved = batch.to(self.device)
+        """Return log-probability and entropy at each response token, and the head's output.
+
+        Indices come from the batch on the CPU, so that nothing waits for the GPU.
+        """
         with self._precision():
-            prompt, states = self._shared(moved) if self.share_prompt else self._plain(moved)
-            values = self._chunked(states[real], moved.tokens[real])
-        padded = torch.zeros(batch.mask.shape, device=self.device)
-        logp, entropy = (padded.index_put(real, value) for value in values)
-        return Output(logp, entropy, self._read(prompt, states, moved))
+            hidden = self._shared(batch) if self.share_prompt else self._plain(batch)
+            tokens = batch.tokens.flatten()[hidden.places].to(self.device)
+            places = hidden.places.to(self.device)
+            logp, entropy = self._chunked(hidden.states, tokens)
+        read = self._read(hidden, batch, places)
+        return Output(_padded(logp, places, batch), _padded(entropy, places, batch), read)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
-    def _read(
-        self, prompt: Float[Tensor, "B P D"], states: Float[Tensor, "B K T D"], batch: TokenBatch
-    ) -> Tensor | None:
+    def _read(self, hidden: Hidden, batch: TokenBatch, places: Tensor) -> Tensor | None:
         """Return the head's output. Its input is divided by sqrt(D): the same rate at any width."""
         if self.head is None or self.readout is None:
             return None
-        scale = states.shape[-1] ** 0.5
+        scale = hidden.states.shape[-1] ** 0.5
         if self.head.on == "response":
-            return self.readout(states.float() / scale).squeeze(-1) * batch.mask
-        mask = batch.prompt_mask[..., None]
-        mean = (prompt.detach().float() * mask).sum(1) / mask.sum(1)
+            return _padded(self.readout(hidden.states.float() / scale).squeeze(-1), places, batch)
+        mask = batch.prompt_mask[..., None].to(self.device)
+        mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
 
-    def _shared(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
-        """Return hidden states of the prompt, which runs once, and those that predict responses."""
+    def _shared(self, batch: TokenBatch) -> Hidden:
+        """Run each prompt once, then responses of similar length together."""
         b, k, t = batch.tokens.shape
-        backbone = self.model.base_model
-        prompt = backbone(
-            input_ids=batch.prompt_tokens,
-            attention_mask=batch.prompt_mask.long(),
-            position_ids=positions(batch.prompt_mask),
+        moved = batch.to(self.device)
+        prompt = self.model.base_model(
+            input_ids=moved.prompt_tokens,
+            attention_mask=moved.prompt_mask.long(),
+            position_ids=positions(moved.prompt_mask),
             use_cache=True,
         )
-        states = prompt.last_hidden_state
-        first = states[:, None, -1:].expand(b, k, 1, -1)
-        if t == 1:
-            return states, first
-        prompt.past_key_values.batch_repeat_interleave(k)
-        prompt_mask = batch.prompt_mask.repeat_interleave(k, 0)
-        visible = torch.cat([prompt_mask, batch.mask[:, :, :-1].flatten(0, 1)], 1)
-        lengths = batch.prompt_mask.sum(1).repeat_interleave(k)
-        rest = backbone(
-            input_ids=batch.tokens[:, :, :-1].flatten(0, 1),
-            attention_mask=visible.long(),
-            position_ids=lengths[:, None] + torch.arange(t - 1, device=self.device),
-            past_key_values=prompt.past_key_values,
-            use_cache=True,
-        )
-        following = rest.last_hidden_state.unflatten(0, (b, k))
-        return states, torch.cat([first, following], 2)
+        first = prompt.last_hidden_state[:, -1]
+        states, places = [first.repeat_interleave(k, 0)], [torch.arange(b * k) * t]
+        for rows in batch.passes():
+            following, own = self._following(batch, rows, prompt.past_key_values)
+            states.append(following)
+            places.append(own)
+        return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
 
-    def _plain(self, batch: TokenBatch) -> tuple[Float[Tensor, "B P D"], Float[Tensor, "B K T D"]]:
-        """Return the same with every prompt run K times: without a cache, or with checkpointing."""
-        b, k, t = batch.tokens.shape
+    def _following(
+        self, batch: TokenBatch, rows: list[int], cache: Any
+    ) -> tuple[Float[Tensor, "M D"], Int[Tensor, " M"]]:
+        """Return the states after these responses' tokens, and the places that they predict."""
+        t = batch.tokens.shape[2]
+        chosen = torch.tensor(rows)
+        group = chosen // batch.samples
+        mask = batch.mask.flatten(0, 1)[chosen]
+        length = int(mask.sum(-1).max())
+        prompt_mask = batch.prompt_mask[group]
+        visible = torch.cat([prompt_mask, mask[:, : length - 1]], 1)
+        position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
+        output = self.model.base_model(
+            input_ids=batch.tokens.flatten(0, 1)[chosen, : length - 1].to(self.device),
+            attention_mask=visible.long().to(self.device),
+            position_ids=position.to(self.device),
+            past_key_values=select(cache, group.to(self.device)),
+            use_cache=True,
+        )
+        row, column = mask[:, 1:length].nonzero(as_tuple=True)
+        states = output.last_hidden_state[row.to(self.device), column.to(self.device)]
+        return states, chosen[row] * t + column + 1
+
+    def _plain(self, batch: TokenBatch) -> Hidden:
+        """Run prompt and response together, each prompt K times: for models with another cache."""
+        k, t = batch.tokens.shape[1:]
         prompts = batch.prompt_tokens.repeat_interleave(k, 0)
         prompt_mask = batch.prompt_mask.repeat_interleave(k, 0)
-        visible = torch.cat([prompt_mask, batch.mask.flatten(0, 1)], 1)
+        visible = torch.cat([prompt_mask, batch.mask.flatten(0, 1)], 1).to(self.device)
         output = self.model.base_model(
-            input_ids=torch.cat([prompts, batch.tokens.flatten(0, 1)], 1),
+            input_ids=torch.cat([prompts, batch.tokens.flatten(0, 1)], 1).to(self.device),
             attention_mask=visible.long(),
             position_ids=positions(visible),
             use_cache=False,
         )
-        hidden = output.last_hidden_state.unflatten(0, (b, k))
-        return hidden[:, 0, :-t], hidden[:, :, -t - 1 : -1]
+        states = output.last_hidden_state
+        places = batch.mask.flatten().nonzero().squeeze(1)
+        predicting = states[:, -t - 1 : -1].flatten(0, 1)[places.to(self.device)]
+        return Hidden(states[::k, :-t], predicting, places)
 
     def _chunked(
         self, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"]
@@ -164,6 +188,12 @@ class Policy(nn.Module):
                 f"{type(self.model).__name__} changes its logits after the head (soft-capping or"
                 " scaling), which is not supported; use another model"
             )
+
+
+def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the values at their places in [B K T], and 0 elsewhere."""
+    zeros = torch.zeros(batch.mask.shape, device=values.device)
+    return zeros.index_put(torch.unravel_index(places, batch.mask.shape), values)
 
 
 def _readout(width: int, device: torch.device) -> nn.Linear:

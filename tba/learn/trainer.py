@@ -61,8 +61,9 @@ class SingleTrainer:
         _check_finite(batch, step)
         objective = self.objective.at(step)
         self.optimizer.zero_grad(set_to_none=True)
-        chunks = batch.chunks(self.settings.token_budget)
+        chunks = list(batch.chunks(self.settings.token_budget))
         metrics = _mean([self._backward(chunk, objective, len(batch)) for chunk in chunks])
+        metrics["batch/padding"] = self._padding(chunks)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -105,6 +106,13 @@ class SingleTrainer:
         (loss.sum() / groups).backward()  # not loss.mean(): the last chunk may be smaller
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved)
         return {"loss": loss.detach(), **extras, **metrics}
+
+    def _padding(self, chunks: Sequence[Batch]) -> float:
+        """Return the share of the tokens that the policy ran over which are padding."""
+        budget = self.settings.token_budget
+        counts = [piece.padding() for chunk in chunks for piece in chunk.pieces(budget)]
+        padding, tokens = map(sum, zip(*counts, strict=True))
+        return padding / tokens
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""

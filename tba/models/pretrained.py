@@ -1,6 +1,5 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -231,18 +230,6 @@ def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
         return torch.cuda.is_bf16_supported()
     wide = load_config(policy).get_text_config().hidden_size >= 256
     return wide and torch.cpu._is_avx512_bf16_supported()
-
-
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass. Layers train, but their dropout stays off."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    with warnings.catch_warnings():  # deprecated late in transformers 5, the only way in early 5
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
 
 
 def states_at_once(model: Any) -> int:

@@ -13,12 +13,12 @@ from tba.config.schema import Config
 from tba.config.tables import LoraTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_adapted
 from tba.models.pretrained import (
     EAGER_TOKENS,
     Text,
     computes_in_bf16,
-    enable_gradient_checkpointing,
     load_model,
     load_text,
     place,
@@ -70,7 +70,7 @@ class Parts:
             model,
             c.sampling.temperature,
             autocast=bf16,
-            share_prompt=not c.policy.gradient_checkpointing,
+            share_prompt=c.policy.share_prompt,
             head=head_of(self.objective.at(0)),
         )
         context, bf16_weights = self.text.context, c.engine.computes_in_bf16(bf16)

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
 from tba.config.tables import RuntimeTable
 from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats
@@ -70,8 +68,11 @@ class Searchers(Protocol):
     def reset_reference(self, weights: Weights) -> None:
         """Make these weights the reference of every search that begins from now on."""
 
-    def evaluate(self) -> None:
-        """Request an evaluation of the weights that were published last, without waiting."""
+    def evaluate(self) -> int:
+        """Request an evaluation of the weights that were published last, without waiting.
+
+        Returns their version.
+        """
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         """Return the evaluations that have ended since the last call.
@@ -112,8 +113,3 @@ class LaggedSearchers:
 
     def state(self) -> SearchState:
         return replace(self._searchers.state(), held=tuple(self._held))
-
-
-def task_seed(seed: int, task: int) -> int:
-    """Return the random seed of a search task, which does not depend on where the task runs."""
-    return int(np.random.SeedSequence([seed, task]).generate_state(1, np.uint64)[0] >> 1)

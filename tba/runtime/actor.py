@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from tba.runtime.placement import Place, reuse_memory
-from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Evaluation, SearchResult, SearchStats
+from tba.search.evaluate import EvaluatedPiece, evaluate_piece
+from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Transport
@@ -20,8 +20,10 @@ from tba.weights import Sent, SharedLock, Transport
 class SearcherActor:
     """Searcher that runs several searches at once, each in a thread of its own.
 
-    Searches share a lock and newer weights may arrive under them. An evaluation holds it alone,
-    because it needs the same weights to its end; so does a change of the reference.
+    Searches share a lock, and newer weights may arrive under them. A piece of an evaluation needs
+    the same weights to its end. It shares the lock if they are still the newest, and newer ones
+    wait for it; otherwise it holds the lock alone, and the next search loads the newest again.
+    A change of the reference holds the lock alone.
     """
 
     def __init__(
@@ -39,13 +41,15 @@ class SearcherActor:
         self._place, self._transport = place, transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
+        self._version = SharedLock()  # shared by those that need the engine's version to stay
         self._loading = threading.Lock()
+        self._newest: Sent | None = None  # of all that were sent; guarded by `_loading`
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working, self._idle_since = 0, time.perf_counter()
         self._wrong: LogpGapError | None = None  # every later call raises it
         with suppress(LogpGapError):  # raised by `pid`: it would be lost with the constructor
-            self._load_newer(newest)
+            self._load_newest(newest)
 
     def pid(self) -> int:
         """Return the process id, once the searcher has started."""
@@ -56,25 +60,24 @@ class SearcherActor:
         """Load newer weights beside the searches that run."""
         self._enter()
         with self._searches.shared():
-            self._load_newer(weights)
+            self._load_newest(weights)
 
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
         """Search with the newest weights, or with `weights` if these are newer."""
         with self._work(reference), self._searches.shared():
-            self._load_newer(weights)
+            self._load_newest(weights)
             result = self._searcher.search(prompts, seed)
         with self._counting:
             result.stats.add(self._unreported)
             self._unreported = SearchStats()
         return result
 
-    def evaluate(self, weights: Sent | None, reference: Sent | None) -> Evaluation:
-        """Evaluate `weights`, or what is loaded if that is newer, when no search runs."""
-        with self._work(reference), self._searches.alone():
-            self._load_newer(weights)
-            return evaluate_held_out(self._searcher)
+    def evaluate(self, piece: int, weights: Sent, reference: Sent | None) -> EvaluatedPiece:
+        """Do one piece of an evaluation of these weights."""
+        with self._work(reference), self._holding(weights):
+            return evaluate_piece(self._searcher, piece)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""
@@ -99,25 +102,43 @@ class SearcherActor:
                 self._working -= 1
                 self._idle_since = time.perf_counter()
 
-    def _load_newer(self, weights: Sent | None) -> None:
-        if weights is None:
-            return
-        with self._loading:
-            if weights.version <= self._searcher.engine.version:
-                return
-            started = time.perf_counter()
-            gap = self._load(weights)
-            with self._counting:
-                self._unreported.seconds["load_weights"] += time.perf_counter() - started
-                if gap is not None:
-                    self._unreported.logp_gap = gap
+    @contextmanager
+    def _holding(self, weights: Sent) -> Iterator[None]:
+        """Surround work that needs exactly these weights to its end."""
+        with self._searches.shared():
+            self._load_newest(weights)
+            with self._version.shared():
+                if self._searcher.engine.version == weights.version:
+                    yield
+                    return
+        with self._searches.alone():  # a search must not run with older weights
+            self._load(weights)
+            yield
 
-    def _load(self, weights: Sent) -> float | None:
+    def _load_newest(self, weights: Sent | None) -> None:
+        """Load the newest weights that were sent, with these among them, unless they are loaded."""
+        with self._loading:
+            newest = self._newest
+            if newest is None or (weights is not None and weights.version > newest.version):
+                newest = self._newest = weights
+            if newest is not None and newest.version != self._searcher.engine.version:
+                with self._version.alone():
+                    self._load(newest)
+
+    def _load(self, weights: Sent) -> None:
+        """Load these weights, unless the engine has them."""
+        if weights.version == self._searcher.engine.version:
+            return
+        started = time.perf_counter()
         try:
-            return self._searcher.load_weights(self._transport.receive(weights))
+            gap = self._searcher.load_weights(self._transport.receive(weights))
         except LogpGapError as error:
             self._wrong = error
             raise
+        with self._counting:
+            self._unreported.seconds["load_weights"] += time.perf_counter() - started
+            if gap is not None:
+                self._unreported.logp_gap = gap
 
     def _refuse_wrong(self) -> None:
         """Raise the error of a failed weight update, also to searches that began before it."""

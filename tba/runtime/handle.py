@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import ray
 
-from tba.runtime.actor import SearcherActor
+from tba.config.tables import RuntimeTable
 from tba.runtime.placement import Place
 from tba.search.searcher import SearchSetup
 from tba.types import Prompt
@@ -24,6 +24,26 @@ Calls of a group begin in the order in which they are made.
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 
+def deadlines(settings: RuntimeTable) -> dict[Kind, float]:
+    """Return the seconds that each kind of call may take."""
+    task = settings.task_deadline
+    return {
+        "start": settings.start_deadline,
+        "search": task,
+        "evaluate": task,
+        "publish": 3 * task,  # it may be behind a piece of an evaluation that waits for a search
+    }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Piece of an evaluation of these weights; any searcher can do it."""
+
+    evaluation: int
+    number: int
+    weights: Sent
+
+
 @dataclass(eq=False)
 class Task:
     """Call to a searcher that has not returned."""
@@ -32,14 +52,17 @@ class Task:
     ref: Any
     """Ray's reference to the result."""
     prompts: tuple[Prompt, ...] = ()
-    weights: Sent | None = None
-    """Weights to evaluate."""
+    piece: Piece | None = None
     published: float = 0.0
     """Time at which the weights of a publication were published."""
     reference: Sent | None = None
-    """Reference that a search needs."""
+    """Reference that it needs."""
     began: float | None = None
     """Time at which the searcher could begin it; its deadline counts from there."""
+
+    def is_like(self, other: "Task") -> bool:
+        """Return whether a searcher may work on both at once."""
+        return (self.kind, self.reference) == (other.kind, other.reference)
 
 
 @dataclass(eq=False)
@@ -65,19 +88,17 @@ class Handle:
     def accepts_weights(self) -> bool:
         """Return whether weights can be sent now.
 
-        Of two publications on their way, each would keep a copy of the weights alive. An evaluation
-        is of the weights that were newest when it was requested, so that newer ones wait for it.
+        Of two publications on their way, each would keep a copy of the weights alive.
         """
-        return not self.has("publish", "start", "evaluate")
+        return not self.has("publish", "start")
 
     def begin(self, concurrent: int) -> None:
         """Begin the deadlines of the tasks that the searcher can work on by now.
 
-        A start and an evaluation run alone; searches wait for those with an older reference.
+        A task may wait for earlier ones of another kind, or with an older reference.
         """
         work = self.work()
-        alike = takewhile(lambda t: t.kind == "search" and t.reference == work[0].reference, work)
-        running = list(islice(alike, concurrent)) or work[:1]
+        running = list(islice(takewhile(lambda t: t.is_like(work[0]), work), concurrent))
         for task in self.tasks:
             if task.began is None and (task.kind == "publish" or task in running):
                 task.began = time.monotonic()
@@ -89,10 +110,10 @@ class Handle:
         ref = call.remote(prompts, seed, weights, reference)
         self.tasks.append(Task("search", ref, tuple(prompts), reference=reference))
 
-    def evaluate(self, weights: Sent | None, reference: Sent | None) -> None:
+    def evaluate(self, piece: Piece, reference: Sent | None) -> None:
         call = self.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = call.remote(weights, reference)
-        self.tasks.append(Task("evaluate", ref, weights=weights))
+        ref = call.remote(piece.number, piece.weights, reference)
+        self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
         self.version = weights.version
@@ -112,6 +133,8 @@ class Handle:
 class Starter:
     """Settings from which every searcher process is started."""
 
+    actor: type
+    """Class of the searcher in its process."""
     setup: SearchSetup
     bf16: bool
     gpus: float
@@ -128,7 +151,7 @@ class Starter:
             "max_restarts": 0,
             "concurrency_groups": {SEARCH: self.concurrent, CONTROL: 2},
         }
-        start: Any = ray.remote(**options)(SearcherActor)
+        start: Any = ray.remote(**options)(self.actor)
         actor = start.remote(self.setup, place, self.bf16, sys.path, self.transport, newest)
         pid = actor.pid.options(concurrency_group=CONTROL)
         version = 0 if newest is None else newest.version

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 
-from tba.runtime import SearchJob, SearchState, task_seed
+from tba.runtime import SearchJob, SearchState
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import Evaluation, SearchStats
 from tba.search.rewards import RejectionMonitor
-from tba.search.searcher import LogpGapError, Searcher
+from tba.search.searcher import LogpGapError, Searcher, task_seed
 from tba.types import Group
 from tba.weights import Source, Weights
 
@@ -87,8 +87,9 @@ class LocalSearchers:
         self._searcher.reference.load_weights(weights)
         self._reference = weights
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> int:
         self._evaluations.append(evaluate_held_out(self._searcher))
+        return self._searcher.engine.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         evaluations, self._evaluations = self._evaluations, []

@@ -3,13 +3,12 @@
 Search and training overlap unless `runtime.lag` puts them in lockstep. A collector thread keeps
 every searcher busy, with one task more than it runs at once, and receives the results; the train
 loop only empties its tray. Every call to a searcher has a deadline. A searcher that dies or misses
-one is restarted: its prompts are issued again, and its late results are refused.
+one is restarted: its tasks are issued again, and its late results are refused.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -17,13 +16,15 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from tba.runtime import SearchJob, SearchState, task_seed
+from tba.runtime import SearchJob, SearchState
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
-from tba.runtime.handle import Handle, Kind, Starter, Task
+from tba.runtime.evaluations import Evaluations
+from tba.runtime.handle import Handle, Starter, Task, deadlines
 from tba.runtime.publisher import Publisher
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rewards import RejectionMonitor
-from tba.search.searcher import LogpGapError
+from tba.search.searcher import LogpGapError, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Sent, Source, Weights
 
@@ -51,25 +52,18 @@ class RaySearchers:
         self._number = 0 if resumed is None else resumed.tasks
         self._owed = 0
         self._tray: list[tuple[tuple[Prompt, ...], SearchResult]] = []
-        self._requested: deque[Sent | None] = deque()  # weights to evaluate
-        self._evaluated: list[Evaluation] = []
-        self._evaluating = 0
+        self._evaluations = Evaluations(job.setup)
+        self._finishing = False
         self._restarts_left = job.settings.max_restarts
         self._failure: Exception | None = None
         self._closing = False
         self._reference = None if resumed is None else resumed.reference
         if resumed is not None:
             self._stream.seek(resumed.cursor)
-        task, evaluation = job.settings.task_deadline, job.setup.evaluation.deadline
-        self._deadlines: dict[Kind, float] = {
-            "start": job.settings.start_deadline,
-            "search": task,
-            "evaluate": evaluation,
-            "publish": task + evaluation,  # an evaluation may have begun before it
-        }
+        self._deadlines, task = deadlines(job.settings), job.settings.task_deadline
         self._transport, gpus = ObjectStore(task), cluster.searcher_gpus
         concurrent = job.settings.concurrent_searches
-        self._starter = Starter(job.setup, bf16, gpus, concurrent, self._transport)
+        self._starter = Starter(SearcherActor, job.setup, bf16, gpus, concurrent, self._transport)
         self._newest = None if newest is None else self._transport.send(newest)
         self._published = time.monotonic()
         self._sent_reference: Sent | None = None
@@ -133,21 +127,24 @@ class RaySearchers:
             self._reference = weights
             self._sent_reference = self._transport.send(weights)
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> int:
         self._publisher.finish()  # so that the newest weights are those published last
         with self._changed:
-            self._requested.append(self._newest)
-            self._evaluating += 1
+            assert self._newest is not None  # a run that evaluates gives the first weights as well
+            self._evaluations.request(self._newest)
             self._hand_out_evaluations()
+            return self._newest.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         with self._changed:
             if finish:
-                limit = self._job.setup.evaluation.deadline * max(1, self._evaluating)
+                self._finishing = True  # no more searches
+                limit = self._job.setup.evaluation.deadline * max(1, self._evaluations.running)
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
-                self._wait(lambda: self._evaluating == 0, limit, "eval.deadline: an evaluation")
-            evaluated, self._evaluated = self._evaluated, []
-        return evaluated
+                what = "eval.deadline: an evaluation"
+                self._wait(lambda: self._evaluations.running == 0, limit, what)
+                self._finishing = False
+            return self._evaluations.collect()
 
     def state(self) -> SearchState:
         with self._changed:
@@ -218,10 +215,10 @@ class RaySearchers:
         return sorted(self._handles, key=lambda handle: len(handle.work()))
 
     def _hand_out_evaluations(self) -> None:
-        """Give each searcher an evaluation at most, before and beyond its other tasks."""
+        """Give each searcher one piece of an evaluation at a time, between its searches."""
         for handle in self._least_busy_first():
-            if self._requested and not handle.has("evaluate"):
-                handle.evaluate(self._requested.popleft(), self._sent_reference)
+            if not handle.has("evaluate") and (piece := self._evaluations.take()):
+                handle.evaluate(piece, self._sent_reference)
 
     def _hand_out_searches(self) -> None:
         """Give searches to whoever has fewest tasks, so that all work on what is waited for."""
@@ -237,6 +234,8 @@ class RaySearchers:
     def _due(self) -> int:
         """Return the prompts of the next search; in lockstep, a share of those still owed."""
         most = self._settings.prompts_per_task
+        if self._finishing:
+            return 0
         if self._settings.lag is None:
             return most
         asked = sum(len(task.prompts) for handle in self._handles for task in handle.tasks)
@@ -267,9 +266,8 @@ class RaySearchers:
                 self._rejections.add(result.stats)
                 # a copy: its arrays would keep Ray's shared memory as long as the buffer has them
                 self._tray.append((task.prompts, deepcopy(result)))
-            elif task.kind == "evaluate":
-                self._evaluated.append(result)
-                self._evaluating -= 1
+            elif task.piece is not None:
+                self._evaluations.done(task.piece, result)
             self._changed.notify_all()
 
     def _replace_wrong(self, handle: Handle, error: LogpGapError) -> None:
@@ -293,7 +291,8 @@ class RaySearchers:
             started = self._starter.start(handle.place, self._newest)
             self._handles[self._handles.index(handle)] = started
             log.warning("a searcher %s: restarted, its tasks are issued again", why)
-            self._requested.extendleft(t.weights for t in handle.tasks if t.kind == "evaluate")
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
+                if task.piece is not None:
+                    self._evaluations.put_back(task.piece)
         return started

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tba.engines import KnowsLogp
 from tba.learn.policy import Policy
 from tba.models import lora
 from tba.types import collate_tokens
@@ -91,3 +92,18 @@ class AdapterReference(Reference):
     def _weights(self) -> Iterator[None]:
         with self._hold(), lora.reference_weights(self.policy.model):
             yield
+
+
+class EngineReference(Reference):
+    """Reference of an engine that does not depend on the weights: its own log-probs."""
+
+    def __init__(self, engine: KnowsLogp):
+        self._engine, self.version = engine, 0
+
+    def load_weights(self, weights: Weights) -> None:
+        self.version = weights.version
+
+    def logp(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[list[np.ndarray]], int]:
+        return [[self._engine.logp(r) for r in group] for group in responses], self.version

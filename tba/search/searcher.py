@@ -13,13 +13,13 @@ import torch
 
 from tba.config.plugins import resolve
 from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, RewardTable, Use
-from tba.engines import Engine, LendsModel
+from tba.engines import Engine, KnowsLogp, LendsModel
 from tba.learn.policy import Policy
 from tba.models.lora import load_adapted
 from tba.models.pretrained import Text, load_model, load_text, place
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
-from tba.search.reference import AdapterReference, Reference
+from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
@@ -79,6 +79,8 @@ class SearchSetup:
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
+        if isinstance(engine, KnowsLogp) and engine.own_reference:
+            return EngineReference(engine)
         temperature, budget = self.sampling.temperature, self.token_budget
         if self.policy.lora is None:
             model = place(load_model(self.policy, torch.float32), self.policy, device)
@@ -87,6 +89,11 @@ class SearchSetup:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
         model, lock = place(load_adapted(self.policy, bf16), self.policy, device), Lock()
         return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
+
+
+def task_seed(seed: int, task: int) -> int:
+    """Return the random seed of a task, which does not depend on where the task runs."""
+    return int(np.random.SeedSequence([seed, task]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
-from tba.search.result import Evaluation, SearchResult, SearchStats
+from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Weights
@@ -57,7 +57,7 @@ class Steps:
     gradients: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("evaluation", *range(5)):
+        for name in ("piece 0", "piece 1", *range(5)):
             self.begun[name], self.ended[name] = threading.Event(), threading.Event()
 
     def load_weights(self, weights: Weights) -> float | None:
@@ -67,9 +67,9 @@ class Steps:
         self._step(seed)
         return SearchResult([], SearchStats(samples=1))
 
-    def evaluate(self) -> Evaluation:
-        self._step("evaluation")
-        return Evaluation(self.engine.version, {}, [])
+    def evaluate(self, number: int) -> int:
+        self._step(f"piece {number}")
+        return self.engine.version
 
     def _step(self, name: Any) -> None:
         before = (self.engine.version, self.reference.version)
@@ -100,7 +100,7 @@ def steps() -> Steps:
 
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
-    monkeypatch.setattr("tba.runtime.actor.evaluate_held_out", Steps.evaluate)
+    monkeypatch.setattr("tba.runtime.actor.evaluate_piece", Steps.evaluate)
     return SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
 
 
@@ -189,21 +189,63 @@ def test_searches_end_with_the_reference_that_they_began_with(
     assert steps.seen == {0: ((0, 0), (0, 0)), 1: ((0, 5), (0, 5))}
 
 
-def test_an_evaluation_has_the_same_weights_to_its_end(
+def test_a_piece_of_the_newest_weights_runs_beside_searches(
     actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
 ) -> None:
-    evaluation = threads.submit(actor.evaluate, weights(4), None)
-    wait(steps.begun["evaluation"])
+    """Newer weights wait for its end, and searches that begin wait for these."""
+    running = search(threads, actor, 0)
+    wait(steps.begun[0])
+    piece = threads.submit(actor.evaluate, 0, weights(4), None)
+    wait(steps.begun["piece 0"])
     publication = threads.submit(actor.publish, weights(6))
-    later = search(threads, actor, 0)
-    assert not steps.begun[0].wait(0.1)
-    steps.ended["evaluation"].set()
-    assert evaluation.result(SECONDS).version == 4
-    assert steps.seen["evaluation"] == ((4, 0), (4, 0))
+    while not actor._loading.locked():
+        pass
+    later = search(threads, actor, 1)
+    assert not steps.begun[1].wait(0.1)
+    steps.ended["piece 0"].set()
+    assert piece.result(SECONDS) == 4
     publication.result(SECONDS)
+    wait(steps.begun[1])
+    for number, future in ((0, running), (1, later)):
+        steps.ended[number].set()
+        future.result(SECONDS)
+    assert steps.seen["piece 0"] == ((4, 0), (4, 0))
+    assert steps.seen[1] == ((6, 0), (6, 0))
+
+
+def test_a_piece_of_older_weights_runs_alone_and_searches_go_on_with_the_newest(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    threads.submit(actor.publish, weights(6)).result(SECONDS)
+    running = search(threads, actor, 0)
+    wait(steps.begun[0])
+    pieces = [threads.submit(actor.evaluate, number, weights(4), None) for number in (0, 1)]
+    while not actor._searches._entrance.locked():
+        pass
+    later = search(threads, actor, 1)
+    assert not steps.begun["piece 0"].wait(0.1)
+    for name in (0, 1, "piece 0", "piece 1"):
+        steps.ended[name].set()
+    for future in (running, later):
+        future.result(SECONDS)
+    assert [future.result(SECONDS) for future in pieces] == [4, 4]
+    assert steps.seen[0] == steps.seen[1] == ((6, 0), (6, 0))
+    assert steps.seen["piece 0"] == steps.seen["piece 1"] == ((4, 0), (4, 0))
+
+
+def test_weights_that_arrive_while_an_older_version_is_evaluated_are_loaded_after_it(
+    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
+) -> None:
+    threads.submit(actor.publish, weights(6)).result(SECONDS)
+    piece = threads.submit(actor.evaluate, 0, weights(4), None)
+    wait(steps.begun["piece 0"])
+    publication = threads.submit(actor.publish, weights(7))
+    steps.ended["piece 0"].set()
     steps.ended[0].set()
-    later.result(SECONDS)
-    assert steps.engine.version == 6
+    assert piece.result(SECONDS) == 4
+    publication.result(SECONDS)
+    search(threads, actor, 0).result(SECONDS)
+    assert steps.seen[0] == ((7, 0), (7, 0))
 
 
 def test_idle_time_and_loads_are_counted_once(

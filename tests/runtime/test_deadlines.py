@@ -39,7 +39,7 @@ def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
     assert first.began == before
 
 
-def test_a_start_and_an_evaluation_run_alone() -> None:
+def test_tasks_of_another_kind_may_wait_for_those_before() -> None:
     start, evaluation = task("start", "start"), task("evaluate", "evaluate")
     search, later = task("search", "search"), task("search", "later")
     one = handle(start, search, evaluation, later)
@@ -60,7 +60,7 @@ def test_a_search_with_a_newer_reference_waits_for_those_before() -> None:
     assert begun(one, concurrent=2) == ["new"]
 
 
-def test_weights_are_sent_one_at_a_time_and_not_around_a_start_or_an_evaluation() -> None:
+def test_weights_are_sent_one_at_a_time_and_after_a_start() -> None:
     publication = task("publish", "publish")
     one = handle(task("search", 0), publication)
     assert begun(one, concurrent=1) == [0, "publish"]
@@ -68,4 +68,4 @@ def test_weights_are_sent_one_at_a_time_and_not_around_a_start_or_an_evaluation(
     one.tasks.remove(publication)
     assert one.accepts_weights()
     assert not handle(task("start", 0)).accepts_weights()
-    assert not handle(task("search", 0), task("evaluate", 1)).accepts_weights()
+    assert handle(task("search", 0), task("evaluate", 1)).accepts_weights()

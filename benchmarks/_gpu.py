@@ -1,0 +1,333 @@
+"""Measure what needs a GPU: engine, training step, weight update, asynchronous training.
+
+Called by `benchmarks/gpu.sh`. The models have random weights and the shapes of Qwen2.5-0.5B and
+1.5B; the tokenizer is that of the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import _measure
+
+HERE = Path(__file__).parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512,
+    },
+}  # fmt: skip
+PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "L4": 121, "4090": 165, "A10": 125}
+"""Dense bf16 TFLOP/s of cards."""
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so long")
+    options = parser.parse_args()
+    missing = [name for name in ("torch", "transformers", "tba") if find_spec(name) is None]
+    if missing:
+        print(f"skipped everything: cannot import {', '.join(missing)}")
+        return
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped everything: this machine has no GPU; `--device cpu --tiny` tries the script")
+        return
+    bench = Bench(options)
+    rows: list[_measure.Row] = []
+    for name, needs, part in bench.parts():
+        absent = [module for module in needs if find_spec(module) is None]
+        if absent:
+            print(f"skipped {name}: cannot import {', '.join(absent)}", flush=True)
+        elif bench.seconds() > 60 * options.minutes:
+            print(f"skipped {name}: {options.minutes:g} minutes are over", flush=True)
+        else:
+            rows += bench.measured(name, part)
+    if rows:
+        _measure.record("gpu.sh", rows, options)
+
+
+class Bench:
+    """The parts, and the models that they measure."""
+
+    def __init__(self, options: argparse.Namespace):
+        import torch
+
+        self.options, self.device = options, options.device
+        self.tiny, self.started = options.tiny, time.perf_counter()
+        self.folder = Path(tempfile.mkdtemp(prefix="tba-gpu-"))
+        self.shapes = ["tiny"] if self.tiny else ["0.5B", "1.5B"]
+        cuda = self.device == "cuda"
+        self.card = torch.cuda.get_device_name() if cuda else "CPU"
+        self.peak = next((p for name, p in PEAKS.items() if name in self.card), None)
+        self.repeats = 5
+        print(f"{self.card}; torch {torch.__version__}", flush=True)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def parts(self) -> list[tuple[str, tuple[str, ...], Callable[[], list[_measure.Row]]]]:
+        parts: list[tuple[str, tuple[str, ...], Callable[[], list[_measure.Row]]]] = []
+        for shape in self.shapes:
+            parts += [
+                (f"training step, {shape}", (), lambda s=shape: self.training(s, lora=False)),
+                (f"LoRA step, {shape}", ("peft",), lambda s=shape: self.training(s, lora=True)),
+                (f"engine, {shape}", (), lambda s=shape: self.engine(s)),
+                (f"weight update, {shape}", (), lambda s=shape: self.update(s)),
+            ]
+        first = self.shapes[0]
+        parts.append((f"vLLM engine, {first}", ("vllm",), lambda: self.vllm(first)))
+        for use in ("local", "ray"):
+            needs = ("ray",) if use == "ray" else ()
+            parts.append((f"training on {use}, {first}", needs, lambda u=use: self.run(first, u)))
+        return parts
+
+    def measured(self, name: str, part: Callable[[], list[_measure.Row]]) -> list[_measure.Row]:
+        """Return the rows of a part; a part that fails does not stop the others."""
+        import torch
+
+        print(f"{name} ...", flush=True)
+        started = time.perf_counter()
+        try:
+            rows = part()
+        except Exception as error:  # memory, a driver, an API: the next part may still work
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            return []
+        finally:
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+        print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+        return rows
+
+    def model(self, shape: str) -> Path:
+        """Save a model of this shape with random weights, once, and return its folder."""
+        import torch
+        from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+        from tba.models.pretrained import model_path
+
+        path = self.folder / shape
+        if path.exists():
+            return path
+        tokenizer = AutoTokenizer.from_pretrained(model_path("bundled:arithmetic"))
+        config = Qwen2Config(
+            **SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        with torch.device(self.device):
+            model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        (path / "rows.jsonl").write_text("\n".join(map(json.dumps, sums(2000, 120))) + "\n")
+        return path
+
+    def config(self, shape: str, *settings: str) -> Any:
+        from tba.config.schema import load
+
+        path, k = self.model(shape), 4 if self.tiny else 16
+        return load(
+            None,
+            [
+                f"policy.model={path}", "task.use=custom", f"task.data={path / 'rows.jsonl'}",
+                f"task.reward={HERE / '_sums.py'}:exact", "task.held_out_size=8",
+                f"run.folder={self.folder / f'run-{time.monotonic_ns()}'}",
+                f"sampling.samples={k}", f"sampling.max_tokens={16 if self.tiny else 128}",
+                f"trainer.batch_size={4 * k if self.tiny else 8 * k}", f"trainer.group_size={k}",
+                "trainer.token_budget=65536", "policy.autocast=bf16", "eval.prompts=0",
+                "checkpoint.every=0", "log.console=off", "log.tensorboard=false",
+                "log.sample_every=0", "run.steps=100000", *settings,
+            ],
+        )  # fmt: skip
+
+    def training(self, shape: str, lora: bool) -> list[_measure.Row]:
+        """Measure training steps on full-length random answers."""
+        import torch
+
+        from tba.runs.parts import check
+        from tba.types import collate
+
+        settings = ("policy.lora.r=16", "policy.lora.alpha=32") if lora else ()
+        parts = check(self.config(shape, *settings))
+        trainer = parts.trainer(self.device)
+        prompt, answer = (16, 16) if self.tiny else (128, 256)
+        batch = collate(random_groups(8, 16 if not self.tiny else 4, prompt, answer))
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        steps = iter(range(100))
+        seconds = _measure.alternate(
+            {"step": lambda: trainer.step(batch, next(steps))}, self.repeats, warmup=2
+        )["step"]
+        tokens = batch.mask.numel()
+        what = f"{'LoRA' if lora else 'full'} training step, Qwen2.5-{shape} shape on {self.card}"
+        note = f"{len(batch)} x {batch.samples} x {answer} tokens, prompts of {prompt}"
+        rows = [_measure.row(what, [tokens / s for s in seconds], "answer tokens/s", note=note)]
+        if self.peak is not None and not lora:
+            flops = step_flops(trainer.policy.model, batch)
+            shares = [flops / s / (self.peak * 1e12) for s in seconds]
+            rows.append(_measure.row(f"{what}: MFU, attention not counted", shares, "of the peak"))
+        if self.device == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 1e9
+            rows.append(_measure.row(f"{what}: peak memory", peak, "GB"))
+        return rows
+
+    def engine(self, shape: str) -> list[_measure.Row]:
+        """Measure the transformers engine beside plain generate."""
+        import numpy as np
+        import torch
+        from transformers import GenerationConfig
+
+        from tba.config.tables import PolicyTable
+        from tba.engines.transformers import Transformers
+        from tba.models.pretrained import load_text
+        from tba.types import Sampling
+
+        policy = PolicyTable(model=str(self.model(shape)))
+        text = load_text(policy)
+        engine = Transformers(policy, text, self.device, True, batch_size=1024)
+        b, s, p, t = (2, 3, 8, 6) if self.tiny else (16, 16, 100, 64)
+        ids = np.random.default_rng(0).integers(3, 15, (b, p)).astype(np.int32)
+
+        def ours() -> None:
+            engine.generate(list(ids), Sampling(s, 1.0, t), 0)
+
+        @torch.inference_mode()
+        def plain() -> None:
+            repeated = torch.from_numpy(ids).long().repeat_interleave(s, 0).to(self.device)
+            config = GenerationConfig(
+                max_new_tokens=t, do_sample=True, top_k=0, pad_token_id=text.pad_id,
+                eos_token_id=sorted(text.eos_ids),
+            )  # fmt: skip
+            engine.model.generate(
+                input_ids=repeated, attention_mask=torch.ones_like(repeated),
+                generation_config=config,
+            )  # fmt: skip
+
+        seconds = _measure.alternate({"ours": ours, "generate": plain}, self.repeats)
+        name = f"transformers engine, {b} x {s} x {t} tokens, Qwen2.5-{shape} shape on {self.card}"
+        own, peer = ([b * s * t / x for x in seconds[side]] for side in ("ours", "generate"))
+        row = _measure.row(
+            name, own, "tokens/s", peer, peer_is="generate", ratio_is="ours / peer",
+            note="prompts of 100 tokens; few answers end early",
+        )  # fmt: skip
+        return [row]
+
+    def update(self, shape: str) -> list[_measure.Row]:
+        """Measure a weight update: trainer blocked, and until the engine has loaded it."""
+        from tba.config.tables import PolicyTable
+        from tba.engines.transformers import Transformers
+        from tba.models.pretrained import load_text
+        from tba.runs.parts import check
+
+        parts = check(self.config(shape))
+        trainer = parts.trainer(self.device)
+        policy = PolicyTable(model=str(self.model(shape)))
+        engine = Transformers(policy, load_text(policy), self.device, True)
+        copied, versions = [], iter(range(1, 100))
+
+        def update() -> None:
+            started = time.perf_counter()
+            weights = trainer.weights(version=next(versions))
+            copied.append(time.perf_counter() - started)
+            engine.load_weights(weights)
+
+        whole = _measure.alternate({"update": update}, self.repeats)["update"]
+        name = f"weight update, Qwen2.5-{shape} shape on {self.card}"
+        return [
+            _measure.row(f"{name}: copied out", copied[1:], "s"),
+            _measure.row(f"{name}: copied out and loaded in one process", whole, "s"),
+        ]
+
+    def vllm(self, shape: str) -> list[_measure.Row]:
+        """Run the script of the vLLM engine, which keeps its own rows."""
+        script = HERE / "vllm_engine.py"
+        if not script.exists():
+            print("  benchmarks/vllm_engine.py does not exist")
+            return []
+        command = [sys.executable, str(script), "--model", str(self.model(shape))]
+        command += ["--tiny"] if self.tiny else []
+        subprocess.run(command, check=True, timeout=300)
+        return []
+
+    def run(self, shape: str, use: str) -> list[_measure.Row]:
+        """Measure whole steps, synchronous (local) or asynchronous (ray), on one card."""
+        from tba import loop
+        from tba.run import open_run
+
+        marks: list[float] = []
+        settings = (f"runtime.use={use}", f"engine.batch_size={1024}")
+        with open_run(self.config(shape, *settings)) as opened:
+
+            def recorded(metrics: dict[str, float], groups: list[Any]) -> None:
+                marks.append(time.perf_counter())
+                if len(marks) == 3 + 2 * self.repeats or self.seconds() > 600:
+                    opened.stop.requested = True
+
+            opened.log = recorded
+            with opened.tracker.clock():
+                loop.train(opened)
+        steps = [b - a for a, b in pairwise(marks[2:])]
+        kind = "asynchronous" if use == "ray" else "synchronous"
+        print(f"  median step: {median(steps):.3f} s")
+        name = f"{kind} training on one {self.card}, Qwen2.5-{shape} shape: seconds a step"
+        return [_measure.row(name, steps, "s", note="8 x 16 answers of up to 128 tokens")]
+
+
+def sums(count: int, length: int) -> list[dict[str, str]]:
+    """Return rows whose prompts have about so many characters, which are tokens."""
+    rows = []
+    for i in range(count):
+        text = f"{100 + i % 900}+{100 + 7 * i % 900}=" * (1 + length // 8)
+        rows.append({"prompt": f"{i}+{text}"[: length - 1] + "=", "answer": str(i % 10)})
+    return rows
+
+
+def random_groups(groups: int, samples: int, prompt: int, answer: int) -> list[Any]:
+    import numpy as np
+
+    from tba.types import Group, Prompt, Trajectory
+
+    rng = np.random.default_rng(0)
+    made = []
+    for g in range(groups):
+        trajectories = []
+        for _ in range(samples):
+            tokens = rng.integers(3, 15, answer).astype(np.int32)
+            logp = np.full(answer, -2.5, np.float32)
+            trajectories.append(Trajectory(tokens, logp, logp, float(rng.random()), 0, False))
+        ids = rng.integers(3, 15, prompt).astype(np.int32)
+        made.append(Group(Prompt(str(g), str(g)), ids, tuple(trajectories)))
+    return made
+
+
+def step_flops(model: Any, batch: Any) -> float:
+    """Return 6 x parameters x tokens: the prompt once for a group, the head for answers alone."""
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.parameters()) - head  # tied: the embedding costs nothing
+    answers = batch.mask.numel()
+    return 6.0 * (body * (answers + batch.prompt_mask.numel()) + head * answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Measure a training step with LoRA beside full fine-tuning: seconds, memory, published bytes.
+
+    python benchmarks/lora.py --model FOLDER
+
+A step is 4 prompts of 100 tokens x 16 responses of 64. Both sides take turns in one process for
+the seconds; each has a process of its own for the peak memory. LoRA publishes its adapters alone.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+
+import _measure
+import torch
+
+from tba.config.schema import load
+from tba.learn.trainer import SingleTrainer
+from tba.models.pretrained import load_config
+from tba.runs.parts import check
+from tba.types import Batch
+from tba.weights import trained
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
+FULL, LORA = "full fine-tuning", "LoRA"
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--alone", choices=(FULL, LORA), help="print the peak memory of one side")
+    parser.add_argument("--rank", type=int, default=16)
+    options = parser.parse_args()
+    model = _measure.need_model(options)
+    if options.alone:
+        print(json.dumps(alone(model, options.alone, options.rank)))
+        return
+    trainers = {side: trainer(model, side, options.rank) for side in (LORA, FULL)}
+    batch = random_batch(model)
+    sides = {side: lambda t=t: t.step(batch, 0) for side, t in trainers.items()}
+    seconds = _measure.alternate(sides, options.repeats)
+    note = f"r {options.rank}, all linear layers; {PROMPTS} x {SAMPLES} x {RESPONSE} tokens"
+    rows = [
+        _measure.row("LoRA step", seconds[LORA], "s", seconds[FULL], peer_is=FULL, note=note),
+        memory(model, options),
+        published(trainers, note),
+    ]
+    _measure.record(__file__, rows, options)
+
+
+def memory(model: str, options: object) -> _measure.Row:
+    """Return the row of the peak memory of a process that takes two steps."""
+    peaks = {}
+    for side in (LORA, FULL):
+        command = [sys.executable, __file__, "--model", model, "--alone", side]
+        peaks[side] = _measure.run_json([*command, "--rank", str(options.rank)], 900)["bytes"]
+    ours, peer = (peaks[side] / 2**20 for side in (LORA, FULL))
+    note = "of the whole process" if DEVICE == "cpu" else "of the GPU"
+    return _measure.row("LoRA peak memory", ours, "MiB", peer, peer_is=FULL, note=note)
+
+
+def published(trainers: dict[str, SingleTrainer], note: str) -> _measure.Row:
+    """Return the row of the bytes of a publication beside those of the adapters."""
+    own = trainers[LORA].weights(version=1)
+    size = 2 if trainers[LORA].bf16_weights else 4
+    adapters = size * sum(p.numel() for p in trained(trainers[LORA].policy.model).values())
+    whole = trainers[FULL].weights(version=1).nbytes
+    note = f"{note}; full fine-tuning publishes {whole:,} bytes"
+    return _measure.row(
+        "LoRA published bytes", own.nbytes, "bytes", adapters, peer_is="adapters",
+        goal="ratio == 1", note=note,
+    )  # fmt: skip
+
+
+def alone(model: str, side: str, rank: int) -> dict[str, int]:
+    """Take two steps and return the peak memory of this process, or of its GPU."""
+    own, batch = trainer(model, side, rank), random_batch(model)
+    for step in range(2):
+        own.step(batch, step)
+    if DEVICE != "cpu":
+        return {"bytes": torch.cuda.max_memory_allocated()}
+    return {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def trainer(model: str, side: str, rank: int) -> SingleTrainer:
+    settings = [f"policy.model={model}"]
+    if side == LORA:
+        settings += [f"policy.lora.r={rank}", f"policy.lora.alpha={2 * rank}"]
+    return check(load(None, settings)).trainer(DEVICE)
+
+
+def random_batch(model: str) -> Batch:
+    """Return a batch of random tokens without padding."""
+    vocabulary = load_config(load(None, [f"policy.model={model}"]).policy).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    shape = (PROMPTS, SAMPLES, RESPONSE)
+    prompts = torch.randint(10, vocabulary, (PROMPTS, PROMPT), generator=generator)
+    logp = -torch.ones(shape)
+    return Batch(
+        prompt_tokens=prompts,
+        prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
+        tokens=torch.randint(10, vocabulary, shape, generator=generator),
+        mask=torch.ones(shape, dtype=torch.bool),
+        behavior_logp=logp,
+        ref_logp=logp,
+        reward=torch.randn(shape[:2], generator=generator),
+        value=torch.full(shape, torch.nan),
+    )
+
+
+if __name__ == "__main__":
+    main()

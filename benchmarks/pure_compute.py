@@ -1,0 +1,149 @@
+"""Pure compute: time to held-out sampled pass@1 .90 on the embedded task, beside TRL.
+
+    python benchmarks/pure_compute.py    # 20 minutes on two idle cores
+
+The bundled character-level model learns to carry, in fp32, 16 prompts x 16 answers a step. Nothing
+waits here: on two cores, asynchrony cannot win by computing more. Each side's learning rate comes
+from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. For
+`tb`, two values of beta are tried at the best rate. As in `reference_run.py`, weights are copied
+during the run and evaluated after it. Finished runs are lines of `runs/pure_compute.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from statistics import median
+
+import _measure
+from _runs import HERE, Best, Laboratory, read_runs, time_or_length, time_to_goal
+from _sums import RECIPES, Job, Side
+
+RUNS = HERE / "runs" / "pure_compute.jsonl"
+GOAL = RECIPES["arithmetic"].goal
+GRID = (5e-5, 1e-4, 2e-4)
+EDGES = 2
+SEEDS = 3
+SECONDS: dict[Side, float] = {"asynchronous": 60.0, "synchronous": 60.0, "trl": 90.0}
+RECENT = ("strategy=mixture", "strategy.recent=0.9", "strategy.reward=0.0")
+CASES: dict[str, tuple[Side, tuple[str, ...]]] = {
+    "tb": ("asynchronous", ("objective=tb", "objective.beta=0.05", *RECENT)),
+    "tb, synchronous": ("synchronous", ("objective=tb", "objective.beta=0.05", "strategy=recent")),
+    "dr_grpo": ("asynchronous", ("objective=dr_grpo", *RECENT)),
+    "TRL": ("trl", ("attn_implementation=eager",)),
+}
+VARIANTS = {"tb": (("objective.beta=0.02",), ("objective.beta=0.1",))}
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    lab = Arithmetic(options)
+    best = {case: search(lab, case) for case in options.cases}
+    if options.tiny:
+        print("a tiny run: nothing is kept")
+        return
+    for case, chosen in best.items():
+        for seed in range(1, SEEDS):
+            lab.run(lab.job_of(case, chosen.rate, seed, chosen.options))
+    _measure.record(__file__, rows_of(lab, best), options)
+    print(table(lab))
+
+
+class Arithmetic(Laboratory):
+    """Runs of the embedded task."""
+
+    def __init__(self, options):
+        super().__init__(options, RUNS)
+        self.tiny = options.tiny
+        from tba.models.pretrained import model_path
+
+        self.model, self.rows = model_path("bundled:arithmetic"), self.scratch / "rows"
+        write_sums(self.rows)
+
+    def job_of(self, case: str, rate: float, seed: int, options: tuple[str, ...]) -> Job:
+        side = CASES[case][0]
+        job = Job(
+            "arithmetic", side, self.model, str(self.rows), str(self.scratch / "run"), rate, seed,
+            seconds=SECONDS[side], every=2.0, options=options,
+        )  # fmt: skip
+        return replace(job, steps=2, every=0.1) if self.tiny else job
+
+
+def write_sums(folder: Path) -> None:
+    """Write the embedded task as rows, for TRL and for the evaluation."""
+    from tba.tasks.arithmetic import Arithmetic as Task
+
+    folder.mkdir(parents=True)
+    task = Task()
+    for name, prompts in (("train", task.prompts()), ("test", task.held_out())):
+        rows = [{"prompt": p.text, "answer": p.columns["answer"], "latency": 0.0} for p in prompts]
+        lines = [json.dumps(row) for row in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def search(lab: Arithmetic, case: str) -> Best:
+    """Return the rate and the options with which seed 0 is at the goal first."""
+    options = CASES[case][1]
+    times = {}
+
+    def measure(rate: float, options: tuple[str, ...] = options) -> float:
+        return time_to_goal(lab.run(lab.job_of(case, rate, 0, options)), GOAL)
+
+    for rate in GRID[1:2] if lab.tiny else GRID:
+        times[rate] = measure(rate)
+    for _ in range(0 if lab.tiny else EDGES):
+        best = min(times, key=times.__getitem__)
+        if min(times) < best < max(times):
+            break
+        further = best / 2 if best == min(times) else best * 2
+        times[further] = measure(further)
+    best = min(times, key=times.__getitem__)
+    variants = {options: times[best]}
+    for variant in () if lab.tiny else VARIANTS.get(case, ()):
+        more = (*options, *variant)
+        variants[more] = measure(best, more)
+    return Best(best, min(variants, key=variants.__getitem__))
+
+
+def rows_of(lab: Arithmetic, best: dict[str, Best]) -> list[_measure.Row]:
+    runs = read_runs(lab.path)
+    chosen = {}
+    for case, one in best.items():
+        own = [run for run in runs if run["side"] == CASES[case][0] and one.is_of(run)]
+        chosen[case] = own
+    if "TRL" not in chosen:
+        return []
+    peers = [time_or_length(run, GOAL) for run in chosen["TRL"]]
+    rows = []
+    for case, own in chosen.items():
+        if case == "TRL":
+            continue
+        if median(time_to_goal(run, GOAL) for run in own) == inf:
+            print(f"{case} did not reach {GOAL}: no row")
+            continue
+        ours = [time_or_length(run, GOAL) for run in own]
+        note = f"rate {best[case].rate:g}, TRL's {best['TRL'].rate:g}; {len(ours)} seeds"
+        name = f"pure compute, embedded task, {case}: time to sampled pass@1 .90"
+        goal = "ratio >= 1.5" if case == "tb" else None
+        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)
+        rows.append(row)
+    return rows
+
+
+def table(lab: Arithmetic) -> str:
+    """Return every run as a table."""
+    lines = ["| side | rate | options | seed | s to .90 | best score |", "|" + " --- |" * 6]
+    for run in read_runs(lab.path):
+        best = max(point["score"] for point in run["curve"])
+        seconds = f"{time_to_goal(run, GOAL):.1f}"
+        cells = [run["side"], f"{run['rate']:g}", " ".join(run["options"]), str(run["seed"])]
+        lines.append(f"| {' | '.join(cells)} | {seconds} | {best:.3f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

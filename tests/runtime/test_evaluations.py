@@ -1,0 +1,91 @@
+"""Evaluations are divided into pieces: done anywhere, in any order, they give the same scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from toy import toy_config
+
+from tba.learn.trainer import SingleTrainer
+from tba.runs.parts import Parts, check
+from tba.runtime.evaluations import Evaluations
+from tba.search.evaluate import evaluate_held_out, evaluate_piece, piece_count
+from tba.search.result import Evaluation
+from tba.search.searcher import Searcher
+from tba.weights import Sent
+
+PIECES = 4
+SETTINGS = ("task=toy.Ones", "eval.prompts=10", "eval.prompts_per_task=3", "eval.samples=5")
+
+
+@pytest.fixture
+def parts(toy_model: Path, tmp_path: Path) -> Parts:
+    return check(toy_config(toy_model, tmp_path, *SETTINGS, "eval.k=[1,5]"))
+
+
+@pytest.fixture
+def searchers(parts: Parts) -> list[Searcher]:
+    return [parts.search_setup().build("cpu", False) for _ in range(2)]
+
+
+def scores(evaluation: Evaluation) -> dict[str, float]:
+    return {name: value for name, value in evaluation.scores.items() if name != "seconds"}
+
+
+def test_scores_do_not_depend_on_who_does_which_piece(
+    parts: Parts, searchers: list[Searcher]
+) -> None:
+    """One is put back, and two evaluations are under way at once."""
+    setup = parts.search_setup()
+    assert piece_count(setup) == PIECES
+    whole = evaluate_held_out(searchers[0])
+    assert len(whole.examples) == 8
+    evaluations = Evaluations(setup)
+    evaluations.request(Sent(7, None))
+    evaluations.request(Sent(9, None))
+    pieces = []
+    while piece := evaluations.take():
+        pieces.append(piece)
+    assert [(p.weights.version, p.number) for p in pieces] == [
+        (version, number) for version in (7, 9) for number in range(PIECES)
+    ]
+    evaluations.put_back(pieces.pop(2))
+    pieces = [*reversed(pieces), evaluations.take()]
+    for i, piece in enumerate(pieces):
+        assert evaluations.running == (2 if i < PIECES else 1)
+        evaluations.done(piece, evaluate_piece(searchers[i % 2], piece.number))
+    newer, older = evaluations.collect()
+    assert (newer.version, older.version) == (9, 7)
+    assert scores(newer) == scores(older) == scores(whole)
+    assert newer.examples == older.examples == whole.examples
+    assert (evaluations.running, evaluations.take(), evaluations.collect()) == (0, None, [])
+
+
+def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[Searcher]) -> None:
+    """Prompts at the same place of two pieces are not sampled with the same numbers."""
+    setup = parts.search_setup()
+    first = setup.held_out[0]
+    same = replace(searchers[0], setup=replace(setup, held_out=(first,) * 6))
+    one, other = (evaluate_piece(same, number) for number in (0, 1))
+    assert one.greedy.length.tolist() == other.greedy.length.tolist()
+    assert one.kl is not None and other.kl is not None
+    assert one.kl.tolist() != other.kl.tolist()
+
+
+def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
+    parts: Parts, searchers: list[Searcher]
+) -> None:
+    trainer = parts.trainer("cpu")
+    assert isinstance(trainer, SingleTrainer)
+    searchers[1].reference.load_weights(trainer.weights(version=3))
+    evaluations = Evaluations(parts.search_setup())
+    evaluations.request(Sent(7, None))
+    while piece := evaluations.take():
+        evaluations.done(piece, evaluate_piece(searchers[piece.number == 2], piece.number))
+    (evaluation,) = evaluations.collect()
+    expected = scores(evaluate_held_out(searchers[0]))
+    assert not math.isnan(expected.pop("sampled_kl"))
+    assert scores(evaluation) == expected
