@@ -271,6 +271,10 @@ def record(script: str, rows: Sequence[Row], options: argparse.Namespace | None 
     others = [r for r in read(path) if r["script"] != own]
     kept = sorted(others + plain, key=lambda r: r["script"])  # stable: a script's own order stays
     path.write_text(json.dumps(kept, indent=1) + "\n")
+    if path == RESULTS:
+        from _report import write_page  # it reads the rows by this module
+
+        write_page()
 
 
 def read(path: Path = RESULTS) -> list[dict[str, Any]]:

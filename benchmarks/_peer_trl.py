@@ -6,6 +6,7 @@ here than SDPA), no KL term and so no reference model, the fused AdamW.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -31,6 +32,8 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     options = dict(option.split("=", 1) for option in job.options)
     attention = options.pop("attn_implementation", "eager")
+    if options.pop("memory", "") == "kept":
+        keep_memory()
     dtype = torch.bfloat16 if job.lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=dtype, attn_implementation=attention
@@ -84,6 +87,13 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
     for name, text in options.items():
         fields[name] = tomllib.loads(f"v = {text}")["v"]
     return GRPOConfig(**fields)
+
+
+def keep_memory() -> None:
+    """Let glibc use freed memory again, as this package does on the CPU."""
+    libc = ctypes.CDLL(None)
+    threshold, trim = -3, -1
+    assert libc.mallopt(threshold, 2**25) and libc.mallopt(trim, 2**31 - 1)
 
 
 def adapter() -> Any:

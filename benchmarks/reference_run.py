@@ -16,6 +16,7 @@ for all sides, so that no evaluation is timed. Every finished run is a line of `
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from math import inf
 from statistics import median
@@ -23,6 +24,7 @@ from statistics import median
 import _measure
 from _runs import (
     BASE,
+    HERE,
     SIDES,
     VARIANTS,
     Best,
@@ -34,10 +36,18 @@ from _runs import (
     time_or_length,
     time_to_goal,
 )
-from _sums import Side
+from _sums import Job, Side
 
 GRID = {False: (5e-6, 1e-5, 2e-5), True: (1.5e-4, 3e-4, 6e-4)}
 """Learning rates, without and with LoRA."""
+SPEED = HERE / "runs" / "trl_speed.jsonl"
+NEVER = 1e6
+SPEEDS = (
+    (("attn_implementation=eager",), ("attn_implementation=sdpa",)),
+    ((), ("memory=kept",)),
+    ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4")),
+)
+"""TRL's options that change the time of a step only; the best of each line stays for the next."""
 EDGES = 2
 """Times that a grid may be extended."""
 
@@ -89,18 +99,35 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
 
 def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
     """Return those of TRL's options that change the time of a step only, at their best."""
-    choices = ("eager", "sdpa")
-    batches = ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4"))
     if lab.options.tiny:
         return ()
-    steps = {}
-    for attention in choices:
-        for batch in batches:
-            options = (f"attn_implementation={attention}", *batch)
-            job = lab.job("trl", lora, GRID[lora][1], 0, options=options)
-            steps[options] = lab.seconds_a_step(job)
-            print(f"  TRL, {' '.join(options)}: {steps[options]:.1f} s a step", file=sys.stderr)
-    return min(steps, key=steps.__getitem__)
+    known = {tuple(r["options"]): r["s_a_step"] for r in read_runs(SPEED) if r["lora"] == lora}
+    best: tuple[str, ...] = ()
+    for choices in SPEEDS:
+        times = {}
+        for choice in choices:
+            options = (*best, *choice)
+            if options not in known:
+                job = lab.job("trl", lora, GRID[lora][1], 0, options=options)
+                known[options] = speed(lab, job)
+            times[options] = known[options]
+            print(f"  TRL, {' '.join(options)}: {times[options]:.1f} s a step", file=sys.stderr)
+        best = min(times, key=times.__getitem__)
+    return best
+
+
+def speed(lab: Sums, job: Job) -> float:
+    """Return the seconds of a step, and keep them; infinity if the options do not work here."""
+    try:
+        seconds = lab.seconds_a_step(job)
+    except RuntimeError as error:
+        print(f"  {' '.join(job.options)}: {error}", file=sys.stderr)
+        seconds = inf
+    SPEED.parent.mkdir(exist_ok=True)
+    with SPEED.open("a") as file:
+        row = {"lora": job.lora, "options": job.options, "s_a_step": min(seconds, NEVER)}
+        file.write(json.dumps(row) + "\n")
+    return seconds
 
 
 def keep(options: argparse.Namespace) -> None:

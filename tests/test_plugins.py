@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy import toy_config
 
 from tba.config.plugins import KINDS, Schedule, find, is_plugin, names, options_of, resolve
 from tba.objectives.tb import TrajectoryBalance
+from tba.runs.parts import check
 
 SHIPPED = [(kind, name) for kind in KINDS for name in names(kind)]
 
@@ -194,3 +196,13 @@ def test_what_ships_is_documented(kind: str, name: str) -> None:
         f"{cls.__name__}("
     )  # a dataclass without a docstring gets its signature
     json.dumps([o.default for o in options_of(cls).values() if not o.required])
+
+
+@pytest.mark.parametrize("settings", [("objective=grpo",), ("objective.importance_cap=2.0",)])
+def test_top_p_is_refused_for_objectives_that_compare_with_the_sampling_policy(
+    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    truncated = "sampling.top_p=0.9"
+    check(toy_config(tiny_model, tmp_path, truncated))  # tb does not
+    with pytest.raises(ValueError, match=r"top_p = 0\.9 .* set sampling\.top_p=1\.0, or use"):
+        check(toy_config(tiny_model, tmp_path, truncated, *settings))

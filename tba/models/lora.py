@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import load_config, load_model
+from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -58,6 +58,13 @@ def load_adapted(
         start = read_adapter(_folder(policy.lora.start))
         model.load_state_dict(start, strict=False)
         _load_frozen(model, start)
+    return model
+
+
+def empty_adapted(policy: PolicyTable) -> Any:
+    """Return the model with an adapter, but without weights: names and shapes only."""
+    model = load_empty_model(policy)
+    _inject(model, _settings(policy, model), TRAINED)
     return model
 
 
@@ -128,12 +135,8 @@ def merged(policy: PolicyTable, folder: Path) -> Any:
 
 def check_adapter(policy: PolicyTable) -> None:
     """ValueError if the model has no such layers, or if the adapter to start from does not fit."""
-    from transformers import AutoModelForCausalLM
-
     assert policy.lora is not None
-    with torch.device("meta"):  # names and shapes only
-        config, trusted = load_config(policy), policy.trust_remote_code
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    model = load_empty_model(policy)
     _check_targets(model, policy.lora)
     if policy.lora.start is not None:
         folder = _folder(policy.lora.start)

@@ -2,7 +2,8 @@
 
 An objective is a frozen dataclass. Its loss of a group depends on that group only, so that
 micro-batches cannot change the result. It may ask the trainer for parameters of its own (`Head`),
-and search for value estimates (`ValueRollouts`).
+and search for value estimates (`ValueRollouts`). It states whether it compares the policy with the
+one that sampled (`UsesBehavior`).
 """
 
 from dataclasses import dataclass
@@ -68,6 +69,18 @@ class NeedsValues(Protocol):
     def value_rollouts(self) -> ValueRollouts: ...
 
 
+@runtime_checkable
+class UsesBehavior(Protocol):
+    """An objective that may read `batch.behavior_logp`, the log-probs of the sampling policy.
+
+    Those must then be exact: search may not cut the distribution off by `sampling.top_p`.
+    """
+
+    @property
+    def uses_behavior(self) -> bool:
+        """Return whether the loss depends on these log-probs, with the objective's options."""
+
+
 def head_of(objective: Objective | HasHead) -> Head | None:
     """Return the head that the objective owns, if any."""
     return objective.head if isinstance(objective, HasHead) else None
@@ -76,3 +89,8 @@ def head_of(objective: Objective | HasHead) -> Head | None:
 def value_rollouts_of(objective: Objective | HasHead) -> ValueRollouts | None:
     """Return the value estimates that the objective needs from search, if any."""
     return objective.value_rollouts if isinstance(objective, NeedsValues) else None
+
+
+def uses_behavior(objective: Objective | HasHead) -> bool:
+    """Return whether the objective's loss depends on the log-probs of the sampling policy."""
+    return isinstance(objective, UsesBehavior) and objective.uses_behavior

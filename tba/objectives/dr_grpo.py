@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tba.objectives import Loss, PerToken
 from tba.objectives._terms import centred, penalised, positive
@@ -18,6 +19,7 @@ class DrGrpo:
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
     """
 
+    uses_behavior: ClassVar[bool] = True
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tba.objectives import Loss, PerToken
 from tba.objectives._terms import centred, penalised, positive
@@ -18,6 +19,7 @@ class Grpo:
     DeepSeekMath (arXiv 2402.03300), equation 3.
     """
 
+    uses_behavior: ClassVar[bool] = True
     beta: float = 0.04
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,7 @@ class Ppo:
     arXiv 2203.02155.
     """
 
+    uses_behavior: ClassVar[bool] = True
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

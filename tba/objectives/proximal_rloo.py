@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tba.objectives import Loss, PerToken
 from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio
@@ -16,6 +17,7 @@ class ProximalRloo:
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
 
+    uses_behavior: ClassVar[bool] = True
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -31,6 +31,10 @@ class Rloo:
     def __post_init__(self) -> None:
         positive(self, "importance_cap")
 
+    @property
+    def uses_behavior(self) -> bool:
+        return self.beta != 0 or self.importance != "none"
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(batch, self.beta)
         weight = importance(self.importance, logp, batch, self.importance_cap)

@@ -31,6 +31,10 @@ class TrajectoryBalance:
     def __post_init__(self) -> None:
         positive(self, "beta", "importance_cap", "log_ratio_clamp")
 
+    @property
+    def uses_behavior(self) -> bool:
+        return self.importance_cap is not None
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp
         kl = total((logp - batch.ref_logp).clamp(-bound, bound), batch)

@@ -32,6 +32,10 @@ class TBAPrime:
     def __post_init__(self) -> None:
         positive(self, "beta", "log_ratio_clamp", "importance_cap")
 
+    @property
+    def uses_behavior(self) -> bool:
+        return self.importance != "none"
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         bound = self.log_ratio_clamp
         kl = total((logp.detach() - batch.ref_logp).clamp(-bound, bound), batch)

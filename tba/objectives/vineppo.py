@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,7 @@ class VinePpo:
     rollouts of its own.
     """
 
+    uses_behavior: ClassVar[bool] = True
     beta: float = 1e-4
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -11,6 +11,7 @@ import torch
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import LoraTable
+from tba.engines import Checked
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import enable_gradient_checkpointing
@@ -23,7 +24,7 @@ from tba.models.pretrained import (
     load_text,
     place,
 )
-from tba.objectives import head_of, value_rollouts_of
+from tba.objectives import head_of, uses_behavior, value_rollouts_of
 from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
 from tba.search.searcher import SearchSetup
@@ -106,6 +107,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     config = with_defaults(config)
     plugins = resolve_all(config)
+    if isinstance(plugins.engine.cls, Checked):
+        plugins.engine.cls.check(config)
     objective = plugins.objective
     if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
         raise ValueError(
@@ -114,6 +117,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     task, text = build_task(plugins.task, memory), load_text(config.policy)
     prompts = task.prompts()
     _check_stop(config, text)
+    _check_top_p(config, objective)
     kept_back = task.held_out() if config.eval.prompts else []
     held_out, unused = kept_back[: config.eval.prompts], kept_back[config.eval.prompts :]
     if not prompts:
@@ -157,6 +161,18 @@ def _check_lora(config: Config) -> None:
             " engine.dtype"
         )
     check_adapter(config.policy)
+
+
+def _check_top_p(config: Config, objective: Plugin) -> None:
+    """ValueError if the objective needs log-probs that top-p sampling does not have."""
+    top_p = config.sampling.top_p
+    if top_p < 1 and any(uses_behavior(objective.at(s)) for s in (0, config.run.steps)):
+        raise ValueError(
+            f"sampling.top_p = {top_p} does not work with objective.use ="
+            f" {config.objective.use!r}, which compares the policy with the one that sampled: the"
+            " log-probs are those before top-p; set sampling.top_p=1.0, or use an objective"
+            " without this comparison, such as tb"
+        )
 
 
 def _check_stop(config: Config, text: Text) -> None:
