@@ -32,8 +32,13 @@ TRAINED, REFERENCE = "default", "reference"
 PREFIX = "base_model.model."
 """Beginning of the tensors' names in PEFT's files, which leave out the name of the adapter."""
 ALL = ("all-linear",)
-UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
+UNSUPPORTED = (
+    "alora_invocation_tokens", "alpha_pattern", "layer_replication", "use_bdlora", "use_dora",
+    "use_qalora", "use_rslora",
+)  # fmt: skip
 """Settings of PEFT with which the same tensors would compute something else."""
+STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
 
 
 def load_adapted(
@@ -165,8 +170,8 @@ def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
     """Put an adapter into the model and freeze everything but the one that is trained."""
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter
         inject_adapter_in_model(settings, model, name)
     for layer in _layers(model):
@@ -259,11 +264,14 @@ def _check_settings(folder: Path, lora: LoraTable) -> None:
                 f"policy.lora.{key} = {value}, but the adapter in {lora.start} has"
                 f" {name} = {given}; set policy.lora.{key}={given}"
             )
-    unsupported = [name for name in UNSUPPORTED if settings.get(name)]
-    if settings.get("peft_type") != "LORA" or unsupported:
+    problems = [name for name in UNSUPPORTED if settings.get(name)]
+    for name, known in (("peft_type", ("LORA",)), ("init_lora_weights", STARTS)):
+        if settings.get(name, known[0]) not in known:
+            problems.append(f"{name} = {settings[name]!r}")
+    if problems:
         raise ValueError(
             f"policy.lora.from = {lora.start!r}: not a plain LoRA adapter"
-            f" ({', '.join(unsupported) or settings.get('peft_type')}); give another one"
+            f" ({', '.join(problems)}); give another one"
         )
 
 
