@@ -4,7 +4,7 @@
 
 The bundled character-level model learns to carry, in fp32, 16 prompts x 16 answers a step. Nothing
 waits here: on two cores, asynchrony cannot win by computing more. Each side's learning rate comes
-from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. A few
+from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. Some
 options of `tb` and of TRL are tried at the best rate. As in `reference_run.py`, weights are copied
 during the run and evaluated after it. Finished runs are lines of `runs/pure_compute.jsonl`.
 """

@@ -41,7 +41,7 @@ SCRIPTS = (
     Script("training_step", 5),
     Script("publish", 2),
     Script("lora", 3),
-    Script("vllm", 6, environment=".venv-vllm"),
+    Script("vllm_engine", 6, environment=".venv-vllm"),
     Script("paced", 3),
     Script("searchers", 6),
     Script("replay", 2),
