@@ -22,6 +22,7 @@ from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Output, Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import (
     ADAPTER,
     SETTINGS,
@@ -31,7 +32,7 @@ from tba.models.lora import (
     reference_weights,
     write_adapter,
 )
-from tba.models.pretrained import enable_gradient_checkpointing, load_model
+from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.run import open_run, run
 from tba.runs import parts
@@ -135,7 +136,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_weights(
             pairs[weight] = a, b
     assert pairs
     outputs = []
-    for model, shared in ((adapted, path == "shared prompt"), (whole, False)):
+    for model, shared in ((adapted, path != "plain"), (whole, False)):
         policy = Policy(model, 0.7, share_prompt=shared, head=Head("response", 0.01))
         assert policy.readout is not None
         policy.readout.weight.data.fill_(0.1)
