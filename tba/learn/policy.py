@@ -14,7 +14,6 @@ from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
 
-
 NOISE_FP32, NOISE_BF16 = 0.01, 0.3
 """Mean differences of log-probs, in nats, that rounding may explain."""
 
