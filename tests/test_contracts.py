@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -415,13 +416,14 @@ def test_objective_survives_a_policy_far_away(
 
 
 @pytest.fixture(scope="module")
-def text(tiny_model: Path) -> Text:
-    return load_text(PolicyTable(model=str(tiny_model)))
+def text(wide_model: Path) -> Text:
+    return load_text(PolicyTable(model=str(wide_model)))
 
 
 ENGINE_OPTIONS = {
     "transformers": {"batch_size": 3},
     "scripted": {"latency": 0.02, "answers": ["0", "1", "6=12", "3=1+4="]},
+    "vllm": {"max_num_seqs": 3, "kv_cache_gib": 0.05},
 }
 """Options that divide the work of a call, or make it last."""
 
@@ -429,6 +431,8 @@ ENGINE_OPTIONS = {
 @pytest.fixture(params=names("engines"))
 def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
     """The engine of a model's folder."""
+    if request.param == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; make test-vllm runs this in another environment")
     plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, {}))
 
     def build(model: Path) -> Engine:
@@ -439,8 +443,8 @@ def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
 
 
 @pytest.fixture
-def make_engine(engine_of: Callable[[Path], Engine], tiny_model: Path) -> Callable[[], Engine]:
-    return lambda: engine_of(tiny_model)
+def make_engine(engine_of: Callable[[Path], Engine], wide_model: Path) -> Callable[[], Engine]:
+    return lambda: engine_of(wide_model)
 
 
 @pytest.fixture
@@ -449,9 +453,9 @@ def engine(make_engine: Callable[[], Engine]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def newer(tiny_model: Path) -> Weights:
+def newer(wide_model: Path) -> Weights:
     """Weights of version 4, far from those that an engine starts with."""
-    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    model = load_model(PolicyTable(model=str(wide_model)), torch.float32)
     packed = pack(model, version=4, bf16=False)
     rng = np.random.default_rng(0)
     moved = {name: array + rng.normal(0, 0.3, array.shape) for name, array in packed.arrays.items()}
@@ -505,7 +509,7 @@ def test_engine_ends_answers_with_eos_or_at_the_limit(
 @pytest.fixture(scope="module")
 def wordy_model(make_model: Callable[..., Path]) -> Path:
     """Model with tokens of several characters."""
-    return make_model(vocabulary=[*VOCABULARY, "+4=", "56", "6="])
+    return make_model(vocabulary=[*VOCABULARY, "+4=", "56", "6="], hidden_size=64, context=256)
 
 
 @pytest.mark.parametrize("stop", [("4",), ("1+",), ("6=", "=1")])
@@ -573,10 +577,10 @@ def test_engine_loads_weights_while_it_generates(
 
 
 def test_transformers_loads_weights_between_two_batches(
-    tiny_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
+    wide_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load waits for the batch that runs and goes before the next; random numbers continue."""
-    policy = PolicyTable(model=str(tiny_model))
+    policy = PolicyTable(model=str(wide_model))
     engine = Transformers(policy, text, "cpu", False, batch_size=3)
     whole = tokens(ask(engine, text, seed=1))
     generate, calls = engine._batch, itertools.count()
@@ -597,9 +601,9 @@ def test_transformers_loads_weights_between_two_batches(
     assert tokens(answers)[2] == whole[2]
 
 
-def test_transformers_samples_do_not_depend_on_the_batch(tiny_model: Path, text: Text) -> None:
+def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Text) -> None:
     """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
-    policy = PolicyTable(model=str(tiny_model))
+    policy = PolicyTable(model=str(wide_model))
     engines = [Transformers(policy, text, "cpu", False, batch_size=n) for n in (1, 3, 14, 256)]
     first, *others = [ask(engine, text, seed=1) for engine in engines]
     for other in others:

@@ -31,7 +31,7 @@ HEAVY = {
     "wandb": {"runs/log.py"},
     "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
     "peft": {"models/lora.py"},
-    "vllm": set(),
+    "vllm": {"engines/_vllm_api.py"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -57,12 +57,13 @@ def test_a_gap_that_stays_ends_the_run_with_a_checkpoint(
         assert run(with_options(given, max_logp_gap=2.0), resume=opened.folder).finished
 
 
-@pytest.mark.parametrize("lag", ["none", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.fault
+@pytest.mark.parametrize("lag", ["none", "1"])
 def test_a_searcher_process_is_restarted_once(tiny_model: Path, tmp_path: Path, lag: str) -> None:
     """Its first load goes wrong, that of its successor goes right, and then all go wrong."""
     local = wrong(tiny_model, tmp_path, right=(1,), latency=0.05)
-    lockstep = () if lag == "none" else (f"runtime.lag={lag}", "runtime.publish_every=1")
-    settings = ("run.steps=1000", "eval.prompts=0", *lockstep)
+    waits = "runtime.fresh=1" if lag == "none" else f"runtime.lag={lag}"
+    settings = ("run.steps=100", "eval.prompts=0", "runtime.publish_every=1", waits)
     other = test_ray.config(tiny_model, tmp_path / "run", *settings)
     with (
         open_run(other.model_copy(update={"engine": local.engine})) as opened,

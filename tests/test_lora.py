@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +22,20 @@ from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Output, Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import (
     ADAPTER,
     SETTINGS,
+    check_adapter,
     load_adapted,
     read_adapter,
     reference_weights,
     write_adapter,
 )
-from tba.models.pretrained import enable_gradient_checkpointing, load_model
+from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.run import open_run, run
+from tba.runs import parts
 from tba.runs.checkpoint import newest
 from tba.runs.offline import evaluate_run, export_run
 from tba.runs.parts import check
@@ -61,9 +65,9 @@ def policy_table(model: Path, **lora: Any) -> PolicyTable:
 
 def stepped(model: Path, folder: Path, *settings: str) -> tuple[SingleTrainer, Searcher, Batch]:
     """Return a trainer after two steps, a searcher before any update, and a batch."""
-    parts = check(small(model, folder, *settings))
-    trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
-    batch = collate(searcher.search(parts.prompts[:3], seed=0).groups)
+    run_parts = check(small(model, folder, *settings))
+    trainer, searcher = run_parts.trainer("cpu"), run_parts.search_setup().build("cpu", False)
+    batch = collate(searcher.search(run_parts.prompts[:3], seed=0).groups)
     for step in range(2):
         trainer.step(batch, step)
     return trainer, searcher, batch
@@ -132,7 +136,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_weights(
             pairs[weight] = a, b
     assert pairs
     outputs = []
-    for model, shared in ((adapted, path == "shared prompt"), (whole, False)):
+    for model, shared in ((adapted, path != "plain"), (whole, False)):
         policy = Policy(model, 0.7, share_prompt=shared, head=Head("response", 0.01))
         assert policy.readout is not None
         policy.readout.weight.data.fill_(0.1)
@@ -272,9 +276,9 @@ def exported(model: Path, folder: Path) -> Path:
 def test_an_adapter_to_start_from_is_the_reference(toy_model: Path, tmp_path: Path) -> None:
     start = exported(toy_model, tmp_path)
     config = small(toy_model, tmp_path / "next", f"policy.lora.from={start}")
-    parts = check(config)
-    trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
-    groups = searcher.search(parts.prompts[:3], seed=0).groups
+    run_parts = check(config)
+    trainer, searcher = run_parts.trainer("cpu"), run_parts.search_setup().build("cpu", False)
+    groups = searcher.search(run_parts.prompts[:3], seed=0).groups
     batch = collate(groups)
     torch.testing.assert_close(
         trainer.policy.logp(batch).detach(), batch.ref_logp, atol=1e-5, rtol=0
@@ -308,7 +312,23 @@ def test_an_adapter_that_does_not_fit_is_refused_first(
         check(config)
 
 
-def test_layers_that_the_model_lacks_are_refused(toy_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_computes_something_else_is_refused(
+    toy_model: Path, tmp_path: Path
+) -> None:
+    table = policy_table(toy_model, r=RANK, alpha=8)
+    trainer, _, _ = stepped(toy_model, tmp_path)
+    write_adapter(trainer.weights(version=2), table, tmp_path / "start")
+    settings = json.loads((tmp_path / "start" / SETTINGS).read_text())
+    for change in ({"use_rslora": True}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"}):
+        (tmp_path / "start" / SETTINGS).write_text(json.dumps({**settings, **change}))
+        (name,) = change
+        with pytest.raises(ValueError, match=f"not a plain LoRA adapter .*{name}"):
+            check_adapter(policy_table(toy_model, r=RANK, alpha=8, **{"from": f"{tmp_path}/start"}))
+
+
+def test_what_cannot_work_is_refused_first(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = 'policy.lora.target_modules=["q_proj", "w_proj"]'
     with pytest.raises(ValueError, match="no linear layer is called 'w_proj'; did you mean"):
         check(small(toy_model, tmp_path, setting))
@@ -317,6 +337,9 @@ def test_layers_that_the_model_lacks_are_refused(toy_model: Path, tmp_path: Path
     check(small(toy_model, tmp_path, "policy.lora.target_modules=0.self_attn.q_proj"))
     with pytest.raises(ValueError, match=r"engine\.dtype = 'fp32': .* remove engine\.dtype"):
         check(small(toy_model, tmp_path, "engine.dtype=fp32"))
+    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"policy\.lora needs PEFT: pip install peft"):
+        check(small(toy_model, tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT

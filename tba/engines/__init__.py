@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tba.config.schema import Config
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -36,6 +37,23 @@ class Engine(Protocol):
         Returns the mean absolute difference between the engine's and the trainer's log-probs of
         `weights.probe`, in nats, or None if there is nothing to compare.
         """
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An engine class with requirements that are checked before any process starts."""
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """ValueError, which says what to do, if the engine cannot work with this config."""
+
+
+@runtime_checkable
+class Drains(Protocol):
+    """Engine that lets running completions end before it loads newer weights."""
+
+    drained: float
+    """Seconds that newer weights have waited for that, in all."""
 
 
 @runtime_checkable

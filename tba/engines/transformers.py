@@ -1,6 +1,7 @@
 """Generation by Hugging Face transformers: any causal LM with attention, no server, any machine."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Transformers:
     batch_size: int = 256
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     version: int = field(default=0, init=False)
+    drained: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
@@ -69,7 +71,9 @@ class Transformers:
         return completions
 
     def load_weights(self, weights: Weights) -> float | None:
+        asked = time.perf_counter()
         with self._weights.alone(), self._precision():
+            self.drained += time.perf_counter() - asked
             load_weights(self.model, weights)
             self.version = weights.version
             return None if weights.probe is None else self._gap(weights.probe)

@@ -9,8 +9,9 @@ from tba.learn.policy import Policy
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import Probe
 
-PROMPT, RESPONSE = 144, 16
-"""Tokens of a probe. Its prompt is longer than a block of vLLM's cache, 128 tokens on a CPU."""
+PROMPT, RESPONSE = 129, 16
+"""Tokens of a probe. Its prompt is longer than a block of vLLM's cache, 128 tokens on a CPU; a
+longer one would cost more, because vLLM runs what follows the last block for every token."""
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import load_config, load_model
+from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -32,8 +32,13 @@ TRAINED, REFERENCE = "default", "reference"
 PREFIX = "base_model.model."
 """Beginning of the tensors' names in PEFT's files, which leave out the name of the adapter."""
 ALL = ("all-linear",)
-UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
+UNSUPPORTED = (
+    "alora_invocation_tokens", "alpha_pattern", "layer_replication", "use_bdlora", "use_dora",
+    "use_qalora", "use_rslora",
+)  # fmt: skip
 """Settings of PEFT with which the same tensors would compute something else."""
+STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
 
 
 def load_adapted(
@@ -58,6 +63,13 @@ def load_adapted(
         start = read_adapter(_folder(policy.lora.start))
         model.load_state_dict(start, strict=False)
         _load_frozen(model, start)
+    return model
+
+
+def empty_adapted(policy: PolicyTable) -> Any:
+    """Return the model with an adapter, but without weights: names and shapes only."""
+    model = load_empty_model(policy)
+    _inject(model, _settings(policy, model), TRAINED)
     return model
 
 
@@ -128,12 +140,8 @@ def merged(policy: PolicyTable, folder: Path) -> Any:
 
 def check_adapter(policy: PolicyTable) -> None:
     """ValueError if the model has no such layers, or if the adapter to start from does not fit."""
-    from transformers import AutoModelForCausalLM
-
     assert policy.lora is not None
-    with torch.device("meta"):  # names and shapes only
-        config, trusted = load_config(policy), policy.trust_remote_code
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    model = load_empty_model(policy)
     _check_targets(model, policy.lora)
     if policy.lora.start is not None:
         folder = _folder(policy.lora.start)
@@ -162,8 +170,8 @@ def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
     """Put an adapter into the model and freeze everything but the one that is trained."""
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter
         inject_adapter_in_model(settings, model, name)
     for layer in _layers(model):
@@ -256,11 +264,14 @@ def _check_settings(folder: Path, lora: LoraTable) -> None:
                 f"policy.lora.{key} = {value}, but the adapter in {lora.start} has"
                 f" {name} = {given}; set policy.lora.{key}={given}"
             )
-    unsupported = [name for name in UNSUPPORTED if settings.get(name)]
-    if settings.get("peft_type") != "LORA" or unsupported:
+    problems = [name for name in UNSUPPORTED if settings.get(name)]
+    for name, known in (("peft_type", ("LORA",)), ("init_lora_weights", STARTS)):
+        if settings.get(name, known[0]) not in known:
+            problems.append(f"{name} = {settings[name]!r}")
+    if problems:
         raise ValueError(
             f"policy.lora.from = {lora.start!r}: not a plain LoRA adapter"
-            f" ({', '.join(unsupported) or settings.get('peft_type')}); give another one"
+            f" ({', '.join(problems)}); give another one"
         )
 
 

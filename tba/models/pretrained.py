@@ -206,6 +206,16 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
     return model.eval()
 
 
+def load_empty_model(policy: PolicyTable) -> Any:
+    """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            load_config(policy), trust_remote_code=policy.trust_remote_code
+        )
+
+
 def place(model: Any, policy: PolicyTable, device: str) -> Any:
     """Move a model to its device, and give it the attention that is fast there.
 

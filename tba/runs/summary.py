@@ -56,7 +56,7 @@ class Tracker:
         self._last = time.perf_counter()
         self._searched: Mapping[str, float] = {}
         self._published = (0, 0.0)  # bytes and seconds until the last step
-        self._idle = 0.0
+        self._idle = self._drained = 0.0
 
     @property
     def seconds(self) -> float:
@@ -117,6 +117,7 @@ class Tracker:
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - seconds,
             "sync/adopted": stats.adopt_seconds,
+            "sync/drain": stats.seconds["drain"] - self._drained,
             "sync/bytes": stats.published_bytes - sent,
             "sync/logp_gap": stats.logp_gap,
             "searchers/restarts": stats.restarts,
@@ -124,7 +125,7 @@ class Tracker:
         }
         rare = {"reward/faulty": stats.faulty, "rollouts_generated": stats.rollouts}
         metrics |= {name: count for name, count in rare.items() if count}
-        self._last = now
+        self._last, self._drained = now, stats.seconds["drain"]
         self._published = stats.published_bytes, stats.publish_seconds
         self._spent.clear()
         return metrics
@@ -143,7 +144,7 @@ class Tracker:
     def resume(self, counts: Mapping[str, float], stats: SearchStats) -> None:
         """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._total.update(counts)
-        self._searched = dict(stats.seconds)
+        self._searched, self._drained = dict(stats.seconds), stats.seconds["drain"]
         self._published = stats.published_bytes, stats.publish_seconds
 
     def summary(

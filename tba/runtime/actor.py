@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from tba.engines import Drains
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
@@ -129,16 +130,22 @@ class SearcherActor:
         """Load these weights, unless the engine has them."""
         if weights.version == self._searcher.engine.version:
             return
-        started = time.perf_counter()
+        started, drained = time.perf_counter(), self._drained()
         try:
             gap = self._searcher.load_weights(self._transport.receive(weights))
         except LogpGapError as error:
             self._wrong = error
             raise
+        drained = self._drained() - drained
         with self._counting:
-            self._unreported.seconds["load_weights"] += time.perf_counter() - started
+            self._unreported.seconds["drain"] += drained
+            self._unreported.seconds["load_weights"] += time.perf_counter() - started - drained
             if gap is not None:
                 self._unreported.logp_gap = gap
+
+    def _drained(self) -> float:
+        engine = self._searcher.engine
+        return engine.drained if isinstance(engine, Drains) else 0.0
 
     def _refuse_wrong(self) -> None:
         """Raise the error of a failed weight update, also to searches that began before it."""

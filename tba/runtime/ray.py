@@ -110,6 +110,7 @@ class RaySearchers:
             self._stats.published_bytes += weights.nbytes
             self._stats.publish_seconds += time.monotonic() - published
             self._send_newest()
+            self._changed.notify_all()  # wakes the collector if it has nothing else to do
 
     def _fail(self, error: Exception) -> None:
         """End the run: the next call that waits or publishes raises the error."""

@@ -31,7 +31,8 @@ class SearchStats:
     """Counters of searches. A search returns one; runtimes add them up over a whole run.
 
     Seconds are summed over searchers, by what they were spent on: `generate`, `reward`,
-    `rollouts`, `reference`, `load_weights`, and `idle` between two tasks.
+    `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end, and
+    `idle` between two tasks.
     """
 
     samples: int = 0

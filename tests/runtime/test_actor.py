@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
-from tba.search.searcher import SearchSetup
+from tba.search.searcher import LogpGapError, SearchSetup
 from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Weights
 
@@ -139,6 +140,39 @@ def test_older_weights_are_never_loaded(
     threads.submit(actor.publish, weights(3)).result(SECONDS)
     threads.submit(actor.publish, weights(2)).result(SECONDS)
     assert steps.engine.version == 3
+
+
+@dataclass
+class WrongSteps(Steps):
+    """A searcher whose weight updates leave a gap."""
+
+    def load_weights(self, weights: Weights) -> float | None:
+        super().load_weights(weights)
+        raise LogpGapError(f"version {weights.version}")
+
+
+def test_a_wrong_searcher_returns_nothing_more(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Neither a search that began before the weight update, nor one after it."""
+    steps = WrongSteps()
+    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
+    assert actor.pid()
+    before = search(threads, actor, 0)
+    wait(steps.begun[0])
+    calls = [threads.submit(actor.publish, weights(3))]
+    wait_for(calls)
+    steps.ended[0].set()
+    calls += [before, search(threads, actor, 1), threads.submit(actor.publish, weights(4))]
+    for call in calls:
+        with pytest.raises(LogpGapError, match="version 3"):
+            call.result(SECONDS)
+
+
+def test_a_wrong_searcher_says_so_once_it_has_started() -> None:
+    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], Direct(), weights(5))
+    with pytest.raises(LogpGapError, match="version 5"):
+        actor.pid()
 
 
 def test_searches_end_with_the_reference_that_they_began_with(

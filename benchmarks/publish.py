@@ -1,0 +1,150 @@
+"""Measure a publication of weights: how long it blocks the trainer, and until it is adopted.
+
+    python benchmarks/publish.py            # a model in SmolLM2-135M's shape; two minutes, 6 GB
+    python benchmarks/publish.py --tiny     # a tiny one, in seconds
+
+A trainer with random weights publishes to one idle searcher process with the transformers engine,
+in fp32 and in bf16. The peer is publishing without a background: computing the probe's log-probs,
+converting and sending block the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from _measure import Row, arguments, progress, record, row
+from _shapes import SMOLLM2_135M, TINY, save_random
+
+from tba.config.schema import Config, load
+from tba.run import Run, open_run
+from tba.runtime.bind import bind_ray
+from tba.types import Group, Prompt, Trajectory, collate
+
+SECONDS = 60.0
+"""Deadline of every wait."""
+
+
+@dataclass
+class Measured:
+    """Seconds of every publication in one precision."""
+
+    megabytes: float = 0.0
+    blocked: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    adopted: list[float] = field(default_factory=list)
+    synchronous: list[float] = field(default_factory=list)
+
+    def rows(self, name: str) -> list[Row]:
+        name = f"publish {self.megabytes:.0f} MB {name}"
+        loaded = [a - s for a, s in zip(self.adopted, self.sent, strict=True)]
+        return [
+            row(
+                f"{name}: trainer blocked", self.blocked, "s", self.synchronous,
+                peer_is="without a background", goal="value <= 0.1",
+            ),
+            row(f"{name}: received and loaded by an idle searcher", loaded, "s",
+                goal="value <= 0.5", note="with the check of the log-probs"),
+            row(f"{name}: from publication until adopted", self.adopted, "s",
+                note="with the probe's log-probs on the trainer's side"),
+        ]  # fmt: skip
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    bind_ray(None)  # before `no_searches` imports Ray
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        save_random(model, TINY if options.tiny else SMOLLM2_135M)
+        for name, autocast in (("fp32", "off"), ("bf16", "bf16")):
+            given = config(model, Path(folder) / name, autocast)
+            with no_searches(), open_run(given) as run:
+                rows += measure(run, options.repeats).rows(name)
+    record(__file__, rows, options)
+
+
+def config(model: Path, folder: Path, autocast: str) -> Config:
+    settings = [f"policy.model={model}", f"run.folder={folder}", f"policy.autocast={autocast}"]
+    settings += ["task=arithmetic", "eval.prompts=0", "runtime.use=ray", "sampling.max_tokens=16"]
+    settings += ["sampling.samples=2", "trainer.batch_size=4", "trainer.group_size=2"]
+    return load(None, [*settings, "log.console=off", "log.tensorboard=false"])
+
+
+class no_searches:
+    """Let the searchers of a run be idle."""
+
+    def __enter__(self) -> None:
+        from tba.runtime.ray import RaySearchers
+
+        self._due = RaySearchers._due
+        RaySearchers._due = lambda _: 0  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        from tba.runtime.ray import RaySearchers
+
+        RaySearchers._due = self._due  # type: ignore[method-assign]
+
+
+def measure(run: Run, repeats: int) -> Measured:
+    """Take one step, which makes a probe, and publish: first once to warm up, then to measure."""
+    run.trainer.step(collate(groups()), 0)
+    measured = Measured()
+    for turn in range(-1, repeats):
+        blocked, sent, adopted = publish(run, version=turn + 2)
+        started = time.perf_counter()
+        weights = run.trainer.weights(version=0)
+        run.searchers._transport.send(weights)  # type: ignore[attr-defined]
+        synchronous = time.perf_counter() - started
+        measured.megabytes = weights.nbytes / 1e6
+        progress("blocked", turn + 1, repeats, blocked)
+        progress("adopted", turn + 1, repeats, adopted)
+        if turn >= 0:
+            measured.blocked.append(blocked)
+            measured.sent.append(sent)
+            measured.adopted.append(adopted)
+            measured.synchronous.append(synchronous)
+    return measured
+
+
+def publish(run: Run, version: int) -> tuple[float, float, float]:
+    """Return the seconds for which the trainer was blocked, until sent, and until adopted."""
+    searchers = run.searchers
+    before = searchers.stats
+    started = time.perf_counter()
+    searchers.publish(run.trainer, version)
+    blocked = time.perf_counter() - started
+    until(lambda: searchers.stats.published_bytes > before.published_bytes)
+    sent = searchers.stats.publish_seconds - before.publish_seconds
+    known = before.adopt_seconds
+    until(lambda: not math.isnan(now := searchers.stats.adopt_seconds) and now != known)
+    return blocked, sent, searchers.stats.adopt_seconds
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError("a publication did not arrive")
+        time.sleep(0.002)
+
+
+def groups() -> list[Group]:
+    """Return two groups of two responses: enough for a step."""
+    rng = np.random.default_rng(0)
+    made = []
+    for b in range(2):
+        tokens = [rng.integers(2, 14, 16).astype(np.int32) for _ in range(3)]
+        logp = np.full(16, -2.0, np.float32)
+        pair = tuple(Trajectory(t, logp, logp, float(b), 0, True) for t in tokens[1:])
+        made.append(Group(Prompt(str(b), "?"), tokens[0], pair))
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Continuous batching: one thread steps an engine, and calls of many threads share its batch."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from tba.types import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate; `sampling.samples` does not matter."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    eos_ids: Sequence[int]
+    scored: int | None = None
+    """Token whose log-prob is asked for, beside those of the tokens that are sampled."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A response, with the log-probs of its tokens."""
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    finished: bool
+    score: float
+    """Log-prob of the token that the request scores; NaN if it names none."""
+    cached: int
+    """Prompt tokens that the prefix cache held."""
+    switches: tuple[tuple[int, int], ...]
+    """Where newer weights took over: the place of the first token, and their version."""
+
+
+@runtime_checkable
+class Stepper(Protocol):
+    """An engine that generates one token of each running request at a time."""
+
+    def add(self, key: str, request: Request) -> None:
+        """Start a request."""
+
+    def step(self) -> Sequence[tuple[str, Output]]:
+        """Generate a token of each running request; return those that have ended."""
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """End these requests without a result."""
+
+
+@dataclass
+class _Call:
+    """Requests of one caller, and the outputs that have come so far."""
+
+    requests: Sequence[Request]
+    outputs: dict[int, Output] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.outputs) == len(self.requests)
+
+
+@dataclass
+class _Update:
+    """A change of the engine that waits until it may run."""
+
+    apply: Callable[[], None]
+    version: int
+    asked: float = field(default_factory=time.perf_counter)
+    waited: float | None = None
+    """Seconds that it waited for running requests, once it has been applied."""
+
+
+class Batch:
+    """The running batch of an engine, of at most `slots` requests.
+
+    A free slot goes to the request that has waited longest, whoever called, so that the batch is
+    full as long as there is work. An update waits until nothing runs, and nothing starts while it
+    waits, so that each request sees one state of the engine; with `in_flight` it is applied at
+    once. An exception of the engine is raised in every call, now and later.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Stepper],
+        slots: int,
+        in_flight: bool,
+        deadline: float,
+    ):
+        """Start the engine, in the thread that will step it."""
+        self.version = 0
+        self._slots, self._in_flight, self._deadline = slots, in_flight, deadline
+        self._changed = threading.Condition()  # guards everything below
+        self._waiting: deque[tuple[_Call, int]] = deque()
+        self._running: dict[str, tuple[_Call, int]] = {}
+        self._updates: deque[_Update] = deque()
+        self._aborted: list[str] = []
+        self._count = 0
+        self._failure: BaseException | None = None
+        self._engine: Stepper | None = None
+        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True, name="engine")
+        self._thread.start()
+        self._wait(lambda: self._engine is not None)
+
+    def run(self, requests: Sequence[Request], first: bool = False) -> list[tuple[Output, int]]:
+        """Return each request's output, and the version that began it; TimeoutError if it is late.
+
+        With `first`, the requests go before those that wait.
+        """
+        call = _Call(requests)
+        items = [(call, place) for place in range(len(requests))]
+        with self._changed:
+            if first:
+                self._waiting.extendleft(reversed(items))
+            else:
+                self._waiting.extend(items)
+            self._changed.notify_all()
+        try:
+            self._wait(lambda: call.complete)
+        except TimeoutError:
+            self._give_up(call)
+            raise
+        return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
+
+    def update(self, apply: Callable[[], None], version: int) -> float:
+        """Apply a change between two steps; return the seconds it waited for running requests."""
+        update = _Update(apply, version)
+        with self._changed:
+            self._updates.append(update)
+            self._changed.notify_all()
+        self._wait(lambda: update.waited is not None)
+        assert update.waited is not None
+        return update.waited
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()`; raise the failure of the engine, or TimeoutError."""
+
+        def over() -> bool:
+            return done() or self._failure is not None
+
+        with self._changed:
+            in_time = self._changed.wait_for(over, self._deadline)
+            failure = self._failure
+        if failure is not None:
+            raise RuntimeError(f"vLLM failed: {failure}") from failure
+        if not in_time:
+            limit = f"engine.deadline = {self._deadline:g} s"
+            raise TimeoutError(f"vLLM did not answer within {limit}; raise that setting")
+
+    def _give_up(self, call: _Call) -> None:
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] is not call)
+            keys = [key for key, (owner, _) in self._running.items() if owner is call]
+            self._aborted += keys
+            for key in keys:
+                del self._running[key]
+            self._changed.notify_all()
+
+    def _run(self, start: Callable[[], Stepper]) -> None:
+        """Run the engine's thread. Only this thread touches the engine."""
+        try:
+            engine = start()
+            with self._changed:
+                self._engine = engine
+                self._changed.notify_all()
+            while True:
+                self._turn(engine)
+        except BaseException as error:  # whoever waits must learn of it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _turn(self, engine: Stepper) -> None:
+        """Wait for work, apply an update or start requests, and make a step."""
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+            aborted, self._aborted = self._aborted, []
+            update = self._due_update()
+            begun = [] if update or self._updates else self._begin()
+        engine.abort(aborted)
+        if update is not None:
+            waited = time.perf_counter() - update.asked
+            update.apply()
+            with self._changed:
+                update.waited, self.version = waited, update.version
+                self._changed.notify_all()
+            return
+        for key, request in begun:
+            engine.add(key, request)
+        ended = engine.step() if self._running else []
+        if ended:
+            with self._changed:
+                self._deliver(ended)
+                self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._updates or self._aborted)
+
+    def _due_update(self) -> _Update | None:
+        if self._updates and (self._in_flight or not self._running):
+            return self._updates.popleft()
+        return None
+
+    def _begin(self) -> list[tuple[str, Request]]:
+        """Give the free slots to the requests that have waited longest."""
+        begun = []
+        while self._waiting and len(self._running) < self._slots:
+            call, place = self._waiting.popleft()
+            key, self._count = str(self._count), self._count + 1
+            self._running[key] = call, place
+            call.versions[place] = self.version
+            begun.append((key, call.requests[place]))
+        return begun
+
+    def _deliver(self, ended: Sequence[tuple[str, Output]]) -> None:
+        for key, output in ended:
+            if key in self._running:  # else it was given up
+                call, place = self._running.pop(key)
+                call.outputs[place] = output

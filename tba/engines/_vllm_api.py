@@ -1,0 +1,286 @@
+"""vLLM 0.26 to 0.32: the only file that imports it, and the place of what differs between versions.
+
+It is imported in the process that generates, once the environment is prepared.
+"""
+
+import math
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.sample import sampler
+
+from tba.engines._batch import Output, Request
+from tba.weights import as_tensor
+
+VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+LABELS_TOKENS = VERSION >= (0, 32)
+"""Whether outputs say which of their tokens were sampled from which weights."""
+SELF_CONTAINED = "tba"
+"""Name of our own backend of vLLM's weight transfer."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can make room."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the engine, as vLLM names them."""
+
+    model: str
+    trust_remote_code: bool
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    enforce_eager: bool
+    lora_rank: int | None
+    """Rank of the adapters; None: the weights themselves are updated."""
+    gpu: int
+    """Index of the GPU, if the engine runs on a single one."""
+    deadline: float
+
+    def arguments(self) -> EngineArgs:
+        one_process, rank = self.tensor_parallel_size == 1, self.lora_rank or 1
+        return EngineArgs(
+            model=self.model,
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=self.enforce_eager,
+            enable_lora=self.lora_rank is not None,
+            max_lora_rank=min(room for room in LORA_RANKS if room >= rank),
+            max_loras=2,  # the newest, and the one with which requests are running
+            max_cpu_loras=8,
+            distributed_executor_backend=InProcess if one_process else "mp",
+            weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
+            worker_extension_cls=f"{__name__}.Worker",
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # not the model's own sampling parameters
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+
+
+class Engine:
+    """vLLM's engine. It belongs to the thread that creates it."""
+
+    def __init__(self, options: Options):
+        InProcess.gpu = options.gpu
+        if current_platform.is_cpu():
+            sampler.batched_count_greater_than = _count_at_least  # it would be compiled, slowly
+        with _undisturbed():
+            self._engine = LLMEngine.from_engine_args(options.arguments())
+        self._deadline = options.deadline
+        self._requests: dict[str, tuple[int | None, LoRARequest | None]] = {}
+        """Requests that run: the token that each scores, and its adapter."""
+        self._adapters: list[LoRARequest] = []
+        """Adapters that vLLM has, the newest last."""
+        self._numbered = 0
+        self._call("init_weight_transfer_engine", {"init_info": {}})
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return int(self._engine.vllm_config.cache_config.block_size)
+
+    def add(self, key: str, request: Request) -> None:
+        adapter = self._adapters[-1] if self._adapters else None
+        prompt, parameters = tokens_input(list(request.prompt)), _parameters(request)
+        self._engine.add_request(key, prompt, parameters, lora_request=adapter)
+        self._requests[key] = request.scored, adapter
+
+    def step(self) -> list[tuple[str, Output]]:
+        with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it then replaces
+            results = self._engine.step()
+        ended = [each for each in results if each.finished]
+        return [(each.request_id, self._output(each)) for each in ended]
+
+    def abort(self, keys: Sequence[str]) -> None:
+        if keys:
+            self._engine.abort_request(list(keys))
+        for key in keys:
+            del self._requests[key]
+
+    def load(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
+        """Load all weights, and forget what the old ones computed, for running requests as well."""
+        self._call("start_weight_update")
+        self._call("update_weights", {"update_info": {"arrays": dict(arrays)}})
+        self._call("finish_weight_update")
+        if LABELS_TOKENS:
+            self._engine.set_weight_version(str(version))
+        if not self.reset_cache():
+            raise RuntimeError("the prefix cache could not be reset after a weight update")
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Begin later requests with the adapter in this folder, which is removed with the adapter.
+
+        Requests that run keep theirs, and adapters that none of them has are unloaded. The prefix
+        cache needs no reset, because the name of the adapter is part of its keys.
+        """
+        self._numbered += 1
+        adapter = adapter_request(self._numbered, version, folder)
+        in_use = {used for _, used in self._requests.values()}
+        for old in [each for each in self._adapters if each not in in_use]:
+            self._engine.remove_lora(old.lora_int_id)
+            shutil.rmtree(old.lora_path)
+            self._adapters.remove(old)
+        self._engine.add_lora(adapter)
+        self._adapters.append(adapter)
+
+    def reset_cache(self) -> bool:
+        """Empty the prefix cache. Running requests compute their tokens again."""
+        return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+
+    def _call(self, method: str, arguments: dict[str, Any] | None = None) -> None:
+        self._engine.collective_rpc(method, timeout=self._deadline, kwargs=arguments)
+
+    def _output(self, result: Any) -> Output:
+        (one,) = result.outputs
+        if one.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"a request ended with {one.finish_reason!r}")
+        flat, (scored, _) = one.logprobs, self._requests.pop(result.request_id)
+        logp = np.array(flat.logprobs, np.float32)
+        spans = one.weight_versions if LABELS_TOKENS else []
+        return Output(
+            tokens=np.array(one.token_ids, np.int32),
+            logp=logp[flat.start_indices],  # at each place, that of the sampled token comes first
+            finished=one.finish_reason == "stop",
+            score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
+            cached=int(result.num_cached_tokens or 0),
+            switches=tuple((span.start, int(span.version)) for span in spans[1:]),
+        )
+
+
+class InProcess(UniProcExecutor):
+    """Runs the model in this process, and opens no port for it."""
+
+    gpu = 0
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        path = Path(tempfile.mkdtemp(prefix="tba_vllm_")) / "store"
+        return path.as_uri(), 0, self.gpu
+
+
+class Worker:
+    """Empty extension of vLLM's workers; its name makes their processes import this file."""
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    """Nothing to agree on: the arrays come with the update."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """Arrays of `tba.weights.Weights`, by their names in a checkpoint."""
+
+    arrays: dict[str, np.ndarray]
+
+
+class Arrays(WeightTransferEngine[Init, Update]):
+    """Receives weights as arrays, which vLLM then loads like those of a checkpoint."""
+
+    init_info_cls, update_info_cls = Init, Update
+
+    def init_transfer_engine(self, init_info: Init) -> None: ...
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # not the inherited method, which waits for an accelerator even if there is none
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Update) -> None:
+        self.model.load_weights(_tensors(update_info.arrays))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None: ...
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Do nothing; the method is abstract in 0.26 and 0.27."""
+
+
+WeightTransferEngineFactory.register_engine(SELF_CONTAINED, Arrays)
+
+
+def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
+    """Return the adapter with a name of its own: vLLM would take an older one of the same name."""
+    return LoRARequest(f"version {version}, number {number}", number, str(folder))
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, array in arrays.items():
+        yield name, as_tensor(array)
+
+
+def _parameters(request: Request) -> SamplingParams:
+    sampling = request.sampling
+    scored = [] if request.scored is None else [request.scored]
+    return SamplingParams(
+        temperature=sampling.temperature,
+        seed=request.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(request.eos_ids),
+        ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        logprobs=len(scored),  # beside that of the sampled token
+        logprob_token_ids=scored or None,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return how many numbers of each row are at least the row's value: a token's rank."""
+    return (x >= values).sum(-1)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Undo what vLLM does to the process: it seeds generators, and replaces a torch function."""
+    set_num_threads = torch.set_num_threads
+    set_num_threads(torch.get_num_threads())  # a thread has a number of its own
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(python)
+        np.random.set_state(numpy)

