@@ -268,6 +268,15 @@ def test_samples_follow_the_distribution(wide_model: Path) -> None:
 
 
 @installed
+def test_more_prompt_tokens_than_a_step_takes(wide_model: Path) -> None:
+    """On a CPU no prompt may be computed in pieces, because its seed could not be rewound."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 14, 200).astype(np.int32) for _ in range(30)]
+    groups = start(wide_model).generate(prompts, Sampling(2, 1.0, 3), seed=1)
+    assert [len(group) for group in groups] == [2] * 30
+
+
+@installed
 def test_replaced_probe_tokens_do_not_hide_a_gap(wide_model: Path) -> None:
     engine, policy = start(wide_model), moved_policy(wide_model, 1)
     weights = weights_of(policy, 1)

@@ -68,6 +68,7 @@ class Options:
 
     def arguments(self) -> EngineArgs:
         one_process, rank = self.tensor_parallel_size == 1, self.lora_rank or 1
+        on_cpu = current_platform.is_cpu()
         return EngineArgs(
             model=self.model,
             trust_remote_code=self.trust_remote_code,
@@ -78,6 +79,9 @@ class Options:
             gpu_memory_utilization=self.gpu_memory_utilization,
             tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=self.enforce_eager,
+            # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
+            enable_chunked_prefill=False if on_cpu else None,
+            max_num_batched_tokens=max(2048, self.max_model_len) if on_cpu else None,
             enable_lora=self.lora_rank is not None,
             max_lora_rank=min(room for room in LORA_RANKS if room >= rank),
             max_loras=2,  # the newest, and the one with which requests are running
