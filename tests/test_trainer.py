@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tba.learn.policy
 import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite
 from tba.learn.trainer import SingleTrainer, learning_rate
+from tba.models.cache import select
 from tba.runs.parts import check
 from tba.types import Batch, Group, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
@@ -87,6 +89,32 @@ def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
         longest += drawn.mask.numel()
     assert padding / tokens < 0.1
     assert 1 - (tokens - padding) / longest > 0.5
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_cache_that_computes_something_else_is_reported_once(
+    tiny_model: Path,
+    batch: Batch,
+    broken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def misplaced(cache: Any, rows: torch.Tensor) -> Any:
+        selected = select(cache, rows)
+        for layer in selected.layers:
+            layer.values = layer.values.roll(1, 2)
+        return selected
+
+    if broken:
+        monkeypatch.setattr(tba.learn.policy, "select", misplaced)
+    t = trainer(tiny_model)
+    for weights in t.policy.model.parameters():
+        weights.data *= 8  # else a random model attends to everything alike
+    for step in range(2):
+        t.step(batch, step)
+    reports = [r for r in caplog.records if "shared prompt" in r.message]
+    assert len(reports) == broken
+    assert all("policy.share_prompt=false" in r.message for r in reports)
 
 
 @dataclass(frozen=True)

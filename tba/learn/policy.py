@@ -1,5 +1,6 @@
 """A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,11 @@ from tba.models.cache import select
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
+
+NOISE_FP32, NOISE_BF16 = 0.01, 0.3
+"""Mean differences of log-probs, in nats, that rounding may explain."""
+
+log = logging.getLogger(__name__)
 
 
 class Output(NamedTuple):
@@ -66,6 +72,24 @@ class Policy(nn.Module):
     def logp(self, batch: TokenBatch) -> Float[Tensor, "B K T"]:
         output: Output = self(batch)
         return output.logp
+
+    @torch.no_grad()
+    def check_shared_prompt(self, batch: TokenBatch) -> None:
+        """Warn if log-probs of the first responses change when their prompts are not shared."""
+        if not self.share_prompt:
+            return
+        few = batch.slice(slice(0, 2)).groups(range(min(2, len(batch))))
+        shared = self.logp(few)
+        self.share_prompt = False
+        plain = self.logp(few)
+        self.share_prompt = True
+        gap = float((shared - plain).abs().sum() / few.mask.sum())
+        if not gap <= (NOISE_BF16 if self.autocast else NOISE_FP32):
+            log.warning(
+                "log-probs with a shared prompt differ by %.3g nats on average from those without:"
+                " the model's cache computes something else; set policy.share_prompt=false",
+                gap,
+            )
 
     def forward(self, batch: TokenBatch) -> Output:
         """Return log-probability and entropy at each response token, and the head's output.

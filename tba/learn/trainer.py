@@ -60,6 +60,8 @@ class SingleTrainer:
         started = time.perf_counter()
         _check_finite(batch, step)
         objective = self.objective.at(step)
+        if self._probe is None:  # the first step of this process
+            self.policy.check_shared_prompt(batch)
         self.optimizer.zero_grad(set_to_none=True)
         chunks = list(batch.chunks(self.settings.token_budget))
         metrics = _mean([self._backward(chunk, objective, len(batch)) for chunk in chunks])

@@ -125,10 +125,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if config.policy.lora is not None:
         _check_lora(config)
     tokens = text.encode_all([*prompts, *held_out], config.sampling.max_tokens)
-    longest = max(map(len, tokens)) + config.sampling.max_tokens
-    if config.policy.attention == "auto" and longest > EAGER_TOKENS:
-        policy = config.policy.model_copy(update={"attention": "sdpa"})
-        config = config.model_copy(update={"policy": policy})
+    config = _with_attention(config, longest=max(map(len, tokens)) + config.sampling.max_tokens)
     others = [*tokens[len(prompts) :], *map(text.encode, unused)]
     seen = {ids.tobytes() for ids in others}  # prompts as the model sees them
     shared = [p for p, ids in zip(prompts, tokens, strict=False) if ids.tobytes() in seen]
@@ -146,6 +143,14 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     parts = Parts(config, task, strategy, objective, selection, text, prompts, held_out, functions)
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
+
+
+def _with_attention(config: Config, longest: int) -> Config:
+    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager."""
+    if config.policy.attention != "auto" or longest <= EAGER_TOKENS:
+        return config
+    policy = config.policy.model_copy(update={"attention": "sdpa"})
+    return config.model_copy(update={"policy": policy})
 
 
 def _check_lora(config: Config) -> None:

@@ -1,0 +1,234 @@
+"""Measure a training step beside the optimisation phase of TRL's GRPOTrainer.
+
+    python benchmarks/training_step.py --model FOLDER
+
+Both sides learn from the same 4 x 16 responses of 64 tokens to prompts of 100, in fp32 weights with
+bf16 autocast, clip gradients and take a step of the fused AdamW. Each side is a process of its own
+(peak memory); they take turns. TRL runs with eager attention, which is its fastest on a CPU. The
+gradients are compared in fp32 with those of the plain path: each prompt run with each response, no
+chunks of the head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _measure
+import _shapes
+import torch
+from _environment import bench_python, common_variables
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+STEPS = 3
+"""Steps of a process; the first is warm-up."""
+
+
+def main() -> None:
+    parser = _measure.arguments(__doc__)
+    parser.add_argument("--alone", choices=("ours", "trl", "gradients"), help="measure one side")
+    options = parser.parse_args()
+    if options.tiny:
+        folder = Path(tempfile.mkdtemp(prefix="tba-"))
+        _shapes.save_random(folder, _shapes.TINY)
+        options.model, options.repeats = str(folder), 1
+    model = _measure.need_model(options)
+    if options.alone == "gradients":
+        print(json.dumps({"difference": gradient_difference(model)}))
+    elif options.alone:
+        side = ours if options.alone == "ours" else trl
+        print(json.dumps(alone(side(model))))
+    else:
+        compare(model, options)
+
+
+def compare(model: str, options: Any) -> None:
+    """Let both sides take turns, and record the rows."""
+    python = bench_python()
+    commands = {}
+    for side in ("ours", "trl"):
+        commands[side] = [python, __file__, "--model", model, "--alone", side]
+    results = _measure.in_turns(commands, options.repeats, 900, common_variables())
+
+    def column(side: str, name: str) -> list[float]:
+        return [result[name] for result in results[side]]
+
+    shape = f"{PROMPTS} x {SAMPLES} x {RESPONSE} tokens, prompts of {PROMPT}, {DEVICE}"
+    command = [python, __file__, "--model", model, "--alone", "gradients"]
+    difference = _measure.run_json(command, 900, common_variables())["difference"]
+    rows = [
+        _measure.row(
+            "training step", column("ours", "seconds"), "s", column("trl", "seconds"),
+            peer_is="TRL's optimisation phase", goal="ratio >= 2", note=shape, fewer=options.tiny,
+        ),
+        _measure.row(
+            "training step, peak memory", column("ours", "bytes"), "bytes", column("trl", "bytes"),
+            peer_is="TRL", ratio_is="ours / peer", goal="ratio <= 0.6",
+            note="of the whole process" if DEVICE == "cpu" else "of the GPU", fewer=options.tiny,
+        ),
+        _measure.row(
+            "gradients beside the plain path, fp32", difference, "relative",
+            goal="value <= 1e-5", note="|difference| / |gradient|, the worst parameter",
+        ),
+    ]  # fmt: skip
+    _measure.record(__file__, rows, options)
+
+
+def alone(step: Callable[[], None]) -> dict[str, float]:
+    """Take steps, and return the seconds of the fastest after the first, and the peak memory."""
+    seconds = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        step()
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if DEVICE != "cpu":
+        peak = torch.cuda.max_memory_allocated()
+    return {"seconds": min(seconds[1:]), "bytes": peak}
+
+
+def ours(model: str) -> Callable[[], None]:
+    from tba.config.schema import load
+    from tba.runs.parts import check
+    from tba.runtime.placement import reuse_memory
+
+    reuse_memory()
+    settings = [
+        f"policy.model={model}", "policy.autocast=bf16", f"sampling.max_tokens={RESPONSE}",
+        f"trainer.group_size={SAMPLES}", f"trainer.batch_size={PROMPTS * SAMPLES}",
+        "trainer.learning_rate=1e-6", "objective=dr_grpo",
+    ]  # fmt: skip
+    trainer = check(load(None, settings)).trainer(DEVICE)
+    batch = random_batch(model)
+    return lambda: _discard(trainer.step(batch, 0))
+
+
+def _discard(value: Any) -> None:
+    """Ignore a value."""
+
+
+def trl(model: str) -> Callable[[], None]:
+    """Return the part of GRPOTrainer's step that follows generation and scoring."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    if DEVICE == "cpu":
+        keep_memory()
+    attention = "eager" if DEVICE == "cpu" else "sdpa"
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation=attention
+    )
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-"), learning_rate=1e-6, optim="adamw_torch_fused",
+        per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+        max_completion_length=RESPONSE, loss_type="dr_grpo", scale_rewards="none", beta=0.0,
+        bf16=True, gradient_checkpointing=False, use_cpu=DEVICE == "cpu", max_steps=10,
+        report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        loaded,
+        lambda completions, **_: [0.0] * len(completions),
+        arguments,
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * 64),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.create_optimizer_and_scheduler(10)
+    wrapped, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    wrapped.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trl_inputs(model)
+
+    def step() -> None:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(wrapped, inputs)
+        trainer.accelerator.backward(loss)
+        trainer.accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def keep_memory() -> None:
+    """Let glibc use freed memory again, as this package does on the CPU."""
+    libc = ctypes.CDLL(None)
+    threshold, trim = -3, -1
+    assert libc.mallopt(threshold, 2**25) and libc.mallopt(trim, 2**31 - 1)
+
+
+def trl_inputs(model: str) -> dict[str, torch.Tensor]:
+    """Return the same batch as GRPOTrainer has it after generation."""
+    batch = random_batch(model)
+    advantages = batch.reward - batch.reward.mean(1, keepdim=True)
+    inputs = {
+        "prompt_ids": batch.prompt_tokens.repeat_interleave(SAMPLES, 0),
+        "prompt_mask": batch.prompt_mask.long().repeat_interleave(SAMPLES, 0),
+        "completion_ids": batch.tokens.flatten(0, 1),
+        "completion_mask": batch.mask.long().flatten(0, 1),
+        "advantages": advantages.flatten(),
+        "num_items_in_batch": batch.mask.sum(),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+
+
+def gradient_difference(model: str) -> float:
+    """Return the largest relative difference of a parameter's gradient from the plain path's."""
+    from tba.config.tables import PolicyTable
+    from tba.learn.policy import Policy
+    from tba.models.pretrained import load_model, place
+
+    table = PolicyTable(model=model)
+    loaded = place(load_model(table, torch.float32), table, DEVICE)
+    batch = random_batch(model).groups([0]).slice(slice(0, 4))
+    slope = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for path in (Policy(loaded, 1.0), Policy(loaded, 1.0, share_prompt=False)):
+        if not path.share_prompt:
+            loaded.get_output_embeddings().register_forward_hook(_ignore)
+        loaded.zero_grad()
+        (path.logp(batch) * slope.to(DEVICE)).sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in loaded.named_parameters()})
+    ours, plain = gradients
+    return max(float((ours[n] - plain[n]).norm() / plain[n].norm()) for n in plain)
+
+
+def _ignore(*_: Any) -> None:
+    """Make the head run as a module, whose gradient autograd computes."""
+
+
+def random_batch(model: str) -> Any:
+    """Return a batch of random tokens without padding."""
+    from tba.config.tables import PolicyTable
+    from tba.models.pretrained import load_config
+    from tba.types import Batch
+
+    vocabulary = load_config(PolicyTable(model=model)).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    shape = (PROMPTS, SAMPLES, RESPONSE)
+    prompts = torch.randint(10, vocabulary, (PROMPTS, PROMPT), generator=generator)
+    logp = -torch.ones(shape)
+    return Batch(
+        prompt_tokens=prompts,
+        prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
+        tokens=torch.randint(10, vocabulary, shape, generator=generator),
+        mask=torch.ones(shape, dtype=torch.bool),
+        behavior_logp=logp,
+        ref_logp=logp,
+        reward=torch.randn(shape[:2], generator=generator),
+        value=torch.full(shape, torch.nan),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
