@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 RUNS = HERE / "runs" / "reference_run.jsonl"
 SIDES: tuple[Side, ...] = ("asynchronous", "synchronous", "trl")
 SECONDS: dict[Side, float] = {"asynchronous": 150.0, "synchronous": 200.0, "trl": 480.0}
-EVERY: dict[Side, float] = {"asynchronous": 8.0, "synchronous": 12.0, "trl": 30.0}
+EVERY: dict[Side, float] = {"asynchronous": 12.0, "synchronous": 15.0, "trl": 35.0}
 OURS = ("objective=tb", "objective.beta=0.02", "strategy.recent=0.9", "strategy.reward=0.0")
 BASE: dict[Side, tuple[str, ...]] = {
     "asynchronous": OURS,

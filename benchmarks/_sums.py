@@ -1,7 +1,8 @@
 """The reference run, as both sides run it: sums of two numbers, their reward, a slow judge.
 
 SmolLM2-135M-Instruct answers questions such as "... 53 + 96 =" in at most 8 tokens. A response
-ends with its first newline; it is right if its first line is the answer.
+ends with its first newline; it is right if its first line is the answer, with a full stop or not.
+Before training, .22 of the sampled answers and .49 of the greedy ones are right.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Return whether the first line is the answer."""
-    return completion.partition("\n")[0].strip() == answer
+    """Return whether the first line is the answer. A full stop after it is no mistake."""
+    return completion.partition("\n")[0].strip().rstrip(".") == answer
 
 
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:

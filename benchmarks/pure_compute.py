@@ -4,8 +4,8 @@
 
 The bundled character-level model learns to carry, in fp32, 16 prompts x 16 answers a step. Nothing
 waits here: on two cores, asynchrony cannot win by computing more. Each side's learning rate comes
-from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. For
-`tb`, two values of beta are tried at the best rate. As in `reference_run.py`, weights are copied
+from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. Some
+options of `tb` and of TRL are tried at the best rate. As in `reference_run.py`, weights are copied
 during the run and evaluated after it. Finished runs are lines of `runs/pure_compute.jsonl`.
 """
 
@@ -34,7 +34,17 @@ CASES: dict[str, tuple[Side, tuple[str, ...]]] = {
     "dr_grpo": ("asynchronous", ("objective=dr_grpo", *RECENT)),
     "TRL": ("trl", ("attn_implementation=eager",)),
 }
-VARIANTS = {"tb": (("objective.beta=0.02",), ("objective.beta=0.1",))}
+VARIANTS = {
+    "tb": (
+        ("objective.beta=0.02",),
+        ("objective.beta=0.1",),
+        ("strategy.recent=1.0",),
+        ("objective.importance_cap=1.0",),
+        ("runtime.prompts_per_task=4",),
+    ),
+    "TRL": (('scale_rewards="none"',), ("num_iterations=2",)),
+}
+"""Options that are tried at the best rate."""
 
 
 def main() -> None:

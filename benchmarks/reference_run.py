@@ -1,6 +1,6 @@
 """Time to held-out sampled .50 on the reference run: asynchronous, synchronous, and TRL.
 
-    python benchmarks/reference_run.py --parts full    # two hours and a half on two idle cores
+    python benchmarks/reference_run.py --parts full    # two hours on two idle cores
     python benchmarks/reference_run.py --parts lora    # continues; finished runs are kept
 
 Each side's learning rate comes from the same grid, on seed 0. A best rate at the grid's edge is
@@ -48,6 +48,8 @@ SPEEDS = (
     ((), ("per_device_train_batch_size=32", "gradient_accumulation_steps=4")),
 )
 """TRL's options that change the time of a step only; the best of each line stays for the next."""
+USUAL = ("attn_implementation=eager", "memory=kept")
+"""TRL's options where none are searched."""
 EDGES = 2
 """Times that a grid may be extended."""
 
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=None)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", nargs="+", type=float, help="only these: no search")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
@@ -79,19 +82,22 @@ def compare(lab: Sums, lora: bool, options: argparse.Namespace) -> None:
 
 def search(lab: Sums, side: Side, lora: bool) -> Best:
     """Return the rate that reaches the goal first, which is not at the grid's edge."""
-    fast = fastest_options(lab, lora) if side == "trl" else BASE[side]
-    grid = GRID[lora][1:2] if lab.options.tiny else GRID[lora]
+    fixed = lab.options.tiny or bool(lab.options.rates)
+    fast = BASE[side]
+    if side == "trl":
+        fast = USUAL if fixed else fastest_options(lab, lora)
+    grid = lab.options.rates or (GRID[lora][1:2] if lab.options.tiny else GRID[lora])
     times = {r: time_to_goal(lab.run(lab.job(side, lora, r, 0, options=fast))) for r in grid}
     for _ in range(EDGES):
         best = min(times, key=times.__getitem__)
         lowest, highest = min(times), max(times)
-        if lab.options.tiny or lowest < best < highest:
+        if fixed or lowest < best < highest:
             break
         further = best / 2 if best == lowest else best * 2
         times[further] = time_to_goal(lab.run(lab.job(side, lora, further, 0, options=fast)))
     best = min(times, key=times.__getitem__)
     variants = {fast: times[best]}
-    for variant in () if side != "trl" or lab.options.tiny else VARIANTS:
+    for variant in () if side != "trl" or fixed else VARIANTS:
         job = lab.job(side, lora, best, 0, options=(*fast, *variant))
         variants[job.options] = time_to_goal(lab.run(job))
     return Best(best, min(variants, key=variants.__getitem__))
@@ -99,8 +105,6 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
 
 def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
     """Return those of TRL's options that change the time of a step only, at their best."""
-    if lab.options.tiny:
-        return ()
     known = {tuple(r["options"]): r["s_a_step"] for r in read_runs(SPEED) if r["lora"] == lora}
     best: tuple[str, ...] = ()
     for choices in SPEEDS:
@@ -160,6 +164,10 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
         note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
         if any(time_to_goal(run) == inf for run in chosen["trl"]):
             note += "; TRL did not always reach it, and has the length of its run"
+        for each in (side, "trl"):
+            tried = [run["rate"] for run in own[each]]
+            if best[each].rate in (min(tried), max(tried)):
+                note += f"; {each}: the rate is at the edge of those tried"
         name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
         goal = "ratio >= 4" if side == "asynchronous" else None
         ours = [time_or_length(run) for run in chosen[side]]

@@ -79,7 +79,9 @@ def windows(lab: Sums, latencies: list[float]) -> None:
             best = chosen(side)
             options = (*best.options, *WAITING[side])
             job = lab.job(side, False, best.rate, 0, latency, options)
-            steps = 3 * (WINDOWS + 1)  # where replay draws some samples twice, more are needed
+            steps = 2 * (WINDOWS + 1)
+            if side == "asynchronous":
+                steps *= 2  # where replay draws samples again, a step counts for less
             result = lab.carry_out(replace(job, every=0.0, seconds=1800.0, steps=steps))
             seconds = times_of(result["points"])
             kept = {

@@ -39,17 +39,18 @@ class Script:
 SCRIPTS = (
     Script("generation", 2),
     Script("training_step", 5),
+    Script("attention", 3),
     Script("publish", 2),
     Script("lora", 3),
-    Script("vllm", 6, environment=".venv-vllm"),
+    Script("vllm_engine", 6, environment=".venv-vllm"),
     Script("paced", 3),
     Script("searchers", 6),
     Script("replay", 2),
-    Script("pure_compute", 30, long=True),
-    Script("reference_run", 150, ("--parts", "full"), long=True),
-    Script("reward_latency", 45, long=True),
-    Script("reward_latency", 40, ("--score", "1"), long=True),
-    Script("reference_run", 80, ("--parts", "lora"), long=True),
+    Script("reference_run", 130, ("--parts", "full"), long=True),
+    Script("reward_latency", 35, long=True),
+    Script("reward_latency", 20, ("--score", "1"), long=True),
+    Script("pure_compute", 40, long=True),
+    Script("reference_run", 100, ("--parts", "lora"), long=True),
 )
 
 

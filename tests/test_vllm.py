@@ -22,9 +22,10 @@ from tba.engines import vllm
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
 from tba.learn.probe import PROMPT, RESPONSE
+from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
 from tba.types import Completion, Sampling, collate_tokens
-from tba.weights import Probe, Weights, pack
+from tba.weights import Probe, Weights, pack, trained
 
 installed = pytest.mark.skipif(
     find_spec("vllm") is None,
@@ -273,3 +274,84 @@ def test_replaced_probe_tokens_do_not_hide_a_gap(wide_model: Path) -> None:
     assert weights.probe is not None
     wrong = replace(weights, probe=replace(weights.probe, logp=weights.probe.logp - 1))
     assert engine.load_weights(wrong) == pytest.approx(1, abs=1e-3)
+
+
+def lora_policy(model: Path) -> PolicyTable:
+    return PolicyTable(model=str(model), lora={"r": 4, "alpha": 8})  # type: ignore[arg-type]
+
+
+def adapted(model: Path, seed: int) -> Policy:
+    """A policy with a random adapter, far from the base model."""
+    moved = load_adapted(lora_policy(model), bf16=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trained(moved).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.5)
+    return Policy(moved, TEMPERATURE)
+
+
+def start_lora(model: Path) -> VLLM:
+    policy = lora_policy(model)
+    return VLLM(policy, load_text(policy), "cpu", False, kv_cache_gib=0.1)
+
+
+@installed
+def test_log_probs_with_adapters_are_those_of_peft(model: Path) -> None:
+    """A completion keeps the adapter that began it; those that nothing uses are removed."""
+    engine = start_lora(model)
+    for version in (1, 2, 3):
+        policy = adapted(model, version)
+        assert engine.load_weights(weights_of(policy, version)) <= 1e-4
+        groups = engine.generate(long_prompts(), Sampling(3, TEMPERATURE, 9), seed=1)
+        for prompt, completions in zip(long_prompts(), groups, strict=True):
+            for c in completions:
+                assert c.version == version
+                expected = log_probs(policy, prompt, c.tokens)
+                np.testing.assert_allclose(c.logp, expected, atol=1e-4)
+    (folder,) = (
+        path.parent for path in Path(engine._adapters.name).glob("*/adapter/*.safetensors")
+    )
+    assert engine._engine._adapters[0].lora_path == str(folder)
+
+
+@installed
+def test_running_completions_keep_their_adapter(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, older, newer = start_lora(wide_model), adapted(wide_model, 1), adapted(wide_model, 2)
+    engine.load_weights(weights_of(older, 4))
+    completions = with_update_in_the_middle(engine, weights_of(newer, 5), monkeypatch)
+    for prompt, c in zip(
+        np.repeat(np.array(long_prompts(), object), SAMPLES), completions, strict=True
+    ):
+        assert (c.version, c.switches) == (4, ())
+        np.testing.assert_allclose(c.logp, log_probs(older, prompt, c.tokens), atol=1e-4)
+    assert engine.version == 5
+
+
+@installed
+def test_a_stale_adapter_raises_the_alarm(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the name of the first adapter, vLLM goes on with the first."""
+    engine = start_lora(wide_model)
+    assert engine.load_weights(weights_of(adapted(wide_model, 1), 1)) <= 1e-4
+    from tba.engines import _vllm_api as api
+
+    of_name = api.adapter_request
+    monkeypatch.setattr(api, "adapter_request", lambda n, v, folder: of_name(1, 1, folder))
+    monkeypatch.setattr(engine._engine._engine, "remove_lora", lambda number: True)
+    gap = engine.load_weights(weights_of(adapted(wide_model, 2), 2))
+    assert gap is not None and gap > 0.3
+
+
+@installed
+def test_training_starts_from_an_adapter(wide_model: Path, tmp_path: Path) -> None:
+    policy = adapted(wide_model, 3)
+    save_adapter(policy.model, trained(policy.model), tmp_path / "start")
+    lora = {"r": 4, "alpha": 8, "from": str(tmp_path / "start")}
+    table = PolicyTable(model=str(wide_model), lora=lora)  # type: ignore[arg-type]
+    engine = VLLM(table, load_text(table), "cpu", False, kv_cache_gib=0.1)
+    ((c,),) = engine.generate(long_prompts()[:1], Sampling(1, TEMPERATURE, 9), seed=1)
+    expected = log_probs(policy, long_prompts()[0], c.tokens)
+    np.testing.assert_allclose(c.logp, expected, atol=1e-4)

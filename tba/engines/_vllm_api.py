@@ -198,7 +198,7 @@ class Worker:
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """Nothing to agree on: the arrays come with the update."""
+    """An empty agreement: the arrays come with the update."""
 
 
 @dataclass

@@ -107,8 +107,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     config = with_defaults(config)
     plugins = resolve_all(config)
-    if isinstance(plugins.engine.cls, Checked):
-        plugins.engine.cls.check(config)
+    _check_engine(plugins.engine.cls, config)
     objective = plugins.objective
     if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
         raise ValueError(
@@ -166,6 +165,11 @@ def _check_lora(config: Config) -> None:
             " engine.dtype"
         )
     check_adapter(config.policy)
+
+
+def _check_engine(engine: type, config: Config) -> None:
+    if isinstance(engine, Checked):
+        engine.check(config)
 
 
 def _check_top_p(config: Config, objective: Plugin) -> None:

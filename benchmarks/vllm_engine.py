@@ -1,0 +1,181 @@
+"""Measure the vLLM engine beside vLLM itself and beside the `transformers` engine.
+
+    .venv-vllm/bin/python benchmarks/vllm_engine.py --model FOLDER
+
+`make test-vllm` makes the environment. Three claims: our engine against `LLM.generate` with the
+same sampling parameters; whole searches, with reward and reference, against the `transformers`
+engine; and the time for which weight updates wait for running responses, as a share of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from _measure import Row, alternate, arguments, need_model, record, row, skip
+
+from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.engines.vllm import ENVIRONMENT, VLLM
+from tba.models.pretrained import load_text
+from tba.runs.parts import check
+from tba.search.searcher import Searcher
+from tba.types import Prompt, Sampling
+
+PARTS = ("raw", "search", "drain")
+REWARD = "def length(completions, **columns):\n    return [len(c) / 100 for c in completions]\n"
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    options = parser.parse_args()
+    if find_spec("vllm") is None:
+        skip("vLLM is not installed here; run this with .venv-vllm/bin/python")
+    model, tiny = need_model(options), options.tiny
+    os.environ.update(ENVIRONMENT)
+    rows: list[Row] = []
+    if "raw" in options.parts:
+        rows += beside_raw(model, 8 if tiny else 64, 8 if tiny else 64, options.repeats)
+    if "search" in options.parts:
+        rows += beside_transformers(model, 8 if tiny else 64, options.repeats)
+    if "drain" in options.parts:
+        for every in (1, 10):
+            rows.append(drained(model, every, steps=2 if tiny else 20))
+    record(__file__, rows, options)
+
+
+def beside_raw(model: str, prompts: int, tokens: int, repeats: int) -> list[Row]:
+    """Both sides generate as many tokens after new random prompts of 100 tokens."""
+    policy = PolicyTable(model=model)
+    text = load_text(policy)
+    endless = replace(text, eos_ids=frozenset())
+    ours = VLLM(policy, endless, "cpu", True, max_num_seqs=64)
+    from vllm import LLM, SamplingParams
+
+    raw = LLM(
+        model=model, dtype="bfloat16", max_num_seqs=64, kv_cache_memory_bytes=2**30,
+        enforce_eager=True, generation_config="vllm", logprobs_mode="processed_logprobs",
+        max_model_len=text.context,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    seeds = iter(range(10**9))
+
+    def new_prompts() -> list[np.ndarray]:
+        ids = rng.integers(100, len(text.tokenizer) - 100, (prompts, 100))
+        return list(ids.astype(np.int32))
+
+    def generate_raw(same: bool) -> None:
+        own = {"logprobs": 0, "detokenize": False} if same else {}
+        parameters = []
+        for _ in range(prompts):
+            seed = next(seeds) if same else None
+            parameters.append(
+                SamplingParams(
+                    temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=seed, **own
+                )
+            )
+        inputs = [{"prompt_token_ids": ids.tolist()} for ids in new_prompts()]
+        raw.generate(inputs, parameters, use_tqdm=False)
+
+    sides: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours.generate(new_prompts(), Sampling(1, 1.0, tokens), next(seeds)),
+        "LLM.generate": lambda: generate_raw(True),
+        "LLM.generate, plain": lambda: generate_raw(False),
+    }
+    seconds = alternate(sides, repeats)
+    name = f"vLLM engine, {prompts} x (100 + {tokens} tokens)"
+    rows = []
+    for peer, note, goal in (
+        ("LLM.generate", "the same seeds and log-probs", "ratio >= 0.95"),
+        ("LLM.generate, plain", "the peer has no seeds and no log-probs, and makes text", None),
+    ):
+        rows.append(
+            row(name, seconds["ours"], "s", seconds[peer], peer_is=peer, note=note, goal=goal)
+        )
+    return rows
+
+
+def searcher(model: str, engine: str, folder: Path, tokens: int) -> Searcher:
+    """Return a searcher of prompts of about 100 tokens, with a reward that costs nothing."""
+    (folder / "length.py").write_text(REWARD)
+    words = ["once", "upon", "a", "time", "there", "was", "little", "cat", "who", "lived", "near"]
+    rng = np.random.default_rng(0)
+    lines = [json.dumps({"prompt": " ".join(rng.choice(words, 90))}) for _ in range(64)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    settings = [
+        f"policy.model={model}", f"engine={engine}", "task=custom", f"task.data={folder}",
+        f"task.reward={folder}/length.py:length", "eval.prompts=0", "sampling.samples=16",
+        "trainer.group_size=16", "trainer.batch_size=64", f"sampling.max_tokens={tokens}",
+    ]  # fmt: skip
+    return check(load(None, settings)).search_setup().build("cpu", bf16=True)
+
+
+def beside_transformers(model: str, tokens: int, repeats: int) -> list[Row]:
+    """Search 8 prompts with 16 responses each, in two tasks at once, and in 8 of one prompt."""
+    with tempfile.TemporaryDirectory() as folder:
+        both = {e: searcher(model, e, Path(folder), tokens) for e in ("vllm", "transformers")}
+        prompts = check_prompts(Path(folder))
+        seeds = iter(range(10**9))
+
+        def search(engine: str, size: int) -> None:
+            """Search all prompts in tasks of this size, all at once, as an actor's threads do."""
+            tasks = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+            with ThreadPoolExecutor(len(tasks)) as threads:
+                for task in [threads.submit(both[engine].search, t, next(seeds)) for t in tasks]:
+                    task.result()
+
+        sides: dict[str, Callable[[], object]] = {
+            "vllm": lambda: search("vllm", 4),
+            "vllm, tasks of one prompt": lambda: search("vllm", 1),
+            "transformers": lambda: search("transformers", 4),
+        }
+        seconds = alternate(sides, repeats)
+    name = f"search with reference, 8 x 16 x {tokens} tokens"
+    peer = seconds["transformers"]
+    rows = []
+    for side, goal in (("vllm", "ratio >= 1.6"), ("vllm, tasks of one prompt", None)):
+        rows.append(
+            row(f"{name}: {side}", seconds[side], "s", peer, peer_is="transformers", goal=goal)
+        )
+    return rows
+
+
+def check_prompts(folder: Path) -> list[Prompt]:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    return [Prompt(str(i), json.loads(line)["prompt"]) for i, line in enumerate(lines[:8])]
+
+
+def drained(model: str, every: int, steps: int) -> Row:
+    """Train asynchronously; return the share of the run for which updates waited in searchers."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "length.py").write_text(REWARD)
+        lines = [json.dumps({"prompt": f"Tell me a story about {i} cats."}) for i in range(500)]
+        (Path(folder) / "train.jsonl").write_text("\n".join(lines) + "\n")
+        run = Path(folder) / "run"
+        settings = [
+            f"policy.model={model}", "engine=vllm", "task=custom", f"task.data={folder}",
+            f"task.reward={folder}/length.py:length", "eval.prompts=0", "sampling.samples=8",
+            "trainer.group_size=8", "trainer.batch_size=32", "sampling.max_tokens=64",
+            f"run.steps={steps}", f"run.folder={run}", f"runtime.publish_every={every}",
+            "checkpoint.every=0",
+        ]  # fmt: skip
+        subprocess.run([sys.executable, "-m", "tba.cli", "train", *settings], check=True)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [r for r in rows if "loss" in r]
+    share = sum(r["sync/drain"] for r in rows) / rows[-1]["time"]
+    note = "seconds that updates waited for running responses / seconds of the run"
+    return row(f"sync/drain at publish_every={every}", share, "share of the run", note=note)
+
+
+if __name__ == "__main__":
+    main()
