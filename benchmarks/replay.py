@@ -11,10 +11,8 @@ a trajectory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,37 +22,42 @@ from statistics import median
 
 import numpy as np
 import psutil
+from _measure import Row, arguments, record, row, run_json
 
 from tba.replay.buffer import ReplayBuffer
 from tba.strategies.mixture import Mixture
 from tba.types import Group, Prompt, Trajectory
 
 SHAPES = ("10x100", "100x100", "1000x100", "10000x100", "1x150000", "200000x1")
+DEADLINE = 600.0
+"""Seconds that one shape may take."""
 TOKENS = 64
 GROUPS, SIZE = 32, 16
-LIMITS = {"sample ms": 5.0, "adds/s": 50_000.0, "adds/s full": 50_000.0, "memory/payload": 1.5}
-"""The most of each measure, but the least of adds."""
+LIMITS = {
+    "sample ms": ("sampling 32 groups of 16", "ms", "value <= 5"),
+    "adds/s": ("trajectories added", "1/s", "value >= 50000"),
+    "adds/s full": ("trajectories added to a full buffer", "1/s", "value >= 50000"),
+    "memory/payload": ("memory, as a multiple of the payload", "", "value <= 1.5"),
+}
+"""Name, unit and goal of the measures that have one."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="prompts x responses of each")
     parser.add_argument("--folder", type=Path, help="where saves are written; default: a temporary")
     parser.add_argument("--one", action="store_true", help="measure one shape, print JSON")
-    arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measure(arguments.shapes[0], arguments.folder)))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.shapes[0], options.folder)))
         return
-    rows = []
-    for shape in arguments.shapes:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    measured = []
+    for shape in SHAPES[:1] if options.tiny else options.shapes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             command = [sys.executable, __file__, "--one", "--shapes", shape, "--folder", folder]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout))
-        print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    print_table(rows)
-    print_verdicts(rows)
+            measured.append(run_json(command, DEADLINE))
+    print_table(measured)
+    record(__file__, judged(measured), options)
 
 
 def measure(shape: str, folder: Path) -> dict[str, str | float]:
@@ -179,25 +182,25 @@ def print_table(rows: list[dict[str, str | float]]) -> None:
     names = list(rows[0])
     print(" | ".join(names))
     print(" | ".join("---" for _ in names))
-    for row in rows:
+    for measured in rows:
         shown = []
         for name in names:
-            value = row[name]
+            value = measured[name]
             digits = 0 if name.startswith("adds") or name == "MB" else 2
             shown.append(value if isinstance(value, str) else f"{value:,.{digits}f}")
         print(" | ".join(shown))
 
 
-def print_verdicts(rows: list[dict[str, str | float]]) -> None:
-    """Print each measure as a share of its limit, for the shapes that the limits are stated for."""
-    for row in rows:
-        if row["shape"] not in ("10000x100", "1x150000"):
+def judged(measured: list[dict[str, str | float]]) -> list[Row]:
+    """Return each measure that has a limit, for the shapes that the limits are stated for."""
+    rows = []
+    for one in measured:
+        if one["shape"] not in ("10000x100", "1x150000"):
             continue
-        for name, limit in LIMITS.items():
-            value = float(row[name])
-            share = limit / value if name.startswith("adds") else value / limit
-            verdict = "OK" if share <= 1 else "TOO MUCH"
-            print(f"{row['shape']}: {name} at {share:.2f} of its limit of {limit:,g}: {verdict}")
+        for name, (what, unit, goal) in LIMITS.items():
+            where = f"replay buffer of {one['shape']}"
+            rows.append(row(f"{where}: {what}", float(one[name]), unit, goal=goal))
+    return rows
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Script:
 SCRIPTS = (
     Script("generation", 2),
     Script("training_step", 5),
+    Script("attention", 3),
     Script("publish", 2),
     Script("lora", 3),
     Script("vllm_engine", 6, environment=".venv-vllm"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,16 @@ def stepped(model: Path, folder: Path, *settings: str) -> tuple[SingleTrainer, S
     for step in range(2):
         trainer.step(batch, step)
     return trainer, searcher, batch
+
+
+@pytest.fixture(scope="module")
+def adapter(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a PEFT adapter of the toy, as published after two steps."""
+    folder = tmp_path_factory.mktemp("adapter")
+    trainer, _, _ = stepped(toy_model, folder)
+    table = policy_table(toy_model, r=RANK, alpha=8)
+    write_adapter(trainer.weights(version=2), table, folder / "adapter")
+    return folder / "adapter"
 
 
 def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path: Path) -> None:
@@ -196,13 +207,13 @@ def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> N
             for row in group
         ]
 
-    alone, reference = [generated(seed) for seed in range(20)], scored()
+    alone, reference = [generated(seed) for seed in range(8)], scored()
     with ThreadPoolExecutor(3) as threads:
-        generating = threads.submit(lambda: [generated(seed) for seed in range(20)])
-        scoring = threads.submit(lambda: [scored() for _ in range(20)])
-        loading = threads.submit(lambda: [searcher.engine.load_weights(weights) for _ in range(20)])
+        generating = threads.submit(lambda: [generated(seed) for seed in range(8)])
+        scoring = threads.submit(lambda: [scored() for _ in range(8)])
+        loading = threads.submit(lambda: [searcher.engine.load_weights(weights) for _ in range(8)])
         assert generating.result(60) == alone
-        assert scoring.result(60) == [reference] * 20
+        assert scoring.result(60) == [reference] * 8
         assert max(loading.result(60)) < 1e-5  # type: ignore[type-var]
 
 
@@ -267,15 +278,10 @@ def test_a_reset_reference_is_a_second_adapter(toy_model: Path, tmp_path: Path) 
         assert searcher.reference.version == 2
 
 
-def exported(model: Path, folder: Path) -> Path:
-    """Return the adapter of a short run."""
-    run(small(model, folder / "run", "run.steps=2"))
-    return export_run(folder / "run", folder / "adapter", adapter=True)
-
-
-def test_an_adapter_to_start_from_is_the_reference(toy_model: Path, tmp_path: Path) -> None:
-    start = exported(toy_model, tmp_path)
-    config = small(toy_model, tmp_path / "next", f"policy.lora.from={start}")
+def test_an_adapter_to_start_from_is_the_reference(
+    toy_model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    config = small(toy_model, tmp_path / "next", f"policy.lora.from={adapter}", "run.steps=2")
     run_parts = check(config)
     trainer, searcher = run_parts.trainer("cpu"), run_parts.search_setup().build("cpu", False)
     groups = searcher.search(run_parts.prompts[:3], seed=0).groups
@@ -284,12 +290,13 @@ def test_an_adapter_to_start_from_is_the_reference(toy_model: Path, tmp_path: Pa
         trainer.policy.logp(batch).detach(), batch.ref_logp, atol=1e-5, rtol=0
     )
     torch.testing.assert_close(batch.behavior_logp, batch.ref_logp, atol=1e-5, rtol=0)
-    trainer.step(batch, 0)
-    searcher.engine.load_weights(trainer.weights(version=1))
+    weights = trainer.weights(version=1)
+    moved = {name: array + np.float32(0.1) for name, array in weights.arrays.items()}
+    searcher.engine.load_weights(replace(weights, arrays=moved))
     again = searcher.search([g.prompt for g in groups], seed=0).groups
     assert (collate(again).behavior_logp - collate(again).ref_logp).abs().max() > 0.01
     assert run(config).finished
-    assert load_file(tmp_path / "next" / "checkpoints" / "step-00000004" / "model" / ADAPTER)
+    assert load_file(tmp_path / "next" / "checkpoints" / "step-00000002" / "model" / ADAPTER)
 
 
 WRONG = {
@@ -302,28 +309,23 @@ WRONG = {
 
 @pytest.mark.parametrize("setting", WRONG)
 def test_an_adapter_that_does_not_fit_is_refused_first(
-    setting: str, toy_model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    setting: str, toy_model: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    trainer, _, _ = stepped(toy_model, tmp_path)
-    table = policy_table(toy_model, r=RANK, alpha=8)
-    write_adapter(trainer.weights(version=2), table, tmp_path / "start")
-    config = small(toy_model, tmp_path / "run", f"policy.lora.from={tmp_path}/start", setting)
+    config = small(toy_model, tmp_path / "run", f"policy.lora.from={adapter}", setting)
     with pytest.raises(ValueError, match=WRONG[setting]):
         check(config)
 
 
 def test_an_adapter_that_computes_something_else_is_refused(
-    toy_model: Path, tmp_path: Path
+    toy_model: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    table = policy_table(toy_model, r=RANK, alpha=8)
-    trainer, _, _ = stepped(toy_model, tmp_path)
-    write_adapter(trainer.weights(version=2), table, tmp_path / "start")
-    settings = json.loads((tmp_path / "start" / SETTINGS).read_text())
+    start = shutil.copytree(adapter, tmp_path / "start")
+    settings = json.loads((start / SETTINGS).read_text())
     for change in ({"use_rslora": True}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"}):
-        (tmp_path / "start" / SETTINGS).write_text(json.dumps({**settings, **change}))
+        (start / SETTINGS).write_text(json.dumps({**settings, **change}))
         (name,) = change
         with pytest.raises(ValueError, match=f"not a plain LoRA adapter .*{name}"):
-            check_adapter(policy_table(toy_model, r=RANK, alpha=8, **{"from": f"{tmp_path}/start"}))
+            check_adapter(policy_table(toy_model, r=RANK, alpha=8, **{"from": str(start)}))
 
 
 def test_what_cannot_work_is_refused_first(

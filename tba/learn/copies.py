@@ -9,7 +9,7 @@ from torch import Tensor
 from tba.learn.policy import Policy
 from tba.learn.probe import answer
 from tba.types import TokenBatch
-from tba.weights import Weights, as_view
+from tba.weights import Weights, as_view, trained
 
 
 class Copies:
@@ -37,23 +37,22 @@ class Copy:
         self.version = 0
         self._policy, self._free = deepcopy(policy, dict(frozen)), free
         self._probe: TokenBatch | None = None
-        self._stream = torch.cuda.Stream() if policy.device.type == "cuda" else None
+        on_gpu = policy.device.type == "cuda"
+        self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
         self._sent: dict[str, Tensor] = {}
         dtype = torch.bfloat16 if bf16 else torch.float32
-        for name, own in self._policy.model.named_parameters():
-            if own.requires_grad:
-                is_sent = own.dtype == dtype and own.device.type == "cpu" and own.is_contiguous()
-                sent = own.detach() if is_sent else torch.empty(own.shape, dtype=dtype)
-                self._sent[name] = sent
+        for name, own in trained(self._policy.model).items():
+            is_sent = own.dtype == dtype and own.device.type == "cpu" and own.is_contiguous()
+            self._sent[name] = own.detach() if is_sent else torch.empty(own.shape, dtype=dtype)
 
     @torch.no_grad()
     def fill(self, policy: Policy, version: int, probe: TokenBatch | None) -> None:
         """Copy the weights of the trainer's policy."""
-        for own, trained in zip(self._policy.parameters(), policy.parameters(), strict=True):
-            if trained.requires_grad:
-                own.copy_(trained)
+        for own, newest in zip(self._policy.parameters(), policy.parameters(), strict=True):
+            if newest.requires_grad:
+                own.copy_(newest)
         if self._stream is not None:  # `weights` computes in a stream of its own
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(policy.device).synchronize()
         self.version, self._probe = version, probe
 
     @torch.no_grad()
@@ -62,12 +61,11 @@ class Copy:
         with torch.cuda.stream(self._stream):  # nothing changes if there is none
             probe = None if self._probe is None else answer(self._policy, self._probe)
             arrays: dict[str, np.ndarray] = {}
-            for name, own in self._policy.model.named_parameters():
-                if own.requires_grad:
-                    sent = self._sent[name]
-                    if sent.data_ptr() != own.data_ptr():
-                        sent.copy_(own)
-                    arrays[name] = as_view(sent)
+            for name, own in trained(self._policy.model).items():
+                sent = self._sent[name]
+                if sent.data_ptr() != own.data_ptr():
+                    sent.copy_(own)
+                arrays[name] = as_view(sent)
         return Weights(self.version, arrays, probe)
 
     def free(self) -> None:
