@@ -1,4 +1,4 @@
-"""Stop strings: their tokens are found in any tokenizer, and they hold wherever answers are read."""
+"""Stop strings: their tokens are found in any tokenizer, and hold wherever answers are read."""
 
 from __future__ import annotations
 
