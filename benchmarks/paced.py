@@ -24,13 +24,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _measure
 
-GROUPS, SAMPLES = 8, 16
+GROUPS, SAMPLES = 32, 16
 SEARCHERS = 4
 SLOWER = 3
 """Seconds of decoding for each second of a training step."""
 TAIL = 0.5
 """Standard deviation of the logarithm of the decoding time."""
-WARMUP, STEPS = 10, 100
+WARMUP, STEPS = 5, 50
 PARTS = 5
 
 
@@ -133,7 +133,7 @@ def config(side: str, latency: float, folder: str):
         "log.console=off", "log.tensorboard=false", "log.sample_every=0",
     ]  # fmt: skip
     if asynchronous:
-        # in the time of a step, 4 searchers finish 4 / 3 tasks: of 6 prompts, as many as a batch
+        # in the time of a step, 4 searchers finish 4 / 3 tasks: of 24 prompts, as many as a batch
         each = GROUPS * SLOWER // SEARCHERS
         settings += [f"runtime.searchers={SEARCHERS}", f"runtime.prompts_per_task={each}",
                      "runtime.concurrent_searches=1"]  # fmt: skip

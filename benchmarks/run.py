@@ -38,7 +38,7 @@ class Script:
 
 SCRIPTS = (
     Script("generation", 2),
-    Script("training_step", 5),
+    Script("training_step", 14),
     Script("attention", 3),
     Script("publish", 2),
     Script("lora", 3),

@@ -105,9 +105,10 @@ class Transformers:
         """Return the mean |difference| between the model's log-probs of the probe and its own."""
         tokens = np.concatenate([probe.prompt_tokens, probe.tokens])
         ids = torch.from_numpy(tokens).long().to(self.device)
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+        states = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         start = len(probe.prompt_tokens)
-        logp = torch.log_softmax(logits[start - 1 : -1].float() / probe.temperature, -1)
+        logits = self.model.get_output_embeddings()(states[start - 1 : -1])
+        logp = torch.log_softmax(logits.float() / probe.temperature, -1)
         chosen = logp.gather(1, ids[start:, None]).squeeze(1)
         expected = torch.from_numpy(probe.logp.copy())
         return float((chosen.cpu() - expected).abs().mean())
