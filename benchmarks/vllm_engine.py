@@ -46,8 +46,10 @@ def main() -> None:
     rows: list[Row] = []
     if "raw" in options.parts:
         rows += beside_raw(model, 8 if tiny else 64, 8 if tiny else 64, options.repeats)
+        record(__file__, rows, options)  # also if a later part fails
     if "search" in options.parts:
         rows += beside_transformers(model, 8 if tiny else 64, options.repeats)
+        record(__file__, rows, options)
     if "drain" in options.parts:
         for every in (1, 10):
             rows.append(drained(model, every, steps=2 if tiny else 20))
@@ -112,12 +114,12 @@ def searcher(model: str, engine: str, folder: Path, tokens: int) -> Searcher:
     (folder / "length.py").write_text(REWARD)
     words = ["once", "upon", "a", "time", "there", "was", "little", "cat", "who", "lived", "near"]
     rng = np.random.default_rng(0)
-    lines = [json.dumps({"prompt": " ".join(rng.choice(words, 90))}) for _ in range(64)]
+    lines = [json.dumps({"prompt": " ".join(rng.choice(words, 90))}) for _ in range(72)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     settings = [
         f"policy.model={model}", f"engine={engine}", "task=custom", f"task.data={folder}",
-        f"task.reward={folder}/length.py:length", "eval.prompts=0", "sampling.samples=16",
-        "trainer.group_size=16", "trainer.batch_size=64", f"sampling.max_tokens={tokens}",
+        "task.held_out_size=8", f"task.reward={folder}/length.py:length", "eval.prompts=0",
+        "sampling.samples=16", "trainer.group_size=16", "trainer.batch_size=64", f"sampling.max_tokens={tokens}",
     ]  # fmt: skip
     return check(load(None, settings)).search_setup().build("cpu", bf16=True)
 
