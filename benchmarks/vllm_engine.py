@@ -119,7 +119,8 @@ def searcher(model: str, engine: str, folder: Path, tokens: int) -> Searcher:
     settings = [
         f"policy.model={model}", f"engine={engine}", "task=custom", f"task.data={folder}",
         "task.held_out_size=8", f"task.reward={folder}/length.py:length", "eval.prompts=0",
-        "sampling.samples=16", "trainer.group_size=16", "trainer.batch_size=64", f"sampling.max_tokens={tokens}",
+        "sampling.samples=16", "trainer.group_size=16", "trainer.batch_size=64",
+        f"sampling.max_tokens={tokens}",
     ]  # fmt: skip
     return check(load(None, settings)).search_setup().build("cpu", bf16=True)
 
