@@ -53,6 +53,10 @@ class Use(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
+LOGP_NOISE_FP32, LOGP_NOISE_BF16 = 0.01, 0.3
+"""Mean differences of log-probs, in nats, that rounding may explain."""
+
+
 class EngineTable(Use):
     """The engine by name, with its options and the check of every weight update."""
 
@@ -72,7 +76,7 @@ class EngineTable(Use):
         if self.max_logp_gap is not None:
             return self.max_logp_gap
         both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
-        return 0.01 if both_in_fp32 else 0.3
+        return LOGP_NOISE_FP32 if both_in_fp32 else LOGP_NOISE_BF16
 
 
 class RunTable(Table):

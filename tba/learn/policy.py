@@ -8,14 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import TokenLogp, is_plain
 from tba.models.cache import select
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
-
-NOISE_FP32, NOISE_BF16 = 0.01, 0.3
-"""Mean differences of log-probs, in nats, that rounding may explain."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class Policy(nn.Module):
         plain = self.logp(few)
         self.share_prompt = True
         gap = float((shared - plain).abs().sum() / few.mask.sum())
-        if not gap <= (NOISE_BF16 if self.autocast else NOISE_FP32):
+        if not gap <= (LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32):
             log.warning(
                 "log-probs with a shared prompt differ by %.3g nats on average from those without:"
                 " the model's cache computes something else; set policy.share_prompt=false",
