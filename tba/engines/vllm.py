@@ -58,9 +58,9 @@ class VLLM:
     - `in_flight`: load newer weights in the middle of responses, which then come from more than one
       version. By default a response comes from one version: an update lets running responses end,
       and none begins meanwhile. It is for objectives that do not read the log-probs of the sampling
-      policy (`tb`, `tb_learned_z`, `rloo`, `raft`, `online_dpo`): the others compare the policy
-      with one version, from which such a response does not come. With LoRA nothing waits anyway,
-      because running responses keep their adapter.
+      policy (`uses_behavior` is false: `tb`, `tb_learned_z`, `raft`, `online_dpo`): the others
+      compare the policy with one version, from which such a response does not come. With LoRA
+      nothing waits anyway, because running responses keep their adapter.
     - `deadline`: seconds for any single call, queueing included, before it fails.
     """
 
