@@ -8,9 +8,6 @@ keeps all scores, so that it is chosen up to EAGER_TOKENS; on a GPU, sdpa is.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import _measure
 import _shapes
 import numpy as np
@@ -30,11 +27,7 @@ KINDS = ("eager", "sdpa")
 def main() -> None:
     parser = _measure.arguments(__doc__)
     options = parser.parse_args()
-    if options.tiny:
-        folder = Path(tempfile.mkdtemp(prefix="tba-"))
-        _shapes.save_random(folder, _shapes.TINY)
-        options.model = str(folder)
-    model = _measure.need_model(options)
+    model = _shapes.model_of(options)
     reuse_memory()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     policies = {kind: load(model, kind, device) for kind in KINDS}

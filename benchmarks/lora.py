@@ -14,15 +14,13 @@ import sys
 
 import _measure
 import torch
+from _shapes import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 
 from tba.config.schema import load
 from tba.learn.trainer import SingleTrainer
-from tba.models.pretrained import load_config
 from tba.runs.parts import check
-from tba.types import Batch
 from tba.weights import trained
 
-PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
 FULL, LORA = "full fine-tuning", "LoRA"
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -32,7 +30,7 @@ def main() -> None:
     parser.add_argument("--alone", choices=(FULL, LORA), help="print the peak memory of one side")
     parser.add_argument("--rank", type=int, default=16)
     options = parser.parse_args()
-    model = _measure.need_model(options)
+    model = model_of(options)
     if options.alone:
         print(json.dumps(alone(model, options.alone, options.rank)))
         return
@@ -88,25 +86,6 @@ def trainer(model: str, side: str, rank: int) -> SingleTrainer:
     if side == LORA:
         settings += [f"policy.lora.r={rank}", f"policy.lora.alpha={2 * rank}"]
     return check(load(None, settings)).trainer(DEVICE)
-
-
-def random_batch(model: str) -> Batch:
-    """Return a batch of random tokens without padding."""
-    vocabulary = load_config(load(None, [f"policy.model={model}"]).policy).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    shape = (PROMPTS, SAMPLES, RESPONSE)
-    prompts = torch.randint(10, vocabulary, (PROMPTS, PROMPT), generator=generator)
-    logp = -torch.ones(shape)
-    return Batch(
-        prompt_tokens=prompts,
-        prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
-        tokens=torch.randint(10, vocabulary, shape, generator=generator),
-        mask=torch.ones(shape, dtype=torch.bool),
-        behavior_logp=logp,
-        ref_logp=logp,
-        reward=torch.randn(shape[:2], generator=generator),
-        value=torch.full(shape, torch.nan),
-    )
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _measure
 import _shapes
 import torch
 from _environment import bench_python, common_variables
+from _shapes import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
 
-PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 4
 """Steps of a process; the first is warm-up."""
@@ -38,11 +37,7 @@ def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--alone", choices=("ours", "trl", "gradients"), help="measure one side")
     options = parser.parse_args()
-    if options.tiny:
-        folder = Path(tempfile.mkdtemp(prefix="tba-"))
-        _shapes.save_random(folder, _shapes.TINY)
-        options.model = str(folder)
-    model = _measure.need_model(options)
+    model = _shapes.model_of(options)
     if options.alone == "gradients":
         print(json.dumps({"difference": gradient_difference(model)}))
     elif options.alone:
@@ -209,29 +204,6 @@ def gradient_difference(model: str) -> float:
 
 def _ignore(*_: Any) -> None:
     """Make the head run as a module, whose gradient autograd computes."""
-
-
-def random_batch(model: str) -> Any:
-    """Return a batch of random tokens without padding."""
-    from tba.config.tables import PolicyTable
-    from tba.models.pretrained import load_config
-    from tba.types import Batch
-
-    vocabulary = load_config(PolicyTable(model=model)).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    shape = (PROMPTS, SAMPLES, RESPONSE)
-    prompts = torch.randint(10, vocabulary, (PROMPTS, PROMPT), generator=generator)
-    logp = -torch.ones(shape)
-    return Batch(
-        prompt_tokens=prompts,
-        prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
-        tokens=torch.randint(10, vocabulary, shape, generator=generator),
-        mask=torch.ones(shape, dtype=torch.bool),
-        behavior_logp=logp,
-        ref_logp=logp,
-        reward=torch.randn(shape[:2], generator=generator),
-        value=torch.full(shape, torch.nan),
-    )
 
 
 if __name__ == "__main__":
