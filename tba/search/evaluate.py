@@ -67,13 +67,14 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
     setup, settings = searcher.setup, searcher.setup.evaluation
     first, size = number * settings.prompts_per_task, settings.prompts_per_task
     prompts, seed = setup.held_out[first : first + size], task_seed(settings.seed, number)
+    tokens = [searcher.text.encode(p) for p in prompts]
     limit, stop = setup.sampling.max_tokens, setup.sampling.stop
-    greedy, greedy_answered = _answer(searcher, prompts, Sampling(1, 0.0, limit, stop=stop), seed)
-    sampling = Sampling(settings.samples, settings.temperature, limit, stop=stop)
-    sampled, sampled_answered = _answer(searcher, prompts, sampling, seed)
+    one = Sampling(1, 0.0, limit, stop=stop)
+    greedy, greedy_answered = _answer(searcher, prompts, tokens, one, seed)
+    several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
+    sampled, sampled_answered = _answer(searcher, prompts, tokens, several, seed)
     kl, version = None, searcher.reference.version
     if settings.temperature == setup.sampling.temperature:  # that of the reference
-        tokens = [searcher.text.encode(p) for p in prompts]
         kl, version = _log_ratios(tokens, sampled, searcher.reference)
     shown = range(max(0, min(len(prompts), EXAMPLES - first)))
     rewards = greedy_answered.reward[:, 0].tolist()
@@ -121,11 +122,15 @@ def stderr(values: Sequence[float]) -> float:
 
 
 def _answer(
-    searcher: Searcher, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    searcher: Searcher,
+    prompts: Sequence[Prompt],
+    tokens: Sequence[np.ndarray],
+    sampling: Sampling,
+    seed: int,
 ) -> tuple[list[list[Completion]], Answered]:
-    """Return completions of every prompt, and their rewards."""
+    """Return completions of every prompt, which has these tokens, and their rewards."""
     text = searcher.text
-    completions = searcher.engine.generate([text.encode(p) for p in prompts], sampling, seed)
+    completions = searcher.engine.generate(tokens, sampling, seed)
     answers = []
     for group in completions:
         answers.append([text.answer(c.tokens, c.finished, sampling.stop) for c in group])
