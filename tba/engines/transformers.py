@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.plugins import GIVEN
+from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.engines._stop import StopStrings
 from tba.models.lora import load_adapted
@@ -44,6 +45,16 @@ class Transformers:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     version: int = field(default=0, init=False)
     drained: float = field(default=0.0, init=False)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """ValueError for a precision of its own with LoRA."""
+        dtype = config.engine.options["dtype"]
+        if config.policy.lora is not None and dtype != "auto":
+            raise ValueError(
+                f"engine.dtype = {dtype!r}: with policy.lora the engine shares the reference's"
+                " model; set policy.autocast=bf16 or off instead, and remove engine.dtype"
+            )
 
     def __post_init__(self) -> None:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"

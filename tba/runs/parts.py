@@ -158,12 +158,6 @@ def _check_lora(config: Config) -> None:
         raise ValueError(
             "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
         )
-    if config.engine.use == "transformers" and config.engine.options["dtype"] != "auto":
-        raise ValueError(
-            f"engine.dtype = {config.engine.options['dtype']!r}: with policy.lora the engine shares"
-            " the reference's model; set policy.autocast=bf16 or off instead, and remove"
-            " engine.dtype"
-        )
     check_adapter(config.policy)
 
 
