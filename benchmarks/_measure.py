@@ -67,6 +67,8 @@ class Row:
     date: str
     cores: int
     versions: dict[str, str]
+    gflops: int | None = None
+    """Speed of the machine just then: `matmul_speed`."""
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -223,7 +225,7 @@ def row(
         spread=(min(own), max(own)),
         peer_spread=None if others is None else (min(others), max(others)),
         count=len(own), note=note, date=date.today().isoformat(), cores=_cores(),
-        versions=versions(),
+        versions=versions(), gflops=matmul_speed(),
     )  # fmt: skip
 
 
@@ -253,6 +255,23 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def matmul_speed() -> int:
+    """Return GFLOP/s of a bf16 matrix product on all cores, the best of 10 calls.
+
+    Machines of the same name differ by a factor of two: only rows with similar speeds compare.
+    """
+    import torch
+
+    size = 2048
+    a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started)
+    return round(2 * size**3 / min(seconds) / 1e9)
 
 
 def record(script: str, rows: Sequence[Row], options: argparse.Namespace | None = None) -> None:

@@ -36,7 +36,7 @@ class Recipe:
 
 
 RECIPES = {
-    "sums": Recipe(8, 16, 8, 5, 256, 0.5, True, 4),
+    "sums": Recipe(8, 16, 8, 5, 256, 0.5, True, 2),
     "arithmetic": Recipe(16, 16, 6, 5, 512, 0.9, False, 4),
 }
 """The reference run, and the embedded task with the bundled model."""

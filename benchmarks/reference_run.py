@@ -3,8 +3,9 @@
     python benchmarks/reference_run.py --parts full    # two hours on two idle cores
     python benchmarks/reference_run.py --parts lora    # continues; finished runs are kept
 
-Each side's learning rate comes from the same grid, on seed 0. A best rate at the grid's edge is
-refused: the grid is extended. TRL's faster options (attention, micro-batches) are found first, by
+Each side's learning rate comes from the same grid, on seed 0. A run of the search ends when it has
+taken longer than the best one so far took to the goal. A best rate at the grid's edge is refused:
+the grid is extended. TRL's faster options (attention, micro-batches) are found first, by
 the seconds of a step, and two variants of its algorithm are tried at its best rate. Then come two
 more seeds; the row compares the medians of three.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from math import inf
 from statistics import median
 
@@ -38,8 +40,8 @@ from _runs import (
 )
 from _sums import Job, Side
 
-GRID = {False: (5e-6, 1e-5, 2e-5), True: (1.5e-4, 3e-4, 6e-4)}
-"""Learning rates, without and with LoRA."""
+GRID = {False: (1e-5, 2e-5, 5e-6), True: (3e-4, 6e-4, 1.5e-4)}
+"""Learning rates, without and with LoRA, the middle one first."""
 SPEED = HERE / "runs" / "trl_speed.jsonl"
 NEVER = 1e6
 SPEEDS = (
@@ -86,20 +88,26 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
     fast = BASE[side]
     if side == "trl":
         fast = USUAL if fixed else fastest_options(lab, lora)
-    grid = lab.options.rates or (GRID[lora][1:2] if lab.options.tiny else GRID[lora])
-    times = {r: time_to_goal(lab.run(lab.job(side, lora, r, 0, options=fast))) for r in grid}
+    times: dict[float, float] = {}
+
+    def measure(rate: float, options: tuple[str, ...] = fast) -> float:
+        job = lab.job(side, lora, rate, 0, options=options)
+        seconds = min([job.seconds, *(t + job.every for t in times.values())])
+        return time_to_goal(lab.run(replace(job, seconds=seconds)))
+
+    for rate in lab.options.rates or (GRID[lora][:1] if lab.options.tiny else GRID[lora]):
+        times[rate] = measure(rate)
     for _ in range(EDGES):
         best = min(times, key=times.__getitem__)
         lowest, highest = min(times), max(times)
         if fixed or lowest < best < highest:
             break
         further = best / 2 if best == lowest else best * 2
-        times[further] = time_to_goal(lab.run(lab.job(side, lora, further, 0, options=fast)))
+        times[further] = measure(further)
     best = min(times, key=times.__getitem__)
     variants = {fast: times[best]}
     for variant in () if side != "trl" or fixed else VARIANTS:
-        job = lab.job(side, lora, best, 0, options=(*fast, *variant))
-        variants[job.options] = time_to_goal(lab.run(job))
+        variants[*fast, *variant] = measure(best, (*fast, *variant))
     return Best(best, min(variants, key=variants.__getitem__))
 
 
@@ -112,7 +120,7 @@ def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
         for choice in choices:
             options = (*best, *choice)
             if options not in known:
-                job = lab.job("trl", lora, GRID[lora][1], 0, options=options)
+                job = lab.job("trl", lora, GRID[lora][0], 0, options=options)
                 known[options] = speed(lab, job)
             times[options] = known[options]
             print(f"  TRL, {' '.join(options)}: {times[options]:.1f} s a step", file=sys.stderr)

@@ -87,6 +87,7 @@ def windows(lab: Sums, latencies: list[float]) -> None:
             kept = {
                 "side": side, "latency": latency, "windows": seconds, "points": result["points"],
                 "searchers": result.get("searchers"), "versions": _measure.versions(),
+                "gflops": _measure.matmul_speed(),
             }  # fmt: skip
             with path.open("a") as file:
                 file.write(json.dumps(rounded(kept)) + "\n")

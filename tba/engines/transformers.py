@@ -16,9 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.plugins import GIVEN
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
+from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
 from tba.models.lora import load_adapted
-from tba.models.pretrained import Text, load_model, place, positions, states_at_once
+from tba.models.pretrained import Text, load_model, place, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -137,12 +138,11 @@ class Transformers:
         ids = [torch.from_numpy(p).long() for p in prompts]
         mask = [torch.ones_like(row) for row in ids]
         visible = pad_sequence(mask, True, 0, "left").to(self.device)
-        hidden, cache = self._run(pad_sequence(ids, True, self.text.pad_id, "left"), visible, None)
+        padded = pad_sequence(ids, True, self.text.pad_id, "left").to(self.device)
+        hidden, cache = run_prompts(self.model, padded, visible)
         chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
-        cache.batch_repeat_interleave(s)
-        visible = visible.repeat_interleave(s, 0)
-        chance = chance.flatten(0, 1)
-        chosen, logp = chosen.flatten(), logp.flatten()
+        responses = decoder(self.model, cache, visible, s, limit)
+        chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
         drawn = _Drawn.empty(b * s, limit, self.device)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
@@ -157,10 +157,8 @@ class Transformers:
             if ended.sum() >= DROP * len(rows):
                 kept = (~ended).nonzero().squeeze(1)
                 rows, chosen = rows[kept], chosen[kept]
-                visible = visible[kept]
-                cache.batch_select_indices(kept)
-            visible = torch.cat([visible, torch.ones_like(visible[:, :1])], 1)
-            hidden, cache = self._run(chosen[:, None], visible, cache)
+                responses.keep(kept)
+            hidden = responses.run(chosen)
             numbers = chance[rows, drawn.step]
             chosen, logp = self._choose(hidden, numbers[:, None], sampling)
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
@@ -181,19 +179,6 @@ class Transformers:
         completed = [self._stop.completed(tokens) for tokens in responses]
         stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
         return stopped
-
-    def _run(
-        self, ids: Int[Tensor, "N L"], visible: Int[Tensor, "N _"], cache: Any
-    ) -> tuple[Float[Tensor, "N D"], Any]:
-        """Return the last hidden states after these tokens, and the cache with them."""
-        out = self.model.base_model(
-            input_ids=ids.to(self.device),
-            attention_mask=visible,
-            position_ids=positions(visible)[:, -ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return out.last_hidden_state[:, -1], out.past_key_values
 
     def _choose(
         self, hidden: Float[Tensor, "N D"], uniform: Float[Tensor, "N R"], sampling: Sampling
