@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 from test_trainer import trainer
 
-from tba.learn.probe import PROMPT, RESPONSE, probe_tokens
+from tba.engines.transformers import Transformers
+from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.types import Batch, Group, Prompt, Trajectory, collate
+
+PROMPT = prompt_length(block=128)
+
+
+class InBlocks(Transformers):
+    """Engine that would keep prompts in a cache of such blocks."""
+
+    longest_block = 64
 
 
 def arrays(batch: Batch, context: int) -> tuple[list[int], list[int]]:
-    tokens = probe_tokens(batch, context)
+    tokens = probe_tokens(batch, context, PROMPT)
     assert tokens.prompt_mask.all() and tokens.mask.all()
     return tokens.prompt_tokens[0].tolist(), tokens.tokens[0, 0].tolist()
 
@@ -29,6 +38,10 @@ def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[G
     own = groups[0].prompt_tokens.tolist()
     assert prompt == np.resize(others, PROMPT - len(own)).tolist() + own
     assert (prompt, response) == arrays(collate(groups), context=8192)
+
+
+def test_without_a_cache_of_prompts_a_short_probe_is_enough(tiny_model: Path) -> None:
+    assert prompt_length(block=0) == trainer(tiny_model).probe_prompt == 16
 
 
 def test_a_single_group_is_enough(groups: list[Group]) -> None:
@@ -67,8 +80,8 @@ def test_a_shortened_probe_is_logged_once(
     tiny_model: Path, batch: Batch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        t = trainer(tiny_model)
+        t = trainer(tiny_model, "engine=test_probe.InBlocks")
         t.step(batch, 0)
         t.weights(version=1)
     (record,) = [r for r in caplog.records if "probe" in r.message]
-    assert "context of 32 tokens" in record.message
+    assert "context of 32 tokens is shorter than the probe of weight updates, 81" in record.message

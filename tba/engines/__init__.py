@@ -49,6 +49,17 @@ class Checked(Protocol):
 
 
 @runtime_checkable
+class CachesPrompts(Protocol):
+    """An engine class that keeps prompts in a cache from one request to the next, in blocks.
+
+    The probe of a weight update has a longer prompt then, so that old blocks would show.
+    """
+
+    longest_block: int
+    """Tokens of a block, on the device where it is longest."""
+
+
+@runtime_checkable
 class Drains(Protocol):
     """Engine that lets running completions end before it loads newer weights."""
 

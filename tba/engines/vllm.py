@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class VLLM:
     - `deadline`: seconds for any single call, queueing included, before it fails.
     """
 
+    longest_block: ClassVar[int] = 128
     policy: PolicyTable = field(metadata=GIVEN)
     text: Text = field(metadata=GIVEN)
     device: str = field(metadata=GIVEN)

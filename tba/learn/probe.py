@@ -9,22 +9,30 @@ from tba.learn.policy import Policy
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import Probe
 
-PROMPT, RESPONSE = 129, 16
-"""Tokens of a probe. Its prompt is longer than a block of vLLM's cache, 128 tokens on a CPU; a
-longer one would cost more, because vLLM runs what follows the last block for every token."""
+PROMPT, RESPONSE = 16, 16
+"""Tokens of a probe. Its prompt is longer for engines that keep prompts in a cache."""
 
 log = logging.getLogger(__name__)
 
 
-def log_short_context(context: int) -> None:
+def prompt_length(block: int) -> int:
+    """Return the tokens of a probe's prompt for an engine with such a block; 0: without a cache.
+
+    It is one more than a block. A longer one would cost more, because vLLM runs what follows the
+    last block for every token of the response.
+    """
+    return max(PROMPT, block + 1)
+
+
+def log_short_context(context: int, prompt: int) -> None:
     """Log that probes are shorter than usual, if the model's context is too small for them."""
-    if context < PROMPT + RESPONSE:
+    if context < prompt + RESPONSE:
         text = "the model's context of %d tokens is shorter than the probe of weight updates, %d"
-        log.info(text, context, PROMPT + RESPONSE)
+        log.info(text, context, prompt + RESPONSE)
 
 
-def probe_tokens(batch: Batch, context: int) -> TokenBatch:
-    """Return the tokens of a probe: one prompt and one response, which together fit the context.
+def probe_tokens(batch: Batch, context: int, length: int = PROMPT) -> TokenBatch:
+    """Return the tokens of a probe: a prompt of this length and a response, cut to the context.
 
     The response is the beginning of the longest one in the first group. Its prompt follows other
     prompts and responses of the batch, repeated in order until there are enough tokens.
@@ -32,7 +40,7 @@ def probe_tokens(batch: Batch, context: int) -> TokenBatch:
     longest = int(np.argmax(batch.mask[0].sum(-1).numpy()))
     own_prompt, own_response = _row(batch, 0, longest)
     response = own_response[:RESPONSE]
-    room = min(PROMPT, context - len(response))
+    room = min(length, context - len(response))
     others: list[np.ndarray] = []
     for group in range(1, len(batch)) or [0]:
         others += _row(batch, group, -1)

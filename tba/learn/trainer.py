@@ -36,6 +36,8 @@ class SingleTrainer:
     """Whether searchers get weights in bf16."""
     context: int
     """Maximum number of tokens of a prompt and its response together."""
+    probe_prompt: int = probe.PROMPT
+    """Tokens of the prompt of probes."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
@@ -54,7 +56,7 @@ class SingleTrainer:
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)
         self._copies = Copies(policy, self.bf16_weights)
-        probe.log_short_context(self.context)
+        probe.log_short_context(self.context, self.probe_prompt)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -70,7 +72,7 @@ class SingleTrainer:
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
-        self._probe = probe.probe_tokens(batch, self.context)
+        self._probe = probe.probe_tokens(batch, self.context, self.probe_prompt)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 

@@ -11,8 +11,9 @@ import torch
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import LoraTable
-from tba.engines import Checked
+from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
+from tba.learn.probe import prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_adapted
@@ -45,6 +46,7 @@ class Parts:
     strategy: Strategy
     objective: Plugin
     selection: Plugin
+    engine: type
     text: Text
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -74,8 +76,16 @@ class Parts:
             share_prompt=c.policy.share_prompt,
             head=head_of(self.objective.at(0)),
         )
-        context, bf16_weights = self.text.context, c.engine.computes_in_bf16(bf16)
-        return SingleTrainer(policy, self.objective, c.trainer, c.run.steps, bf16_weights, context)
+        block = self.engine.longest_block if isinstance(self.engine, CachesPrompts) else 0
+        return SingleTrainer(
+            policy=policy,
+            objective=self.objective,
+            settings=c.trainer,
+            steps=c.run.steps,
+            bf16_weights=c.engine.computes_in_bf16(bf16),
+            context=self.text.context,
+            probe_prompt=prompt_length(block),
+        )
 
     def search_setup(self) -> SearchSetup:
         """Return what each searcher process is built from."""
@@ -138,8 +148,10 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     functions: RewardFunctions = None if memory is None else memory.reward
     if isinstance(functions, tuple) and config.runtime.use == "ray":
         functions = pickled(functions, config.runtime.address)
-    strategy, selection = plugins.strategy.build(), plugins.selection
-    parts = Parts(config, task, strategy, objective, selection, text, prompts, held_out, functions)
+    strategy, selection, engine = plugins.strategy.build(), plugins.selection, plugins.engine.cls
+    parts = Parts(
+        config, task, strategy, objective, selection, engine, text, prompts, held_out, functions
+    )
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
 
