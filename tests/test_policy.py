@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import tba.learn.head
+import tba.learn.policy
 import tba.models.pretrained
 import tba.types
 from tba.learn.head import TokenLogp
@@ -59,6 +60,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
 }
+
+
+@pytest.fixture(autouse=True, params=["packed", "cached"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How prompts are shared: short rows are packed, longer ones have a cache."""
+    if request.param == "cached":
+        monkeypatch.setattr(tba.learn.policy, "PACKED_TOKENS", 0)
+    return str(request.param)
 
 
 def make(family: str) -> Any:
@@ -164,6 +173,7 @@ def test_gradient_checkpointing_changes_nothing_and_drops_nothing(
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("way", ["cached"], indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_over_similar_lengths_change_nothing(
     family: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
@@ -323,3 +333,17 @@ def test_a_sharded_policy_has_the_same_gradients(
             torch.testing.assert_close(p.grad, q.grad.full_tensor())
     finally:
         distributed.destroy_process_group()
+
+
+def test_padding_is_counted_as_it_is_run(batch: Batch, way: str) -> None:
+    """Packed rows are padded to the longest row; the fixture's last response tokens do not run."""
+    policy = Policy(make("llama"), 1.0)
+    sizes: list[int] = []
+    inner = policy.model.base_model
+    inner.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    policy(batch)
+    padding, tokens = policy.padding(batch)
+    assert tokens == sum(sizes) and len(sizes) == (1 if way == "packed" else 2)
+    assert tokens - padding == int(batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum())

@@ -199,6 +199,39 @@ def test_recent_draws_all_prompts_of_its_window() -> None:
         assert set(seen) == set(newest[-max(3 * window, groups) :])
 
 
+@pytest.mark.parametrize("unequal", [7, 3, 0])
+def test_groups_of_equal_rewards_are_drawn_where_others_are_too_few(unequal: int) -> None:
+    """Four groups a step, of ten that arrived: enough unequal ones, or the newest equal ones."""
+    buffer = ReplayBuffer()
+    differ = {f"p{i}" for i in (range(unequal) if unequal < 7 else range(3, 10))}
+    for i in range(10):
+        rewards = (0.0, 1.0) if f"p{i}" in differ else (1.0, 1.0)
+        some = [trajectory(k, reward=r) for k, r in enumerate(rewards)]
+        buffer.add([group(f"p{i}", *some)], now=0)
+    rng = np.random.default_rng(0)
+    seen: set[str] = set()
+    for _ in range(60):
+        drawn = buffer.sample(4, 2, Recent(filter_equal=True), 0, rng)
+        assert len({g.prompt.id for g in drawn}) == 4
+        seen |= {g.prompt.id for g in drawn}
+    equal = [f"p{i}" for i in range(9, -1, -1) if f"p{i}" not in differ]
+    assert seen == differ | set(equal[: max(0, 4 - unequal)])
+    drawn = buffer.sample(4, 2, Mixture(recent=1.0, filter_equal=True), 0, rng)
+    assert {g.prompt.id for g in drawn} <= seen
+
+
+def test_older_groups_take_the_place_of_those_with_equal_rewards() -> None:
+    """Their samples of the latest arrival decide, and those alone are drawn."""
+    buffer = ReplayBuffer()
+    for now in range(6):
+        rewards = (0.0, 1.0) if now < 4 else (1.0, 1.0)
+        some = [trajectory(k, now, reward=r) for k, r in enumerate(rewards)]
+        buffer.add([group("again" if now in (3, 5) else f"p{now}", *some)], now)
+    rng = np.random.default_rng(0)
+    drawn = buffer.sample(2, 2, Recent(window=1, filter_equal=True), 5, rng)
+    assert {g.prompt.id for g in drawn} == {"p1", "p2"}
+
+
 def test_uniform_draws_follow_the_sampled_distribution() -> None:
     """A response that was three quarters of the samples is three quarters of the draws."""
     buffer = ReplayBuffer()

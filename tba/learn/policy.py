@@ -10,10 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import TokenLogp, is_plain
-from tba.models.cache import select
+from tba.learn.packing import pack, packed_length
+from tba.models.cache import select, takes_masks, visible
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
+
+PACKED_TOKENS = 320
+"""Longest row of a prompt and its responses. Attention also compares different responses then."""
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +99,27 @@ class Policy(nn.Module):
         Indices come from the batch on the CPU, so that nothing waits for the GPU.
         """
         with self._precision():
-            hidden = self._shared(batch) if self.share_prompt else self._plain(batch)
+            hidden = self._hidden(batch)
             tokens = batch.tokens.flatten()[hidden.places].to(self.device)
             places = hidden.places.to(self.device)
             logp, entropy = self._chunked(hidden.states, tokens)
         read = self._read(hidden, batch, places)
         return Output(_padded(logp, places, batch), _padded(entropy, places, batch), read)
+
+    def padding(self, batch: TokenBatch) -> tuple[int, int]:
+        """Return the numbers of padding tokens, and of all tokens, that a forward runs over."""
+        if not self._packs(batch):
+            return batch.padding()
+        run = len(batch) * packed_length(batch)
+        return run - int(batch.prompt_mask.sum() + batch.mask[..., 1:].sum()), run
+
+    def _packs(self, batch: TokenBatch) -> bool:
+        return packed_length(batch) <= PACKED_TOKENS and takes_masks(self.model)
+
+    def _hidden(self, batch: TokenBatch) -> Hidden:
+        if not self.share_prompt:
+            return self._plain(batch)
+        return self._packed(batch) if self._packs(batch) else self._shared(batch)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
@@ -115,6 +134,20 @@ class Policy(nn.Module):
         mask = batch.prompt_mask[..., None].to(self.device)
         mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
+
+    def _packed(self, batch: TokenBatch) -> Hidden:
+        """Run each prompt and all of its responses as one row."""
+        packed = pack(batch)
+        owner = packed.owner.to(self.device)
+        output = self.model.base_model(
+            input_ids=packed.ids.to(self.device),
+            attention_mask=visible(self.model, owner, owner),
+            position_ids=packed.position.to(self.device),
+            use_cache=False,
+        )
+        states = output.last_hidden_state
+        row, column = packed.predicting.to(self.device)
+        return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
 
     def _shared(self, batch: TokenBatch) -> Hidden:
         """Run each prompt once, then responses of similar length together."""

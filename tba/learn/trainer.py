@@ -114,7 +114,7 @@ class SingleTrainer:
     def _padding(self, chunks: Sequence[Batch]) -> float:
         """Return the share of the tokens that the policy ran over which are padding."""
         budget = self.settings.token_budget
-        counts = [piece.padding() for chunk in chunks for piece in chunk.pieces(budget)]
+        counts = [self.policy.padding(piece) for chunk in chunks for piece in chunk.pieces(budget)]
         padding, tokens = map(sum, zip(*counts, strict=True))
         return padding / tokens
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values with gradients: shared by several passes, and kept from layers."""
+"""Prompts that several responses share: caches of keys and values, and attention masks."""
 
 from collections.abc import Callable
 from copy import copy
@@ -6,9 +6,38 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+EVERYONE, NOBODY = -1, -2
+"""Owner of a prompt's tokens, which all responses see, and of padding."""
+
+
+def visible(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Tensor:
+    """Return a mask with which the tokens of an owner see its own columns, and EVERYONE's.
+
+    It is of the kind that the model's attention takes, and [B 1 Q C]. Tokens are at the end of
+    the columns, and none sees a later one.
+    """
+    columns, owner = columns[:, None, None], owner[:, None, :, None]
+    sees: Bool[Tensor, "B 1 Q C"] = (columns == EVERYONE) | (columns == owner)
+    sees = sees.tril(sees.shape[-1] - sees.shape[-2])
+    if _attention(model) == "sdpa":
+        return sees
+    hidden = torch.finfo(model.dtype).min
+    return torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, hidden)
+
+
+def takes_masks(model: Any) -> bool:
+    """Return whether the model's attention takes such masks, in all of its layers."""
+    config = model.config.get_text_config()
+    slides = {"sliding_attention", "chunked_attention"} & set(getattr(config, "layer_types", []))
+    return _attention(model) in ("eager", "sdpa") and not slides
+
+
+def _attention(model: Any) -> Any:
+    return model.config.get_text_config()._attn_implementation
 
 
 def select(cache: Any, rows: Int[Tensor, " N"]) -> Any:

@@ -24,6 +24,8 @@ class Mixture:
     """Temperature of the draw by reward."""
     window: int = 1
     """Steps that count as recent."""
+    filter_equal: bool = False
+    """Draw recent groups whose rewards are all equal only where there are too few others."""
 
     def __post_init__(self) -> None:
         for name, share in (("recent", self.recent), ("reward", self.reward)):
@@ -35,7 +37,11 @@ class Mixture:
     ) -> Int[np.ndarray, "{groups} {size}"]:
         replayed = 1 - self.recent
         shares = (self.recent, replayed * self.reward, replayed * (1 - self.reward))
-        arms: tuple[Strategy, ...] = (Recent(self.window), Reward(self.temperature), Uniform())
+        arms: tuple[Strategy, ...] = (
+            Recent(self.window, self.filter_equal),
+            Reward(self.temperature),
+            Uniform(),
+        )
         drawn = []
         for arm, count in zip(arms, rng.multinomial(groups, shares).tolist(), strict=True):
             if count:

@@ -1,10 +1,13 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int32
 
 from tba.strategies import Columns
 from tba.strategies.uniform import Uniform
+
+SEARCHED = 8
+"""How far back a draw looks for groups of unequal rewards, as a multiple of those it needs."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,12 @@ class Recent:
     """
 
     window: int = 1
+    filter_equal: bool = False
+    """Draw groups whose rewards are all equal only where there are too few others.
+
+    They say nothing about the reward. Older groups take their place, up to 8 times as far back as
+    a batch reaches. This is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) for a buffer.
+    """
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -24,11 +33,33 @@ class Recent:
     def draw(
         self, columns: Columns, groups: int, size: int, now: int, rng: np.random.Generator
     ) -> Int[np.ndarray, "{groups} {size}"]:
+        newest = self._newest(columns, groups, now)
+        if self.filter_equal:
+            newest = self._unequal(columns, len(newest), groups)
+        rows, count = columns.latest_rows, columns.arrived_count
+        chosen = replace(columns, prompts=newest, rows=rows, count=count)
+        return Uniform().draw(chosen, groups, size, now, rng)
+
+    def _newest(self, columns: Columns, groups: int, now: int) -> Int32[np.ndarray, " N"]:
+        """Return the prompts of the window, or `groups` prompts if it has fewer."""
         prompts, least = columns.prompts, groups
         while least < len(prompts) and now - columns.latest[prompts[-least]] < self.window:
             least *= 2
         ages = now - columns.latest[prompts[-least:]]
-        fresh = max(int(np.count_nonzero(ages < self.window)), groups)
-        rows, count = columns.latest_rows, columns.arrived_count
-        newest = replace(columns, prompts=prompts[-fresh:], rows=rows, count=count)
-        return Uniform().draw(newest, groups, size, now, rng)
+        return prompts[-max(int(np.count_nonzero(ages < self.window)), groups) :]
+
+    def _unequal(self, columns: Columns, newest: int, groups: int) -> Int32[np.ndarray, " M"]:
+        """Return prompts of unequal rewards: of the newest, then older ones up to `groups` in all.
+
+        If there are not as many, the newest of the others follow.
+        """
+        looked_at = columns.prompts[-max(newest, SEARCHED * groups) :][::-1]
+        unequal: list[int] = []
+        equal: list[int] = []
+        for place, prompt in enumerate(looked_at):
+            if place >= newest and len(unequal) >= groups:
+                break
+            rewards = columns.reward[columns.latest_rows(prompt)]
+            (unequal if np.ptp(rewards) > 0 else equal).append(int(prompt))
+        missing = max(0, groups - len(unequal))
+        return np.array(unequal + equal[:missing], columns.prompts.dtype)
