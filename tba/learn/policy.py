@@ -1,7 +1,7 @@
 """A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,9 @@ from tba.models.cache import select, takes_masks, visible
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
 from tba.types import TokenBatch
+
+Way = Literal["packed", "cached", "plain"]
+"""How prompts run: once, in a row with their responses or before them; or with each response."""
 
 PACKED_TOKENS = 320
 """Longest row of a prompt and its responses. Attention also compares different responses then."""
@@ -81,10 +84,7 @@ class Policy(nn.Module):
         if not self.share_prompt:
             return
         few = batch.slice(slice(0, 2)).groups(range(min(2, len(batch))))
-        shared = self.logp(few)
-        self.share_prompt = False
-        plain = self.logp(few)
-        self.share_prompt = True
+        shared, plain = self(few, self._way(batch)).logp, self(few, "plain").logp
         gap = float((shared - plain).abs().sum() / few.mask.sum())
         if not gap <= (LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32):
             log.warning(
@@ -93,13 +93,15 @@ class Policy(nn.Module):
                 gap,
             )
 
-    def forward(self, batch: TokenBatch) -> Output:
+    def forward(self, batch: TokenBatch, way: Way | None = None) -> Output:
         """Return log-probability and entropy at each response token, and the head's output.
 
-        Indices come from the batch on the CPU, so that nothing waits for the GPU.
+        Indices come from the batch on the CPU, so that nothing waits for the GPU. All ways give
+        the same; by default, it is the fastest that `share_prompt` allows.
         """
+        ways = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self._precision():
-            hidden = self._hidden(batch)
+            hidden = ways[way or self._way(batch)](batch)
             tokens = batch.tokens.flatten()[hidden.places].to(self.device)
             places = hidden.places.to(self.device)
             logp, entropy = self._chunked(hidden.states, tokens)
@@ -108,18 +110,16 @@ class Policy(nn.Module):
 
     def padding(self, batch: TokenBatch) -> tuple[int, int]:
         """Return the numbers of padding tokens, and of all tokens, that a forward runs over."""
-        if not self._packs(batch):
+        if self._way(batch) != "packed":
             return batch.padding()
         run = len(batch) * packed_length(batch)
         return run - int(batch.prompt_mask.sum() + batch.mask[..., 1:].sum()), run
 
-    def _packs(self, batch: TokenBatch) -> bool:
-        return packed_length(batch) <= PACKED_TOKENS and takes_masks(self.model)
-
-    def _hidden(self, batch: TokenBatch) -> Hidden:
+    def _way(self, batch: TokenBatch) -> Way:
         if not self.share_prompt:
-            return self._plain(batch)
-        return self._packed(batch) if self._packs(batch) else self._shared(batch)
+            return "plain"
+        fits = packed_length(batch) <= PACKED_TOKENS and takes_masks(self.model)
+        return "packed" if fits else "cached"
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
@@ -149,7 +149,7 @@ class Policy(nn.Module):
         row, column = packed.predicting.to(self.device)
         return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
 
-    def _shared(self, batch: TokenBatch) -> Hidden:
+    def _cached(self, batch: TokenBatch) -> Hidden:
         """Run each prompt once, then responses of similar length together."""
         b, k, t = batch.tokens.shape
         moved = batch.to(self.device)
