@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Int32
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
@@ -244,5 +243,9 @@ def collate(groups: Sequence[Group]) -> Batch:
 
 
 def _pad(rows: Sequence[np.ndarray], side: Literal["left", "right"] = "right") -> Tensor:
-    tensors = [torch.tensor(row) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_side=side)
+    lengths = np.array([len(row) for row in rows])[:, None]
+    column = np.arange(lengths.max())
+    real = column < lengths if side == "right" else column >= len(column) - lengths
+    padded = np.zeros(real.shape, rows[0].dtype)
+    padded[real] = np.concatenate(rows)
+    return torch.from_numpy(padded)

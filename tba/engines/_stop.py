@@ -44,6 +44,8 @@ class StopStrings:
 
 def length_to_stop(text: Text, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
     """Return the number of tokens up to the one that completes a stop string, if there is one."""
+    if not stop:
+        return None
     for length in range(1, len(tokens) + 1):
         if text.answer(tokens[:length], False, stop).finished:
             return length
