@@ -28,15 +28,19 @@ SECONDS: dict[Side, float] = {"asynchronous": 600.0, "synchronous": 600.0, "trl"
 """Seconds after which a run stops, even on a slow machine."""
 EVERY: dict[Side, float] = {"asynchronous": 20.0, "synchronous": 30.0, "trl": 60.0}
 """Seconds between evaluations."""
-OURS = ("objective=tb", "objective.beta=0.02", "strategy.recent=0.9", "strategy.reward=0.0")
+OURS = ("objective=tb", "objective.beta=0.02", "strategy.filter_equal=true")
 BASE: dict[Side, tuple[str, ...]] = {
-    "asynchronous": OURS,
-    "synchronous": ("objective=tb", "objective.beta=0.02", "strategy=recent"),
+    "asynchronous": (*OURS, "strategy.recent=0.9", "strategy.reward=0.0"),
+    "synchronous": (*OURS, "strategy=recent"),
     "trl": (),
 }
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
-VARIANTS = (("num_iterations=2",),)
-"""Variants of TRL's algorithm that are tried at its best rate."""
+VARIANTS: dict[Side, tuple[tuple[str, ...], ...]] = {
+    "asynchronous": (("runtime.concurrent_searches=1",),),
+    "synchronous": (),
+    "trl": (("num_iterations=2",),),
+}
+"""What is tried at the best rate."""
 IDENTITY = ("side", "rate", "seed", "lora", "latency", "options")
 
 

@@ -5,9 +5,9 @@
 
 Each side's learning rate comes from the same grid, on seed 0. A run of the search ends when it has
 taken longer than the best one so far took to the goal. A best rate at the grid's edge is refused:
-the grid is extended. TRL's faster options (attention, micro-batches) are found first, by
-the seconds of a step, and two variants of its algorithm are tried at its best rate. Then come two
-more seeds; the row compares the medians of three.
+the grid is extended. TRL's faster options (attention, micro-batches) are found first, by the
+seconds of a step, and a variant of each side is tried at its best rate. Then come two more seeds;
+the row compares the medians of three.
 
 The clock runs from the first search or generation, when all models are loaded. Copies of the
 weights, which stop the clock for a tenth of a second, are evaluated after the run by the same code
@@ -106,7 +106,7 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
         times[further] = measure(further)
     best = min(times, key=times.__getitem__)
     variants = {fast: times[best]}
-    for variant in () if side != "trl" or fixed else VARIANTS:
+    for variant in () if fixed else VARIANTS[side]:
         variants[*fast, *variant] = measure(best, (*fast, *variant))
     return Best(best, min(variants, key=variants.__getitem__))
 
