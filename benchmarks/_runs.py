@@ -35,12 +35,6 @@ BASE: dict[Side, tuple[str, ...]] = {
     "trl": (),
 }
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
-VARIANTS: dict[Side, tuple[tuple[str, ...], ...]] = {
-    "asynchronous": (("runtime.concurrent_searches=1",),),
-    "synchronous": (),
-    "trl": (("num_iterations=2",),),
-}
-"""What is tried at the best rate."""
 IDENTITY = ("side", "rate", "seed", "lora", "latency", "options")
 
 

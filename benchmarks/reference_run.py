@@ -6,8 +6,7 @@
 Each side's learning rate comes from the same grid, on seed 0. A run of the search ends when it has
 taken longer than the best one so far took to the goal. A best rate at the grid's edge is refused:
 the grid is extended. TRL's faster options (attention, micro-batches) are found first, by the
-seconds of a step, and a variant of each side is tried at its best rate. Then come two more seeds;
-the row compares the medians of three.
+seconds of a step. Then come two more seeds; the row compares the medians of three.
 
 The clock runs from the first search or generation, when all models are loaded. Copies of the
 weights, which stop the clock for a tenth of a second, are evaluated after the run by the same code
@@ -28,7 +27,6 @@ from _runs import (
     BASE,
     HERE,
     SIDES,
-    VARIANTS,
     Best,
     Sums,
     best_of,
@@ -90,8 +88,8 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
         fast = USUAL if fixed else fastest_options(lab, lora)
     times: dict[float, float] = {}
 
-    def measure(rate: float, options: tuple[str, ...] = fast) -> float:
-        job = lab.job(side, lora, rate, 0, options=options)
+    def measure(rate: float) -> float:
+        job = lab.job(side, lora, rate, 0, options=fast)
         seconds = min([job.seconds, *(t + job.every for t in times.values())])
         return time_to_goal(lab.run(replace(job, seconds=seconds)))
 
@@ -104,11 +102,7 @@ def search(lab: Sums, side: Side, lora: bool) -> Best:
             break
         further = best / 2 if best == lowest else best * 2
         times[further] = measure(further)
-    best = min(times, key=times.__getitem__)
-    variants = {fast: times[best]}
-    for variant in () if fixed else VARIANTS[side]:
-        variants[*fast, *variant] = measure(best, (*fast, *variant))
-    return Best(best, min(variants, key=variants.__getitem__))
+    return Best(min(times, key=times.__getitem__), fast)
 
 
 def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
