@@ -45,6 +45,8 @@ WAITING: dict[Side, tuple[str, ...]] = {
     "trl": (),
 }
 """Settings where rewards take time: searches wait side by side."""
+EVERY_GROUP = "strategy.filter_equal=false"
+"""Setting of ours with which samples are counted: those that are filtered out would not count."""
 
 
 def main() -> None:
@@ -77,8 +79,8 @@ def windows(lab: Sums, latencies: list[float]) -> None:
             if any((r["side"], r["latency"]) == (side, latency) for r in read_runs(path)):
                 continue
             best = chosen(side)
-            options = (*best.options, *WAITING[side])
-            job = lab.job(side, False, best.rate, 0, latency, options)
+            own = () if side == "trl" else (*WAITING[side], EVERY_GROUP)
+            job = lab.job(side, False, best.rate, 0, latency, (*best.options, *own))
             steps = 2 * (WINDOWS + 1)
             if side == "asynchronous":
                 steps *= 2  # where replay draws samples again, a step counts for less
@@ -99,9 +101,7 @@ def chosen(side: Side) -> Best:
     runs = reference_runs(read_runs(), side, lora=False)
     if not any(run["seed"] == 0 for run in runs):
         return Best(1e-5, BASE[side])
-    best = best_of(runs)
-    # each sample is trained on once: TRL's second iteration would count nothing
-    return Best(best.rate, tuple(o for o in best.options if not o.startswith("num_iterations")))
+    return best_of(runs)
 
 
 def times_of(points: list[dict[str, Any]]) -> list[float]:
