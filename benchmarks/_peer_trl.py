@@ -92,8 +92,9 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
 def keep_memory() -> None:
     """Let glibc use freed memory again, as this package does on the CPU."""
     libc = ctypes.CDLL(None)
-    threshold, trim = -3, -1
-    assert libc.mallopt(threshold, 2**25) and libc.mallopt(trim, 2**31 - 1)
+    trim_threshold, mmap_max, arena_max = -1, -4, -8
+    assert libc.mallopt(mmap_max, 0) and libc.mallopt(arena_max, 1)
+    assert libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def adapter() -> Any:

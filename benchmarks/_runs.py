@@ -30,7 +30,12 @@ EVERY: dict[Side, float] = {"asynchronous": 20.0, "synchronous": 30.0, "trl": 60
 """Seconds between evaluations."""
 OURS = ("objective=tb", "objective.beta=0.02", "strategy.filter_equal=true")
 BASE: dict[Side, tuple[str, ...]] = {
-    "asynchronous": (*OURS, "strategy.recent=0.9", "strategy.reward=0.0"),
+    "asynchronous": (
+        *OURS,
+        "strategy.recent=0.9",
+        "strategy.reward=0.0",
+        "runtime.concurrent_searches=1",
+    ),  # fmt: skip
     "synchronous": (*OURS, "strategy=recent"),
     "trl": (),
 }

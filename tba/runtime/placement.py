@@ -14,7 +14,7 @@ import torch
 
 from tba.config.tables import RuntimeTable
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's `mallopt`."""
 
 
@@ -50,12 +50,13 @@ def reuse_memory() -> None:
     """Let this process keep the memory that tensors on the CPU leave, instead of fresh one.
 
     Each page of fresh memory has to be cleared. With glibc, which returns large blocks to the
-    system at once by default, that took a tenth of a training step.
+    system at once by default, that took a tenth of a training step, and more on virtual machines.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        accepted = libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # no larger one is
+        accepted = libc.mallopt(M_MMAP_MAX, 0)
         accepted &= libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        accepted &= libc.mallopt(M_ARENA_MAX, 1)  # further arenas return what they can
         assert accepted
 
 
