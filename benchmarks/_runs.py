@@ -35,7 +35,7 @@ BASE: dict[Side, tuple[str, ...]] = {
         "strategy.recent=0.9",
         "strategy.reward=0.0",
         "runtime.concurrent_searches=1",
-    ),  # fmt: skip
+    ),
     "synchronous": (*OURS, "strategy=recent"),
     "trl": (),
 }
