@@ -104,12 +104,12 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_tensors_reuse_the_memory_of_others() -> None:
-    """Nine tensors have 23,000 pages; once memory has grown, few of them are new."""
+    """Ten tensors have 43,000 pages, the last one 20,000; once memory has grown, few are new."""
     reuse_memory()
     faults = []
     for _ in range(15):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.ones(size * 2**19) for size in range(1, 10)]
+        tensors = [torch.ones(size * 2**19) for size in (*range(1, 10), 40)]
         del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    assert sum(faults[10:]) / 5 < 23_000 / 4
+    assert sum(faults[10:]) / 5 < 43_000 / 8
