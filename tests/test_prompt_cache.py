@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from test_policy import FAMILIES, make
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from tba.engines._prompt_cache import Copied, Shared, decoder, run_prompts
+from tba.models.cache import takes_masks
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 SAMPLES = 3
@@ -41,3 +50,25 @@ def test_prompts_are_shared_where_that_costs_less() -> None:
     assert isinstance(decoder(model, cache, VISIBLE, SAMPLES, 5), Shared)
     assert isinstance(decoder(model, cache, VISIBLE, SAMPLES, 6), Copied)
     assert isinstance(decoder(model, cache, VISIBLE, 1, 5), Copied)
+
+
+def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own() -> None:
+    for family in FAMILIES:
+        assert takes_masks(make(family))
+    sizes = {"vocab_size": 14, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    assert takes_masks(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=None)))
+    for refused in (
+        MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)),
+        Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, head_dim=8)),
+        GPTNeoForCausalLM(
+            GPTNeoConfig(
+                vocab_size=14,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+            )
+        ),
+    ):
+        assert not takes_masks(refused)

@@ -30,10 +30,15 @@ def visible(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) 
 
 
 def takes_masks(model: Any) -> bool:
-    """Return whether the model's attention takes such masks, in all of its layers."""
+    """Return whether such a mask alone says who sees whom: in every layer, at any distance."""
     config = model.config.get_text_config()
-    slides = {"sliding_attention", "chunked_attention"} & set(getattr(config, "layer_types", []))
-    return _attention(model) in ("eager", "sdpa") and not slides
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        in_windows = getattr(config, "sliding_window", None) is not None
+    else:
+        in_windows = set(kinds) != {"full_attention"}
+    by_mask = model._supports_attention_backend and _attention(model) in ("eager", "sdpa")
+    return by_mask and not in_windows
 
 
 def _attention(model: Any) -> Any:
