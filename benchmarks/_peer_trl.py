@@ -6,7 +6,6 @@ here than SDPA), no KL term and so no reference model, the fused AdamW.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import _sums
 import torch
+from _environment import keep_memory
 from _snapshots import Snapshots
 from _sums import Job
 from datasets import Dataset
@@ -87,14 +87,6 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
     for name, text in options.items():
         fields[name] = tomllib.loads(f"v = {text}")["v"]
     return GRPOConfig(**fields)
-
-
-def keep_memory() -> None:
-    """Let glibc use freed memory again, as this package does on the CPU."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max, arena_max = -1, -4, -8
-    assert libc.mallopt(mmap_max, 0) and libc.mallopt(arena_max, 1)
-    assert libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def adapter() -> Any:

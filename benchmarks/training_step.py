@@ -11,7 +11,6 @@ chunks of the head.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import _measure
 import _shapes
 import torch
-from _environment import bench_python, common_variables
+from _environment import bench_python, common_variables, keep_memory
 from _shapes import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -157,13 +156,6 @@ def trl(model: str) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def keep_memory() -> None:
-    """Let glibc use freed memory again, as this package does on the CPU."""
-    libc = ctypes.CDLL(None)
-    threshold, trim = -3, -1
-    assert libc.mallopt(threshold, 2**25) and libc.mallopt(trim, 2**31 - 1)
 
 
 def trl_inputs(model: str) -> dict[str, torch.Tensor]:
