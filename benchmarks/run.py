@@ -38,13 +38,13 @@ class Script:
 
 SCRIPTS = (
     Script("generation", 2),
-    Script("training_step", 14),
+    Script("training_step", 9),
     Script("attention", 3),
     Script("publish", 2),
     Script("lora", 3),
-    Script("vllm_engine", 6, environment=".venv-vllm"),
+    Script("vllm_engine", 11, environment=".venv-vllm"),
     Script("paced", 3),
-    Script("searchers", 6),
+    Script("searchers", 5),
     Script("replay", 2),
     Script("reference_run", 130, ("--parts", "full"), long=True),
     Script("reward_latency", 35, long=True),
