@@ -35,7 +35,7 @@ def keep_memory() -> None:
     libc = ctypes.CDLL(None)
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     assert libc.mallopt(mmap_max, 0) and libc.mallopt(arena_max, 1)
-    assert libc.mallopt(trim_threshold, 2**31 - 1)
+    assert libc.mallopt(trim_threshold, -1)
 
 
 def common_variables(**more: str) -> dict[str, str]:

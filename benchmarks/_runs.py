@@ -40,6 +40,8 @@ BASE: dict[Side, tuple[str, ...]] = {
     "trl": (),
 }
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
+SAME_SPEED = 1.2
+"""Largest ratio of the machine's speeds at which runs are compared without a remark."""
 IDENTITY = ("side", "rate", "seed", "lora", "latency", "options")
 
 
@@ -66,7 +68,8 @@ class Laboratory:
         """Return the run of this job with its scores; it is carried out if it is not kept."""
         identity = json.loads(json.dumps(identity_of(job)))
         for known in read_runs(self.path):
-            if all(known[name] == value for name, value in identity.items()):
+            same = all(known[name] == value for name, value in identity.items())
+            if same and (known.get("limit", job.seconds) >= job.seconds):
                 return known
         gflops = _measure.matmul_speed()
         result = self.carry_out(job)
@@ -79,6 +82,7 @@ class Laboratory:
         known = {
             **identity, "curve": curve, "points": result["points"],
             "searchers": result.get("searchers"), "versions": _measure.versions(), "gflops": gflops,
+            "limit": job.seconds,
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -195,6 +199,14 @@ def steps_of(run: dict[str, Any]) -> list[float]:
     """Return the seconds of each step but the first."""
     seconds = [point["seconds"] for point in run["points"]]
     return [b - a for a, b in pairwise(seconds)]
+
+
+def speed_note(ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]) -> str:
+    """Return a remark if the machine was faster for one side, by its matrix products."""
+    own, other = (median(run["gflops"] for run in runs) for runs in (ours, peers))
+    if max(own, other) <= SAME_SPEED * min(own, other):
+        return ""
+    return f"; the machine made {own:.0f} GFLOP/s for us, {other:.0f} for TRL"
 
 
 def search_table(runs: Sequence[dict[str, Any]]) -> str:

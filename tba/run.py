@@ -187,8 +187,9 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
-    reuse_memory()
     place, cluster = _places(c, stop, closing)
+    if place.device == "cpu":
+        reuse_memory()
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
 from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
-from tba.types import Batch
+from tba.types import Batch, collate_tokens
 
 SMALL = {
     "vocab_size": 14,
@@ -333,6 +334,20 @@ def test_a_sharded_policy_has_the_same_gradients(
             torch.testing.assert_close(p.grad, q.grad.full_tensor())
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["packed"], indirect=True)
+def test_rows_are_packed_where_little_of_them_is_padding() -> None:
+    """One group with long responses would make the rows of all others as long."""
+    policy = Policy(make("llama"), 1.0)
+    passes: list[int] = []
+    policy.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for lengths, packed in (([4, 4, 4, 4], True), ([2, 2, 2, 12], False)):
+        responses = [[np.ones(n, np.int32)] * 3 for n in lengths]
+        batch = collate_tokens([np.ones(3, np.int32)] * 4, responses)
+        policy(batch)
+        assert (len(passes) == 1) is packed
+        passes.clear()
 
 
 def test_padding_is_counted_as_it_is_run(batch: Batch, way: str) -> None:

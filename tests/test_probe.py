@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_trainer import trainer
 
+from tba.config.plugins import GIVEN
 from tba.engines.transformers import Transformers
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.types import Batch, Group, Prompt, Trajectory, collate
@@ -40,8 +43,34 @@ def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[G
     assert (prompt, response) == arrays(collate(groups), context=8192)
 
 
-def test_without_a_cache_of_prompts_a_short_probe_is_enough(tiny_model: Path) -> None:
-    assert prompt_length(block=0) == trainer(tiny_model).probe_prompt == 16
+@dataclass
+class Silent:
+    """Engine that does not say whether it keeps prompts."""
+
+    policy: Any = field(metadata=GIVEN)
+    text: Any = field(metadata=GIVEN)
+    device: str = field(metadata=GIVEN)
+    bf16: bool = field(metadata=GIVEN)
+    version: int = 0
+
+    def generate(self, prompts: Any, sampling: Any, seed: int) -> Any: ...
+
+    def load_weights(self, weights: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("engine", "length"),
+    [
+        ("transformers", 16),
+        ("scripted", 16),
+        ("test_probe.InBlocks", 65),
+        ("test_probe.Silent", 129),
+    ],
+)
+def test_an_engine_says_how_long_a_probe_it_needs(
+    tiny_model: Path, engine: str, length: int
+) -> None:
+    assert trainer(tiny_model, f"engine={engine}").probe_prompt == length
 
 
 def test_a_single_group_is_enough(groups: list[Group]) -> None:

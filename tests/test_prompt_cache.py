@@ -47,9 +47,10 @@ def test_shared_prompts_give_the_states_of_copied_ones(family: str, attention: s
 def test_prompts_are_shared_where_that_costs_less() -> None:
     model = make("llama")
     _, cache = run_prompts(model, torch.ones(3, 5, dtype=torch.long), VISIBLE)
-    assert isinstance(decoder(model, cache, VISIBLE, SAMPLES, 5), Shared)
-    assert isinstance(decoder(model, cache, VISIBLE, SAMPLES, 6), Copied)
-    assert isinstance(decoder(model, cache, VISIBLE, 1, 5), Copied)
+    assert isinstance(decoder(model, cache, VISIBLE, samples=16, limit=5), Shared)
+    assert isinstance(decoder(model, cache, VISIBLE, samples=16, limit=6), Copied)
+    assert isinstance(decoder(model, cache, VISIBLE, samples=64, limit=5), Copied)
+    assert isinstance(decoder(model, cache, VISIBLE, samples=1, limit=5), Copied)
 
 
 def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own() -> None:

@@ -18,7 +18,7 @@ from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite
 from tba.learn.trainer import SingleTrainer, learning_rate
-from tba.models.cache import select
+from tba.models.cache import select, visible
 from tba.runs.parts import check
 from tba.types import Batch, Group, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
@@ -91,11 +91,11 @@ def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
     assert 1 - (tokens - padding) / longest > 0.5
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [None, "cached", "packed"])
 def test_a_cache_that_computes_something_else_is_reported_once(
     tiny_model: Path,
     batch: Batch,
-    broken: bool,
+    broken: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -105,17 +105,22 @@ def test_a_cache_that_computes_something_else_is_reported_once(
             layer.values = layer.values.roll(1, 2)
         return selected
 
-    monkeypatch.setattr(tba.learn.policy, "PACKED_TOKENS", 0)
-    if broken:
+    def open_to_all(model: Any, owner: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return visible(model, torch.zeros_like(owner), torch.zeros_like(columns))
+
+    if broken == "cached":
         monkeypatch.setattr(tba.learn.policy, "select", misplaced)
+    elif broken == "packed":
+        monkeypatch.setattr(tba.learn.policy, "visible", open_to_all)
     t = trainer(tiny_model)
     for weights in t.policy.model.parameters():
         weights.data *= 8  # else a random model attends to everything alike
     for step in range(2):
         t.step(batch, step)
     reports = [r for r in caplog.records if "shared prompt" in r.message]
-    assert len(reports) == broken
+    assert len(reports) == (broken is not None)
     assert all("policy.share_prompt=false" in r.message for r in reports)
+    assert all(f"({broken})" in r.message for r in reports)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class PolicyTable(Table):
     attention: Literal["auto", "eager", "sdpa"] = key(
         "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
     )
-    share_prompt: bool = key(True, "run a prompt once for all its responses, with a cache")
+    share_prompt: bool = key(True, "run a prompt once for all its responses")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
     reset_reference_every: Count = key(0, "make the policy the reference every N steps; 0: never")
     lora: LoraTable | None = key(

@@ -50,13 +50,14 @@ class Checked(Protocol):
 
 @runtime_checkable
 class CachesPrompts(Protocol):
-    """An engine class that keeps prompts in a cache from one request to the next, in blocks.
+    """An engine class that says how it keeps prompts in a cache from one request to the next.
 
-    The probe of a weight update has a longer prompt then, so that old blocks would show.
+    The probe of a weight update has a prompt longer than a block, so that an old one would show.
+    For other engines, it is as long as for vLLM.
     """
 
     longest_block: int
-    """Tokens of a block, on the device where it is longest."""
+    """Tokens of a block, on the device where it is longest; 0 if nothing is kept."""
 
 
 @runtime_checkable

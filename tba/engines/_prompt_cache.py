@@ -11,6 +11,8 @@ from tba.models.pretrained import positions
 
 IDLE = -3
 """A slot without a response."""
+SHARED = 16
+"""Tokens of all responses, as a multiple of the prompt's, up to which they share it."""
 
 
 def run_prompts(
@@ -28,10 +30,11 @@ def decoder(
 ) -> "Copied | Shared":
     """Return what decodes `samples` responses of up to `limit` tokens to each prompt.
 
-    Responses share the prompt in the cache where they are shorter than it. Each is then compared
-    with the tokens of all others of its prompt, in vain; for longer ones, copies cost less.
+    Responses share the prompt in the cache where they have at most SHARED times its tokens in all.
+    Attention compares each with the tokens of all the others then; beyond, copies cost less.
     """
-    if samples > 1 and limit <= real.shape[1] and takes_masks(model):
+    short = samples * limit <= SHARED * real.shape[1]
+    if samples > 1 and short and takes_masks(model):
         return Shared(model, cache, real, samples)
     return Copied(model, cache, real, samples)
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Scripted:
     the version. With `own_reference`, the reference has the same log-probs, and no model is loaded.
     """
 
+    longest_block: ClassVar[int] = 0
     policy: PolicyTable = field(metadata=GIVEN)
     text: Text = field(metadata=GIVEN)
     device: str = field(metadata=GIVEN)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Transformers:
     reference, too, and in the trainer's precision; `dtype` is auto.
     """
 
+    longest_block: ClassVar[int] = 0
     policy: PolicyTable = field(metadata=GIVEN)
     text: Text = field(metadata=GIVEN)
     device: str = field(metadata=GIVEN)

@@ -30,6 +30,12 @@ def packed_length(batch: TokenBatch) -> int:
     return batch.prompt_mask.shape[1] + int(batch.mask[..., 1:].sum((1, 2)).max())
 
 
+def packed_padding(batch: TokenBatch) -> tuple[int, int]:
+    """Return the numbers of padding tokens, and of all tokens, of the packed rows."""
+    run = len(batch) * packed_length(batch)
+    return run - int(batch.prompt_mask.sum() + batch.mask[..., 1:].sum()), run
+
+
 def pack(batch: TokenBatch) -> Packed:
     """Put the responses of each group one after the other, behind their prompt."""
     b, width = batch.prompt_mask.shape

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import TokenLogp, is_plain
-from tba.learn.packing import pack, packed_length
+from tba.learn.packing import pack, packed_length, packed_padding
 from tba.models.cache import select, takes_masks, visible
 from tba.models.pretrained import positions, states_at_once
 from tba.objectives import Head
@@ -19,8 +19,8 @@ from tba.types import TokenBatch
 Way = Literal["packed", "cached", "plain"]
 """How prompts run: once, in a row with their responses or before them; or with each response."""
 
-PACKED_TOKENS = 320
-"""Longest row of a prompt and its responses. Attention also compares different responses then."""
+PACKED_TOKENS, PACKED_PADDING = 256, 0.25
+"""Longest row to pack, because attention compares all of its responses; most padding of rows."""
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +84,17 @@ class Policy(nn.Module):
         if not self.share_prompt:
             return
         few = batch.slice(slice(0, 2)).groups(range(min(2, len(batch))))
-        shared, plain = self(few, self._way(batch)).logp, self(few, "plain").logp
-        gap = float((shared - plain).abs().sum() / few.mask.sum())
-        if not gap <= (LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32):
-            log.warning(
-                "log-probs with a shared prompt differ by %.3g nats on average from those without:"
-                " the model's cache computes something else; set policy.share_prompt=false",
-                gap,
-            )
+        plain = self(few, "plain").logp
+        ways: tuple[Way, ...] = ("packed", "cached") if takes_masks(self.model) else ("cached",)
+        for way in ways:
+            gap = float((self(few, way).logp - plain).abs().sum() / few.mask.sum())
+            if not gap <= (LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32):
+                log.warning(
+                    "log-probs with a shared prompt (%s) differ by %.3g nats on average from those"
+                    " without: the model computes something else; set policy.share_prompt=false",
+                    way,
+                    gap,
+                )
 
     def forward(self, batch: TokenBatch, way: Way | None = None) -> Output:
         """Return log-probability and entropy at each response token, and the head's output.
@@ -110,16 +113,22 @@ class Policy(nn.Module):
 
     def padding(self, batch: TokenBatch) -> tuple[int, int]:
         """Return the numbers of padding tokens, and of all tokens, that a forward runs over."""
-        if self._way(batch) != "packed":
+        way = self._way(batch)
+        if way == "cached":
             return batch.padding()
-        run = len(batch) * packed_length(batch)
-        return run - int(batch.prompt_mask.sum() + batch.mask[..., 1:].sum()), run
+        if way == "packed":
+            return packed_padding(batch)
+        run = batch.samples * batch.prompt_mask.numel() + batch.mask.numel()
+        return run - int(batch.samples * batch.prompt_mask.sum() + batch.mask.sum()), run
 
     def _way(self, batch: TokenBatch) -> Way:
+        """Return how this batch runs: packed if rows are short, and little of them is padding."""
         if not self.share_prompt:
             return "plain"
-        fits = packed_length(batch) <= PACKED_TOKENS and takes_masks(self.model)
-        return "packed" if fits else "cached"
+        if not takes_masks(self.model) or packed_length(batch) > PACKED_TOKENS:
+            return "cached"
+        padding, run = packed_padding(batch)
+        return "packed" if padding <= PACKED_PADDING * run else "cached"
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)

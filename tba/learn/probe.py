@@ -11,6 +11,8 @@ from tba.weights import Probe
 
 PROMPT, RESPONSE = 16, 16
 """Tokens of a probe. Its prompt is longer for engines that keep prompts in a cache."""
+LONGEST_BLOCK = 128
+"""Tokens of a block of such a cache, where nothing else is known: those of vLLM on a CPU."""
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ def visible(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) 
     """Return a mask with which the tokens of an owner see its own columns, and EVERYONE's.
 
     It is of the kind that the model's attention takes, and [B 1 Q C]. Tokens are at the end of
-    the columns, and none sees a later one.
+    the columns, and none sees a later one. Each sees itself, also padding: no row is empty.
     """
     columns, owner = columns[:, None, None], owner[:, None, :, None]
     sees: Bool[Tensor, "B 1 Q C"] = (columns == EVERYONE) | (columns == owner)
@@ -31,12 +31,11 @@ def visible(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) 
 
 def takes_masks(model: Any) -> bool:
     """Return whether such a mask alone says who sees whom: in every layer, at any distance."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        in_windows = getattr(config, "sliding_window", None) is not None
+    settings = model.config.get_text_config().to_dict()
+    if settings.get("layer_types"):
+        in_windows = set(settings["layer_types"]) != {"full_attention"}
     else:
-        in_windows = set(kinds) != {"full_attention"}
+        in_windows = settings.get("sliding_window") is not None
     by_mask = model._supports_attention_backend and _attention(model) in ("eager", "sdpa")
     return by_mask and not in_windows
 

@@ -13,7 +13,7 @@ from tba.config.schema import Config
 from tba.config.tables import LoraTable
 from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
-from tba.learn.probe import prompt_length
+from tba.learn.probe import LONGEST_BLOCK, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_adapted
@@ -76,7 +76,8 @@ class Parts:
             share_prompt=c.policy.share_prompt,
             head=head_of(self.objective.at(0)),
         )
-        block = self.engine.longest_block if isinstance(self.engine, CachesPrompts) else 0
+        known = isinstance(self.engine, CachesPrompts)
+        block = self.engine.longest_block if known else LONGEST_BLOCK
         return SingleTrainer(
             policy=policy,
             objective=self.objective,

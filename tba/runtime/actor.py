@@ -38,7 +38,8 @@ class SearcherActor:
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         place.take()
-        reuse_memory()
+        if place.device == "cpu":
+            reuse_memory()
         self._place, self._transport = place, transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()

@@ -51,11 +51,12 @@ def reuse_memory() -> None:
 
     Each page of fresh memory has to be cleared. With glibc, which returns large blocks to the
     system at once by default, that took a tenth of a training step, and more on virtual machines.
+    The process then keeps as much memory as it has once used.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         accepted = libc.mallopt(M_MMAP_MAX, 0)
-        accepted &= libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        accepted &= libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
         accepted &= libc.mallopt(M_ARENA_MAX, 1)  # further arenas return what they can
         assert accepted
 

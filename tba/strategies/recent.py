@@ -15,15 +15,16 @@ class Recent:
     """Draws prompts that arrived in the last `window` steps, or the newest if those are too few.
 
     Each group consists of samples of the prompt's latest arrival. With as many fresh groups a step
-    as a batch has, this is on-policy training: exactly what just arrived, each sample once.
+    as a batch has, this is on-policy training: exactly what just arrived, each sample once, unless
+    `filter_equal` is set.
     """
 
     window: int = 1
     filter_equal: bool = False
     """Draw groups whose rewards are all equal only where there are too few others.
 
-    They say nothing about the reward. Older groups take their place, up to 8 times as far back as
-    a batch reaches. This is DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) for a buffer.
+    They say nothing about the reward. DAPO (arXiv 2503.14476, section 3.2) generates others in
+    their place; here older groups are drawn again, from up to 8 times as far back as a batch has.
     """
 
     def __post_init__(self) -> None:
