@@ -146,6 +146,16 @@ class TokenBatch:
         prompts = self.prompt_mask[list(groups)].sum(-1)
         return len(groups) * int(prompts.max()) + int(self.mask[list(groups)].sum())
 
+    def first_alike(self) -> Int[Tensor, "B K"]:
+        """Return the first response of its group that has the same tokens, for each response."""
+        tokens = self.tokens.masked_fill(~self.mask, -1)
+        alike = (tokens[:, :, None] == tokens[:, None]).all(-1)
+        return alike.int().argmax(-1)
+
+    def only(self: AnyBatch, responses: Bool[Tensor, "B K"]) -> AnyBatch:
+        """Return the batch with only these responses; the others have no tokens."""
+        return replace(self, mask=self.mask & responses[..., None])
+
     def passes(self) -> list[list[int]]:
         """Divide the responses, numbered from 0 to B K - 1, into those that run together.
 
@@ -153,7 +163,7 @@ class TokenBatch:
         over T - 1: the last one predicts nothing. This is the division with the fewest tokens if
         each pass counts as PASS_TOKENS more.
         """
-        lengths = self.mask.sum(-1).flatten().numpy() - 1
+        lengths = self.mask[..., 1:].sum(-1).flatten().numpy()
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
         longest = lengths[order]
         tokens, starts = np.zeros(1), [0]  # the best division of the first n of `order`, for each n
@@ -170,7 +180,7 @@ class TokenBatch:
 
     def padding(self) -> tuple[int, int]:
         """Return the numbers of padding tokens, and of all tokens, that the policy runs over."""
-        lengths = self.mask.sum(-1).flatten() - 1
+        lengths = self.mask[..., 1:].sum(-1).flatten()
         responses = sum(len(rows) * int(lengths[rows].max()) for rows in self.passes())
         run = self.prompt_mask.numel() + responses
         return run - int(self.prompt_mask.sum()) - int(lengths.sum()), run

@@ -4,8 +4,8 @@ Search is scripted, so that responses are the same on every machine. What can di
 or releases of PyTorch is the rounding of float32 products, about 1e-7 each. The test allows 1e-3 of
 each number or 1e-4 of its curve's largest. Changing every weight by 1e-6 of itself changes a number
 by less than a quarter of that; a changed constant, mask or mean changes the first step by 1e-2 or
-more. GRPO's curve is allowed 1e-2: its gradients are small, so that Adam's first steps depend on
-rounding. After an intended change, `TBA_GOLDEN=write pytest tests/test_golden.py` writes new files:
+more. GRPO's later steps are allowed 3e-2: some of its gradients are so small that rounding decides
+Adam's first step. After an intended change, `TBA_GOLDEN=write pytest tests/test_golden.py` writes new files:
 read their diff.
 """
 
@@ -38,8 +38,12 @@ SETTINGS = (
     "log.sample_every=0",
 )
 """Six answers, one of them twice, and a buffer that keeps all: ratios pi / mu are far from 1."""
-TOLERANCE = {"grpo": 1e-2}
-OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coefficient=0.5",)}
+LATER = {"grpo": 3e-2}
+"""Tolerance of the steps after the first, where it is not 1e-3."""
+OPTIONS = {
+    "vineppo": ("objective.step_tokens=2",),
+    "ppo": ("objective.value_coefficient=0.5",),
+}
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
@@ -67,10 +71,11 @@ def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path
         )
     golden = json.loads(file.read_text())
     assert found.keys() == golden.keys()
-    relative = TOLERANCE.get(objective, 1e-3)
+    later = LATER.get(objective, 1e-3)
     for name, curve in golden.items():
-        absolute = relative / 10 * max(map(abs, curve))
-        assert found[name] == pytest.approx(curve, rel=relative, abs=absolute), name
+        largest = max(map(abs, curve))
+        assert found[name][0] == pytest.approx(curve[0], rel=1e-3, abs=1e-4 * largest), name
+        assert found[name] == pytest.approx(curve, rel=later, abs=later / 10 * largest), name
 
 
 def test_golden_curves_are_of_objectives_that_exist() -> None:

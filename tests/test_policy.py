@@ -336,6 +336,32 @@ def test_a_sharded_policy_has_the_same_gradients(
         distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "plain"])
+def test_responses_of_a_group_that_are_alike_run_once(
+    share_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs, entropies, head and gradients are those of a batch in which each one runs."""
+    groups = [[[4, 5], [6], [4, 5], [4, 5, 7], [4, 0]], [[8], [8], [8], [8], [8]]]
+    responses = [[np.array(tokens, np.int32) for tokens in group] for group in groups]
+    batch = collate_tokens([np.array([2, 3], np.int32), np.array([9], np.int32)], responses)
+    assert batch.first_alike().tolist() == [[0, 1, 0, 3, 4], [0] * 5]
+    model = make("llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        policy = Policy(model, 0.7, share_prompt=share_prompt, head=Head("response", 0.01))
+    results, heads = [], []
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, args: heads.append(len(args[0]))
+    )
+    for every in (False, True):
+        if every:
+            each = torch.arange(5).expand(2, 5)
+            monkeypatch.setattr(tba.types.TokenBatch, "first_alike", lambda _, each=each: each)
+        results.append((policy(batch), gradients(policy, batch)))
+    assert heads == [9, 9, 15, 15]  # tokens of distinct responses, then of all
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("way", ["packed"], indirect=True)
 def test_rows_are_packed_where_little_of_them_is_padding() -> None:
     """One group with long responses would make the rows of all others as long."""

@@ -99,20 +99,27 @@ class Policy(nn.Module):
     def forward(self, batch: TokenBatch, way: Way | None = None) -> Output:
         """Return log-probability and entropy at each response token, and the head's output.
 
-        Indices come from the batch on the CPU, so that nothing waits for the GPU. All ways give
-        the same; by default, it is the fastest that `share_prompt` allows.
+        Responses of a group that are alike run once. Indices come from the batch on the CPU, so
+        that nothing waits for the GPU. All ways give the same; by default, it is the fastest that
+        `share_prompt` allows.
         """
+        alike = batch.first_alike()
+        distinct = _distinct(batch, alike)
         ways = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self._precision():
-            hidden = ways[way or self._way(batch)](batch)
+            hidden = ways[way or self._way(distinct)](distinct)
             tokens = batch.tokens.flatten()[hidden.places].to(self.device)
             places = hidden.places.to(self.device)
             logp, entropy = self._chunked(hidden.states, tokens)
         read = self._read(hidden, batch, places)
-        return Output(_padded(logp, places, batch), _padded(entropy, places, batch), read)
+        if read is not None and read.ndim == 3:
+            read = _of_alike(read, alike)
+        logp = _of_alike(_padded(logp, places, batch), alike)
+        return Output(logp, _of_alike(_padded(entropy, places, batch), alike), read)
 
     def padding(self, batch: TokenBatch) -> tuple[int, int]:
         """Return the numbers of padding tokens, and of all tokens, that a forward runs over."""
+        batch = _distinct(batch, batch.first_alike())
         way = self._way(batch)
         if way == "cached":
             return batch.padding()
@@ -160,7 +167,7 @@ class Policy(nn.Module):
 
     def _cached(self, batch: TokenBatch) -> Hidden:
         """Run each prompt once, then responses of similar length together."""
-        b, k, t = batch.tokens.shape
+        k, t = batch.tokens.shape[1:]
         moved = batch.to(self.device)
         prompt = self.model.base_model(
             input_ids=moved.prompt_tokens,
@@ -168,8 +175,9 @@ class Policy(nn.Module):
             position_ids=positions(moved.prompt_mask),
             use_cache=True,
         )
-        first = prompt.last_hidden_state[:, -1]
-        states, places = [first.repeat_interleave(k, 0)], [torch.arange(b * k) * t]
+        first, of = batch.mask[..., 0].nonzero(as_tuple=True)
+        states = [prompt.last_hidden_state[first.to(self.device), -1]]
+        places = [(first * k + of) * t]
         for rows in batch.passes():
             following, own = self._following(batch, rows, prompt.past_key_values)
             states.append(following)
@@ -252,6 +260,17 @@ class Policy(nn.Module):
                 f"{type(self.model).__name__} changes its logits after the head (soft-capping or"
                 " scaling), which is not supported; use another model"
             )
+
+
+def _distinct(batch: TokenBatch, alike: Int[Tensor, "B K"]) -> TokenBatch:
+    """Return the batch with only the first of the responses that are alike."""
+    return batch.only(alike == torch.arange(batch.samples))
+
+
+def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:
+    """Return the values of the response that each is like."""
+    index = alike.to(values.device)[..., None].expand_as(values)
+    return values.gather(1, index)
 
 
 def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> Tensor:

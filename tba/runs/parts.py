@@ -76,8 +76,8 @@ class Parts:
             share_prompt=c.policy.share_prompt,
             head=head_of(self.objective.at(0)),
         )
-        known = isinstance(self.engine, CachesPrompts)
-        block = self.engine.longest_block if known else LONGEST_BLOCK
+        engine: Any = self.engine
+        block = engine.longest_block if isinstance(engine, CachesPrompts) else LONGEST_BLOCK
         return SingleTrainer(
             policy=policy,
             objective=self.objective,
