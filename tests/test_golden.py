@@ -5,8 +5,8 @@ or releases of PyTorch is the rounding of float32 products, about 1e-7 each. The
 each number or 1e-4 of its curve's largest. Changing every weight by 1e-6 of itself changes a number
 by less than a quarter of that; a changed constant, mask or mean changes the first step by 1e-2 or
 more. GRPO's later steps are allowed 3e-2: some of its gradients are so small that rounding decides
-Adam's first step. After an intended change, `TBA_GOLDEN=write pytest tests/test_golden.py` writes new files:
-read their diff.
+Adam's first step. After an intended change, `TBA_GOLDEN=write pytest tests/test_golden.py` writes
+new files: read their diff.
 """
 
 from __future__ import annotations

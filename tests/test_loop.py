@@ -271,6 +271,7 @@ def test_what_a_run_is_told_is_written_down_whole(tiny_model: Path, tmp_path: Pa
         "reward": 0.5,
         "temperature": 1.0,
         "window": 1,
+        "filter_equal": False,
     }
     assert _config(["objective=grpo"], tmp_path / "run").objective.options == {}
 
