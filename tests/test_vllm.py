@@ -31,6 +31,7 @@ installed = pytest.mark.skipif(
     find_spec("vllm") is None,
     reason="vLLM is not installed here; make test-vllm runs this in another environment",
 )
+PROMPT = prompt_length(LONGEST_BLOCK)
 TEMPERATURE, SAMPLES = 0.7, 6
 
 
