@@ -96,7 +96,7 @@ def test_an_engine_that_is_its_own_reference_loads_no_model(
 ) -> None:
     settings = ("engine=scripted", "engine.answers=['1', '', '2']", "engine.own_reference=true")
     setup = check(toy_config(toy_model, tmp_path, *settings)).search_setup()
-    monkeypatch.setattr("tba.search.searcher.load_model", None)
+    monkeypatch.setattr("tba.search.searcher.load_placed", None)
     searcher = setup.build("cpu", False)
     (group, *_) = searcher.search([Prompt("0", "1+")], 0).groups
     for trajectory in group.trajectories:

@@ -18,8 +18,8 @@ from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
-from tba.models.lora import load_adapted
-from tba.models.pretrained import Text, load_model, place, states_at_once
+from tba.models.lora import load_placed
+from tba.models.pretrained import Text, states_at_once
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -62,11 +62,7 @@ class Transformers:
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
-        if self.policy.lora is None:
-            model = load_model(self.policy, dtype)
-        else:
-            model = load_adapted(self.policy, bf16, adapters=dtype)
-        self.model: Any = place(model, self.policy, self.device)
+        self.model: Any = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
         self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone

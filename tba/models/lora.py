@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import load_empty_model, load_model
+from tba.models.pretrained import load_empty_model, load_model, place
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -39,6 +39,20 @@ UNSUPPORTED = (
 """Settings of PEFT with which the same tensors would compute something else."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
+
+
+def load_placed(
+    policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """Load the model on its device, with an adapter if there is `policy.lora`; see `load_adapted`.
+
+    `dtype` is that of the weights that are trained.
+    """
+    if policy.lora is None:
+        model = load_model(policy, dtype)
+    else:
+        model = load_adapted(policy, bf16, seed, dtype)
+    return place(model, policy, device)
 
 
 def load_adapted(
@@ -128,14 +142,10 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def merged(policy: PolicyTable, folder: Path) -> Any:
     """Return the model in fp32 with the adapter in `folder` added to its weights."""
+    from peft import PeftModel
+
     model = load_model(policy, torch.float32)
-    _inject(model, _settings(policy, model), TRAINED)
-    model.load_state_dict(read_adapter(folder), strict=False)
-    names = {module: name for name, module in model.named_modules()}
-    for layer in _layers(model):
-        layer.merge()
-        model.set_submodule(names[layer], layer.get_base_layer())
-    return model
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def check_adapter(policy: PolicyTable) -> None:

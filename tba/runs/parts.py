@@ -6,8 +6,6 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
-import torch
-
 from tba.config.plugins import Plugin, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import LoraTable
@@ -16,15 +14,8 @@ from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import enable_gradient_checkpointing
-from tba.models.lora import check_adapter, load_adapted
-from tba.models.pretrained import (
-    EAGER_TOKENS,
-    Text,
-    computes_in_bf16,
-    load_model,
-    load_text,
-    place,
-)
+from tba.models.lora import check_adapter, load_placed
+from tba.models.pretrained import EAGER_TOKENS, Text, computes_in_bf16, load_text
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
 from tba.runtime.bind import pickled
 from tba.search.prompts import PromptStream
@@ -62,11 +53,7 @@ class Parts:
         """Load the model in fp32, or with an adapter, and return its trainer."""
         c = self.config
         bf16 = computes_in_bf16(c.policy, device)
-        if c.policy.lora is None:
-            model = load_model(c.policy, torch.float32)
-        else:
-            model = load_adapted(c.policy, bf16, c.run.seed)
-        model = place(model, c.policy, device)
+        model = load_placed(c.policy, device, bf16, seed=c.run.seed)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         policy = Policy(

@@ -9,14 +9,13 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import torch
 
 from tba.config.plugins import resolve
 from tba.config.tables import EngineTable, EvalTable, FaultsTable, PolicyTable, RewardTable, Use
 from tba.engines import Engine, KnowsLogp, LendsModel
 from tba.learn.policy import Policy
-from tba.models.lora import load_adapted
-from tba.models.pretrained import Text, load_model, load_text, place
+from tba.models.lora import load_placed
+from tba.models.pretrained import Text, load_text
 from tba.objectives import ValueRollouts
 from tba.search.faults import FaultyTask
 from tba.search.reference import AdapterReference, EngineReference, Reference
@@ -82,13 +81,13 @@ class SearchSetup:
         if isinstance(engine, KnowsLogp) and engine.own_reference:
             return EngineReference(engine)
         temperature, budget = self.sampling.temperature, self.token_budget
-        if self.policy.lora is None:
-            model = place(load_model(self.policy, torch.float32), self.policy, device)
-            return Reference(Policy(model, temperature, bf16), budget)
-        if isinstance(engine, LendsModel):
+        if self.policy.lora is not None and isinstance(engine, LendsModel):
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
-        model, lock = place(load_adapted(self.policy, bf16), self.policy, device), Lock()
-        return AdapterReference(Policy(model, temperature, bf16), budget, lambda: lock)
+        policy = Policy(load_placed(self.policy, device, bf16), temperature, bf16)
+        if self.policy.lora is None:
+            return Reference(policy, budget)
+        lock = Lock()
+        return AdapterReference(policy, budget, lambda: lock)
 
 
 def task_seed(seed: int, task: int) -> int:
