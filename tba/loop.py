@@ -25,7 +25,7 @@ def train(run: "Run") -> None:
             run.reset_reference()
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
-        with clock.waiting():
+        with clock.timed("waited"):
             arrived = run.gather(at_least=c.fresh)  # 0 when asynchronous: never wait
         run.buffer.add(arrived, now=done)
         run.log(metrics, groups)

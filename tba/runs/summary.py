@@ -4,7 +4,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -77,10 +77,6 @@ class Tracker:
         with self.timed("first_fill"):
             yield
         self._last = time.perf_counter()
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Time the trainer's wait for groups."""
-        return self.timed("waited")
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
