@@ -105,8 +105,9 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     config = with_defaults(config)
     plugins = resolve_all(config)
-    _check_engine(plugins.engine.cls, config)
-    objective = plugins.objective
+    objective, engine = plugins.objective, plugins.engine.cls
+    if isinstance(engine, Checked):
+        engine.check(config)
     if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
@@ -136,7 +137,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     functions: RewardFunctions = None if memory is None else memory.reward
     if isinstance(functions, tuple) and config.runtime.use == "ray":
         functions = pickled(functions, config.runtime.address)
-    strategy, selection, engine = plugins.strategy.build(), plugins.selection, plugins.engine.cls
+    strategy, selection = plugins.strategy.build(), plugins.selection
     parts = Parts(
         config, task, strategy, objective, selection, engine, text, prompts, held_out, functions
     )
@@ -159,11 +160,6 @@ def _check_lora(config: Config) -> None:
             "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
         )
     check_adapter(config.policy)
-
-
-def _check_engine(engine: type, config: Config) -> None:
-    if isinstance(engine, Checked):
-        engine.check(config)
 
 
 def _check_top_p(config: Config, objective: Plugin) -> None:
