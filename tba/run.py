@@ -204,7 +204,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
             )
         stream.check(search.cursor)  # the last that can fail: now the files change
         log.rewind(folder, step)
-        log.write_config(folder, c)  # with what was changed on resuming
+        log.write_json(folder / log.CONFIG, c.nested())  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")

@@ -29,6 +29,10 @@ def write_whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
 def create_folder(config: Config) -> Path:
     """Create the folder of a new run; ValueError if it holds a run already."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -39,7 +43,7 @@ def create_folder(config: Config) -> Path:
             f" continue it with --resume {run}, or choose another folder"
         )
     run.mkdir(parents=True, exist_ok=True)
-    write_config(run, config)
+    write_json(run / CONFIG, config.nested())
     return run
 
 
@@ -48,10 +52,6 @@ def read_config(run: Path) -> dict[str, Any]:
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
     return json.loads((run / CONFIG).read_text())
-
-
-def write_config(run: Path, config: Config) -> None:
-    write_whole(run / CONFIG, json.dumps(config.nested(), indent=1) + "\n")
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:

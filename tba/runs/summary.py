@@ -1,6 +1,5 @@
 """Per-step metrics and the final summary of a run."""
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.log import SUMMARY, write_whole
+from tba.runs.log import SUMMARY, write_json
 from tba.search.result import SearchStats
 from tba.types import Group
 
@@ -43,7 +42,7 @@ class Summary:
         """Write `summary.json` into the folder of the run."""
         plain = asdict(self)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
-        write_whole(run / SUMMARY, json.dumps(plain, indent=1) + "\n")
+        write_json(run / SUMMARY, plain)
 
 
 class Tracker:

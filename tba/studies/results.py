@@ -5,14 +5,15 @@ This module imports no torch, so that a report is drawn within seconds.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import ceil, nan
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+from pydantic import TypeAdapter
 
-from tba.runs.log import CONFIG, METRICS, SUMMARY, read, write_whole
+from tba.runs.log import CONFIG, METRICS, SUMMARY, read, write_json
 
 STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
@@ -53,7 +54,7 @@ class Ledger:
     runs: Sequence[Trial]
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / STUDY, json.dumps(asdict(self), indent=1) + "\n")
+        write_json(folder / STUDY, asdict(self))
 
 
 def read_ledger(folder: Path) -> Ledger:
@@ -63,9 +64,7 @@ def read_ledger(folder: Path) -> Ledger:
             f"{folder} is not the folder of a study: it has no {STUDY};"
             " run a study with `tba sweep STUDY.toml`"
         )
-    names = [f.name for f in fields(Trial)]  # not those of another version
-    runs = [Trial(**{name: run[name] for name in names}) for run in study["runs"]]
-    return Ledger(study["name"], study["metric"], runs)
+    return TypeAdapter(Ledger).validate_python(study)
 
 
 def read_json(path: Path) -> Any:
@@ -83,7 +82,7 @@ def standing(run: Path) -> tuple[Status, str | None]:
 
 def write_failed(run: Path, error: str, traceback: str | None = None) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    write_whole(run / FAILED, json.dumps({"error": error, "traceback": traceback}, indent=1) + "\n")
+    write_json(run / FAILED, {"error": error, "traceback": traceback})
 
 
 def finished(run: Path) -> Row | None:
@@ -150,7 +149,7 @@ def write_results(folder: Path) -> pd.DataFrame:
     metric = metric_of(next(filter(None, known), {}), ledger.metric)
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
     table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})
-    write_whole(folder / RESULTS, json.dumps(table.to_dict("records"), indent=1) + "\n")
+    write_json(folder / RESULTS, table.to_dict("records"))
     return pd.DataFrame(rows)
 
 
