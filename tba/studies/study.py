@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.config.plugins import resolve_all
 from tba.config.schema import PLUGGED, Config, assign_all, override_all, parse, parse_as, read_toml
 from tba.config.tables import Positive, Table
 from tba.studies.results import SEED, Settings, Trial, phrase
@@ -103,7 +104,6 @@ def check_study(study: Study) -> list[Config]:
 
     Models and data are read once, which takes long.
     """
-    from tba.config.plugins import resolve_all
     from tba.runs.parts import check
 
     configs = [study.config(trial) for trial in study.trials]

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tba.config.plugins import with_defaults
 from tba.config.schema import Config, parse
 from tba.runs.log import CHECKPOINTS, CONFIG
 from tba.runs.stop import Stop
@@ -166,8 +167,6 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     status, error = standing(path)
     stored = results.read_json(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
-        from tba.config.plugins import with_defaults
-
         there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
