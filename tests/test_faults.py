@@ -21,7 +21,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
-from tba.search.faults import FaultyTask
+from tba.search.faults import falsify
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
 from tba.types import Answer, Prompt
@@ -60,9 +60,8 @@ def verdicts(
     size = len(rewards) // 4
     texts = [str(r) for r in rewards]
     answers = [[Answer(t, True) for t in texts[i * size : (i + 1) * size]] for i in range(4)]
-    faulty = FaultyTask(task, faults, seed, answers)
-    groups = Guard(task, 10.0)([Prompt(i, i) for i in prompts], answers, faulty.score)
-    count = sum(faulty.count(a, v) for a, v in zip(answers, groups, strict=True))
+    scored = Guard(task, 10.0)([Prompt(i, i) for i in prompts], answers)
+    groups, count = falsify(scored, faults, seed)
     return [v.reason if isinstance(v, Rejected) else v for g in groups for v in g], count
 
 

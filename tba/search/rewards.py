@@ -60,7 +60,7 @@ class Calls:
     """
 
     events: EventLoop
-    score: Callable[..., Any]
+    task: Task
     groups: Sequence[Group]
     deadline: float
     blocked: bool = False
@@ -104,7 +104,7 @@ class Calls:
             if self._timeouts >= TIMEOUTS or self.blocked:
                 return [NOT_TRIED] * n
             began = time.monotonic()
-            scores = await _within(seconds, _threaded(lambda: self.score(prompt, answers)))
+            scores = await _within(seconds, _threaded(lambda: self.task.score(prompt, answers)))
         if isawaitable(scores):
             scores = await _within(began + seconds - time.monotonic(), _finished(scores))
         if scores is None:
@@ -186,14 +186,11 @@ class Guard:
         self._events, self._lock = EventLoop(self.concurrency), Lock()
 
     def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        answers: Sequence[Sequence[Answer]],
-        score: Callable[..., Any] | None = None,
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]]
     ) -> list[list[Verdict]]:
-        """Return verdicts on the answers to each prompt; `score` may replace the task's."""
+        """Return verdicts on the answers to each prompt."""
         groups = list(zip(prompts, answers, strict=True))
-        calls = Calls(self._events, score or self.task.score, groups, self.deadline)
+        calls = Calls(self._events, self.task, groups, self.deadline)
         scores = calls.run()
         with self._lock:
             if calls.blocked and calls.events is self._events:

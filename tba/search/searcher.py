@@ -17,7 +17,7 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import Text, load_text
 from tba.objectives import ValueRollouts
-from tba.search.faults import FaultyTask
+from tba.search.faults import falsify
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
@@ -154,9 +154,7 @@ class Searcher:
         answers = []
         for group in completions:
             answers.append([self.text.answer(c.tokens, c.finished, stop) for c in group])
-        faulty = FaultyTask(self.guard.task, self.setup.faults, seed, answers)
-        verdicts = self.guard(prompts, answers, faulty.score)
-        return verdicts, sum(map(faulty.count, answers, verdicts))
+        return falsify(self.guard(prompts, answers), self.setup.faults, seed)
 
     def _groups(
         self,
