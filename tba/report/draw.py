@@ -36,7 +36,7 @@ def plain(text: str) -> str:
     return text.lstrip("_").replace("$", r"\$")
 
 
-def short(value: float, _: int | None = None) -> str:
+def short(value: float, _: float) -> str:
     """Format a tick: 20k, 0.5, 1e-4."""
     size = abs(value)
     if 0 < size < 1e-3:

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tba.report.draw import COLOURS, GREY, dress, number, plain, short, with_stderr, write_page
 from tba.runs.log import CONFIG, SAMPLES, SUMMARY, read
@@ -240,9 +240,9 @@ def _draw(panels: Sequence[Panel], runs: Sequence[Record]) -> Figure:
         axes = figure.add_subplot(rows, 3, i + 1)
         dress(axes, panel.title, AXES[panel.x])
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.xaxis.set_major_formatter(short)
         share = panel.form == "share"
-        axes.yaxis.set_major_formatter(PercentFormatter(1) if share else FuncFormatter(short))
+        axes.yaxis.set_major_formatter(PercentFormatter(1) if share else short)
         for run in runs:
             _draw_run(axes, panel, panel.rows(run), [run.colour] * 2 if several else COLOURS)
         if panel.labels:

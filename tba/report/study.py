@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from tba.report.draw import COLOURS, GREY, Figures, dress, plain, short, write_page
 from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
@@ -77,7 +77,7 @@ def _curves(layout: Layout, styles: Styles) -> Figure | None:
             points = layout.curves.loc[s]
             _line(axes, points["samples"], points, styles[layout.line(s)])
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.xaxis.set_major_formatter(short)
     return figure
 
 
@@ -117,19 +117,13 @@ def _fronts(layout: Layout, styles: Styles) -> Figure | None:
             style = {**styles[layout.line(s)], "linestyle": "none", "markersize": 6}
             axes.errorbar(x[s], y[s], spread["last"][s], spread[cost][s], **style, elinewidth=0.6)
         front = pareto(x, y)
-        steps: dict[str, Any] = {
-            "drawstyle": "steps-post",
-            "color": GREY,
-            "linewidth": 1.1,
-            "zorder": 1.5,
-        }
-        axes.plot(x[front], y[front], **steps)
+        axes.plot(x[front], y[front], drawstyle="steps-post", color=GREY, linewidth=1.1, zorder=1.5)
         names = [title(layout.settings.loc[s, layout.keys[::-1]]) for s in front]
         unbroken = "  ·  ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
         axes.set_title(plain(fill(f"front: {unbroken}", 92)), loc="left", fontsize=8.5, color=GREY)
         if x.min() > 0 and x.max() >= 10 * x.min():
             axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(short))
+        axes.xaxis.set_major_formatter(short)
     return figure
 
 
@@ -160,17 +154,15 @@ def _axes(count: int, layout: Layout, styles: Styles) -> tuple[Figure, list[Axes
         axes.set_ylabel(layout.metric.replace("_", " "), color=GREY)
     for axes in grid.flat[count:]:
         axes.remove()
-    percent = FuncFormatter(lambda v, _: f"{100 * v:g}%")
-    grid[0, 0].yaxis.set_major_formatter(
-        percent if "pass@" in layout.metric else FuncFormatter(short)
-    )
+    grid[0, 0].yaxis.set_major_formatter(PercentFormatter(1) if "pass@" in layout.metric else short)
     for axes in grid.flat[:count]:
         axes.xaxis.set_tick_params(labelbottom=True)
     if lines:
         handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
         names = [plain(phrase(layout.lines or "", v)[-40:]) for v in lines]
-        look: dict[str, Any] = {"frameon": False, "handlelength": 3.2}
-        figure.legend(handles, names, loc="outside upper left", ncols=6, **look)
+        figure.legend(
+            handles, names, loc="outside upper left", ncols=6, frameon=False, handlelength=3.2
+        )
     return figure, list(grid.flat[:count])
 
 
@@ -185,4 +177,4 @@ def _number_axis(axes: Axes, values: Sequence[float]) -> None:
     if len(values) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(list(values)))
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(short))
+    axes.xaxis.set_major_formatter(short)
