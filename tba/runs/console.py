@@ -52,12 +52,10 @@ class Console:
     EVERY = 5.0
 
     def __init__(self, steps: int, write: Callable[[str], None]):
-        self._steps, self._write = steps, write
+        self._steps = steps
+        self.note = write
         self._last_line = 0.0
         self._followed: str | None = None  # held-out prompt whose answers are shown
-
-    def note(self, text: str) -> None:
-        self._write(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step."""
@@ -66,7 +64,7 @@ class Console:
             return
         self._last_line = now
         values = "  ".join(f"{label} {value}" for label, value in _formatted(metrics))
-        self._write(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
+        self.note(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show the scores, and the answer to the prompt with the lowest reward at the first one."""
@@ -80,11 +78,11 @@ class Console:
 
     def scores(self, version: int, line: str) -> None:
         """Show the line of an evaluation."""
-        self._write(f"evaluation at step {version}: {line}")
+        self.note(f"evaluation at step {version}: {line}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """Show a sample completion."""
-        self._write(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
+        self.note(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, s: Summary, folder: Path) -> None:
         """Show the summary of the run."""
@@ -106,7 +104,7 @@ class Console:
         lines = [f"  {label:<20} {text}" for label, text in rows.items()]
         outcome = "finished" if s.finished else "stopped"
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
-        self._write("\n".join(["", heading, *lines]))
+        self.note("\n".join(["", heading, *lines]))
 
     def close(self) -> None:
         """Restore the terminal."""
