@@ -13,7 +13,7 @@ class Evaluations:
     """Divides evaluations into pieces, which may end in any order, and joins their results."""
 
     def __init__(self, setup: SearchSetup):
-        self._setup, self._count = setup, piece_count(setup)
+        self._count = piece_count(setup)
         self._waiting: deque[Piece] = deque()
         self._results: dict[int, dict[int, EvaluatedPiece]] = {}  # of evaluations under way
         self._ended: list[Evaluation] = []
@@ -44,7 +44,7 @@ class Evaluations:
         results[piece.number] = result
         if len(results) == self._count:
             in_order = [results[number] for number in range(self._count)]
-            self._ended.append(join(self._setup, piece.weights.version, in_order))
+            self._ended.append(join(piece.weights.version, in_order))
             del self._results[piece.evaluation]
 
     def collect(self) -> list[Evaluation]:

@@ -12,7 +12,7 @@ from math import comb, isnan, nan, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected
@@ -24,26 +24,14 @@ EXAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Answered:
-    """S answers to each of P held-out prompts; the reward of a rejected one is NaN."""
-
-    reward: Float[np.ndarray, "P S"]
-    length: Int[np.ndarray, "P S"]
-    finished: Bool[np.ndarray, "P S"]
-
-
-@dataclass(frozen=True)
 class EvaluatedPiece:
-    """Answers to the prompts of one piece of an evaluation."""
+    """Scores of the P prompts of one piece of an evaluation."""
 
-    greedy: Answered
-    sampled: Answered
-    kl: Float[np.ndarray, "P S"] | None
-    """log(pi / ref) of the sampled answers, if both have the same temperature."""
+    scores: dict[str, Float[np.ndarray, " P"]]
+    """By name, as in `Evaluation`; each is a mean over the answers to the prompt."""
     reference: int
     """Version of the reference."""
     examples: list[Example]
-    pass_reward: float | None
     seconds: float
 
 
@@ -55,7 +43,7 @@ def piece_count(setup: SearchSetup) -> int:
 def evaluate_held_out(searcher: Searcher) -> Evaluation:
     """Evaluate the weights that a searcher has."""
     pieces = [evaluate_piece(searcher, i) for i in range(piece_count(searcher.setup))]
-    return join(searcher.setup, searcher.engine.version, pieces)
+    return join(searcher.engine.version, pieces)
 
 
 def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
@@ -70,22 +58,26 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
     tokens = [searcher.text.encode(p) for p in prompts]
     limit, stop = setup.sampling.max_tokens, setup.sampling.stop
     one = Sampling(1, 0.0, limit, stop=stop)
-    greedy, greedy_answered = _answer(searcher, prompts, tokens, one, seed)
+    greedy, greedy_reward = _answer(searcher, prompts, tokens, one, seed)
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
-    sampled, sampled_answered = _answer(searcher, prompts, tokens, several, seed)
-    kl, version = None, searcher.reference.version
+    sampled, reward = _answer(searcher, prompts, tokens, several, seed)
+    pass_reward, version = searcher.guard.task.pass_reward, searcher.reference.version
+    scores = _scores("greedy", greedy, greedy_reward, pass_reward)
+    scores |= _scores("sampled", sampled, reward, pass_reward)
     if settings.temperature == setup.sampling.temperature:  # that of the reference
-        kl, version = _log_ratios(tokens, sampled, searcher.reference)
+        scores["sampled_kl"], version = _kl(tokens, sampled, searcher.reference)
+    if pass_reward is not None:
+        correct = (reward >= pass_reward).sum(1).tolist()
+        for k in settings.k:
+            scores[f"pass@{k}"] = np.array([pass_at_k(settings.samples, c, k) for c in correct])
     shown = range(max(0, min(len(prompts), EXAMPLES - first)))
-    rewards = greedy_answered.reward[:, 0].tolist()
-    examples = [_example(searcher, prompts[i], greedy[i][0], rewards[i]) for i in shown]
-    pass_reward, seconds = searcher.guard.task.pass_reward, time.perf_counter() - started
-    return EvaluatedPiece(
-        greedy_answered, sampled_answered, kl, version, examples, pass_reward, seconds
-    )
+    examples = [
+        _example(searcher, prompts[i], greedy[i][0], greedy_reward.item(i, 0)) for i in shown
+    ]
+    return EvaluatedPiece(scores, version, examples, time.perf_counter() - started)
 
 
-def join(setup: SearchSetup, version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
+def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     """Return the scores of all pieces together.
 
     `sampled_kl` is the KL of the sampled answers to the reference, in nats a response. It is left
@@ -93,20 +85,15 @@ def join(setup: SearchSetup, version: int, pieces: Sequence[EvaluatedPiece]) -> 
     samples of one prompt are not independent. Samples that the task cannot score count as wrong
     and as reward 0; `rejected` is their share. `seconds` are those of all pieces.
     """
-    pass_reward = pieces[0].pass_reward
-    sampled = _joined([p.sampled for p in pieces])
-    scores = _summary("greedy", _joined([p.greedy for p in pieces]), pass_reward)
-    scores |= _summary("sampled", sampled, pass_reward)
-    kl = [p.kl for p in pieces if p.kl is not None]
-    if kl and len({p.reference for p in pieces}) == 1:
-        scores["sampled_kl"] = fmean(np.concatenate(kl).ravel().tolist())
-    if pass_reward is not None:
-        samples = setup.evaluation.samples
-        correct = (sampled.reward >= pass_reward).sum(1).tolist()
-        for k in setup.evaluation.k:
-            passed = [pass_at_k(samples, c, k) for c in correct]
-            scores[f"pass@{k}"] = fmean(passed)
-            scores[f"pass@{k}_stderr"] = stderr(passed)
+    scores = {}
+    for name in pieces[0].scores:
+        values = np.concatenate([p.scores[name] for p in pieces]).tolist()
+        scores[name] = fmean(values)
+        if name.endswith("_reward") or "pass@" in name:
+            # the errors of `greedy_pass@1` and `sampled_pass@1` have short names
+            scores[f"{name}_stderr".replace("_pass@1_", "_")] = stderr(values)
+    if len({p.reference for p in pieces}) > 1:
+        scores.pop("sampled_kl", None)
     scores["seconds"] = sum(p.seconds for p in pieces)
     return Evaluation(version, scores, list(chain(*(p.examples for p in pieces))))
 
@@ -127,8 +114,8 @@ def _answer(
     tokens: Sequence[np.ndarray],
     sampling: Sampling,
     seed: int,
-) -> tuple[list[list[Completion]], Answered]:
-    """Return completions of every prompt, which has these tokens, and their rewards."""
+) -> tuple[list[list[Completion]], Float[np.ndarray, "P S"]]:
+    """Return completions of every prompt, which has these tokens, and rewards; NaN if rejected."""
     text = searcher.text
     completions = searcher.engine.generate(tokens, sampling, seed)
     answers = []
@@ -137,24 +124,34 @@ def _answer(
     rewards = []
     for verdicts in searcher.guard(prompts, answers):
         rewards.append([nan if isinstance(v, Rejected) else v for v in verdicts])
-    lengths = [[len(c.tokens) for c in group] for group in completions]
-    finished = [[c.finished for c in group] for group in completions]
-    return completions, Answered(np.array(rewards), np.array(lengths), np.array(finished))
+    return completions, np.array(rewards)
 
 
-def _log_ratios(
+def _scores(
+    mode: str,
+    completions: Sequence[Sequence[Completion]],
+    reward: Float[np.ndarray, "P S"],
+    pass_reward: float | None,
+) -> dict[str, Float[np.ndarray, " P"]]:
+    rejected = np.isnan(reward)
+    scores = {"reward": np.where(rejected, 0.0, reward).mean(1), "rejected": rejected.mean(1)}
+    if pass_reward is not None:
+        scores["pass@1"] = (reward >= pass_reward).mean(1)
+    scores["length"] = np.mean([[len(c.tokens) for c in group] for group in completions], 1)
+    scores["finished"] = np.mean([[c.finished for c in group] for group in completions], 1)
+    return {f"{mode}_{name}": values for name, values in scores.items()}
+
+
+def _kl(
     prompts: Sequence[np.ndarray], completions: list[list[Completion]], reference: Reference
-) -> tuple[Float[np.ndarray, "P S"], int]:
-    """Return log(pi / ref) of each sample of pi, and the version of the reference.
-
-    Their mean is an unbiased estimate of KL(pi, ref).
-    """
+) -> tuple[Float[np.ndarray, " P"], int]:
+    """Return for each prompt an unbiased estimate of KL(pi, ref), and the reference's version."""
     logp, version = reference.logp(prompts, [[c.tokens for c in group] for group in completions])
-    ratios = []
+    estimates = []
     for group, rows in zip(completions, logp, strict=True):
         pairs = zip(group, rows, strict=True)
-        ratios.append([float((c.logp - ref_logp).sum()) for c, ref_logp in pairs])
-    return np.array(ratios), version
+        estimates.append(fmean(float((c.logp - ref_logp).sum()) for c, ref_logp in pairs))
+    return np.array(estimates), version
 
 
 def _example(searcher: Searcher, prompt: Prompt, completion: Completion, reward: float) -> Example:
@@ -163,22 +160,3 @@ def _example(searcher: Searcher, prompt: Prompt, completion: Completion, reward:
         shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
     answer = searcher.text.answer(completion.tokens, completion.finished, stop)
     return Example(shown, answer.text, None if isnan(reward) else reward)
-
-
-def _joined(parts: Sequence[Answered]) -> Answered:
-    rewards, lengths = [p.reward for p in parts], [p.length for p in parts]
-    finished = np.concatenate([p.finished for p in parts])
-    return Answered(np.concatenate(rewards), np.concatenate(lengths), finished)
-
-
-def _summary(name: str, answered: Answered, pass_reward: float | None) -> dict[str, float]:
-    rejected = np.isnan(answered.reward)
-    reward = np.where(rejected, 0.0, answered.reward).mean(1).tolist()
-    scores = {"reward": fmean(reward), "reward_stderr": stderr(reward)}
-    scores["rejected"] = float(rejected.mean())
-    if pass_reward is not None:
-        correct = (answered.reward >= pass_reward).mean(1).tolist()
-        scores |= {"pass@1": fmean(correct), "stderr": stderr(correct)}
-    scores["length"] = float(answered.length.mean())
-    scores["finished"] = float(answered.finished.mean())
-    return {f"{name}_{key}": value for key, value in scores.items()}

@@ -70,9 +70,9 @@ def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[S
     first = setup.held_out[0]
     same = replace(searchers[0], setup=replace(setup, held_out=(first,) * 6))
     one, other = (evaluate_piece(same, number) for number in (0, 1))
-    assert one.greedy.length.tolist() == other.greedy.length.tolist()
-    assert one.kl is not None and other.kl is not None
-    assert one.kl.tolist() != other.kl.tolist()
+    alike, different = "greedy_length", "sampled_kl"
+    assert one.scores[alike].tolist() == other.scores[alike].tolist()
+    assert one.scores[different].tolist() != other.scores[different].tolist()
 
 
 def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
