@@ -94,10 +94,7 @@ def is_adapted(model: Any) -> bool:
 
 @contextmanager
 def reference_weights(model: Any) -> Iterator[None]:
-    """Compute with the frozen adapter, or with adapters disabled if there is none.
-
-    No other thread may use the model meanwhile.
-    """
+    """Compute with the frozen adapter, or none; no other thread may use the model meanwhile."""
     layers = _layers(model)
     frozen = REFERENCE in model.peft_config
     try:

@@ -14,10 +14,7 @@ __all__ = ["report"]
 
 
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw the page of one or several runs, or of one study, and return its path.
-
-    ValueError for a folder with nothing to draw.
-    """
+    """Draw the page of runs or of one study, and return its path; ValueError without data."""
     studies = [f for f in folders if (f.expanduser() / STUDY).is_file()]
     if not studies:
         return report_runs(folders, out)

@@ -69,16 +69,10 @@ class Searchers(Protocol):
         """Make these weights the reference of every search that begins from now on."""
 
     def evaluate(self) -> int:
-        """Request an evaluation of the weights that were published last, without waiting.
-
-        Returns their version.
-        """
+        """Request an evaluation of the weights published last, and return their version at once."""
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        """Return the evaluations that have ended since the last call.
-
-        With `finish`, wait for all that were requested.
-        """
+        """Return the evaluations that ended since the last call; `finish` waits for all of them."""
 
     def state(self) -> SearchState:
         """Return what a checkpoint keeps."""

@@ -86,10 +86,7 @@ class Handle:
         return any(task.kind in kinds for task in self.tasks)
 
     def accepts_weights(self) -> bool:
-        """Return whether weights can be sent now.
-
-        Of two publications on their way, each would keep a copy of the weights alive.
-        """
+        """Return whether weights can be sent now: each publication keeps a copy of them alive."""
         return not self.has("publish", "start")
 
     def begin(self, concurrent: int) -> None:

@@ -63,10 +63,7 @@ class Study:
 
 
 def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
-    """Read a study. Settings `study.key=value` override [study], all others override [base].
-
-    ValueError says what to write instead.
-    """
+    """Read a study. Settings `study.key=value` override [study], all others override [base]."""
     tables = read_toml(path, "study")
     study, base = tables.pop("study", {}), tables.pop("base", {})
     grids = tables.pop("grid", [])
