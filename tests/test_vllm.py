@@ -21,7 +21,7 @@ from tba.config.tables import PolicyTable
 from tba.engines import vllm
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
-from tba.learn.probe import RESPONSE
+from tba.learn.probe import LONGEST_BLOCK, RESPONSE, prompt_length
 from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
 from tba.types import Completion, Sampling, collate_tokens
