@@ -28,7 +28,7 @@ SECONDS: dict[Side, float] = {"asynchronous": 600.0, "synchronous": 600.0, "trl"
 """Seconds after which a run stops, even on a slow machine."""
 EVERY: dict[Side, float] = {"asynchronous": 20.0, "synchronous": 30.0, "trl": 60.0}
 """Seconds between evaluations."""
-OURS = ("objective=tb", "objective.beta=0.02", "strategy.filter_equal=true")
+OURS = ("objective=tb", "objective.beta=0.02")
 BASE: dict[Side, tuple[str, ...]] = {
     "asynchronous": (
         *OURS,
