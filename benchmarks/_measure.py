@@ -68,7 +68,7 @@ class Row:
     cores: int
     versions: dict[str, str]
     gflops: int | None = None
-    """Speed of the machine just then: `matmul_speed`."""
+    """Speed of the machine just then: `matmul_speed`; None: not measured."""
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
