@@ -14,15 +14,21 @@ COLORS = {"asynchronous": "#1f77b4", "synchronous": "#2ca02c", "trl": "#d62728"}
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the curves of each side's best rate, without latency and with 1 s of it."""
+    """Draw the curves of each side's best rate, without latency and, if there are any, with 1 s."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    panels = ((None, "rewards at once"), (1.0, "1 s of latency for each reward"))
-    for axis, (latency, title) in zip(axes, panels, strict=True):
+    measured = {run["latency"] for run in runs}
+    titles = {None: "rewards at once", 1.0: "1 s of latency for each reward"}
+    panels = {latency: title for latency, title in titles.items() if latency in measured}
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(1.5 + 4 * len(panels), 3.4), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    axes = grid[0]
+    for axis, (latency, title) in zip(axes, panels.items(), strict=True):
         for side in SIDES:
             curves = reference_runs(runs, side, lora=False, latency=latency)
             if latency is None and curves:

@@ -137,6 +137,8 @@ def config(side: str, latency: float, folder: str):
         each = GROUPS * SLOWER // SEARCHERS
         settings += [f"runtime.searchers={SEARCHERS}", f"runtime.prompts_per_task={each}",
                      "runtime.concurrent_searches=1"]  # fmt: skip
+    else:
+        settings.append(f"runtime.prompts_per_task={GROUPS}")
     return load(None, settings)
 
 
