@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -28,14 +27,6 @@ def bench_python() -> str:
 def _imports(python: str, *modules: str) -> bool:
     code = f"import importlib.util as u; assert all(u.find_spec(m) for m in {modules!r})"
     return subprocess.run([python, "-c", code], env=common_variables()).returncode == 0
-
-
-def keep_memory() -> None:
-    """Let glibc use freed memory again, as this package does on the CPU."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max, arena_max = -1, -4, -8
-    assert libc.mallopt(mmap_max, 0) and libc.mallopt(arena_max, 1)
-    assert libc.mallopt(trim_threshold, -1)
 
 
 def common_variables(**more: str) -> dict[str, str]:

@@ -19,12 +19,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import _sums
 import torch
-from _environment import keep_memory
 from _snapshots import Snapshots
 from _sums import Job
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+from tba.runtime.placement import reuse_memory
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     options = dict(option.split("=", 1) for option in job.options)
     attention = options.pop("attn_implementation", "eager")
     if options.pop("memory", "") == "kept":
-        keep_memory()
+        reuse_memory()  # as this package does
     dtype = torch.bfloat16 if job.lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=dtype, attn_implementation=attention

@@ -22,7 +22,7 @@ from typing import Any
 import _measure
 import _shapes
 import torch
-from _environment import bench_python, common_variables, keep_memory
+from _environment import bench_python, common_variables
 from _shapes import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -118,8 +118,10 @@ def trl(model: str) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    from tba.runtime.placement import reuse_memory
+
     if DEVICE == "cpu":
-        keep_memory()
+        reuse_memory()  # as ours does
     attention = "eager" if DEVICE == "cpu" else "sdpa"
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation=attention

@@ -53,7 +53,9 @@ def pack(batch: TokenBatch) -> Packed:
     position[row, column] = batch.prompt_mask.sum(1)[row] + offset
     # a prompt's last state predicts the first token of each response
     first, of = batch.mask[..., 0].nonzero(as_tuple=True)
-    predicting = torch.stack([torch.cat([first, row]), torch.cat([width - 1 + 0 * first, column])])
+    predicting = torch.stack(
+        [torch.cat([first, row]), torch.cat([torch.full_like(first, width - 1), column])]
+    )
     k, t = batch.tokens.shape[1:]
     places = torch.cat([(first * k + of) * t, (row * k + sample) * t + offset + 1])
     return Packed(ids, owner, position, predicting, places)
