@@ -185,6 +185,15 @@ def run_json(
     return result
 
 
+def peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes (Linux).
+
+    `getrusage` does not tell it: its maximum begins at the memory of the process that started this.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 def progress(name: str, number: int, of: int, seconds: float) -> None:
     """Print a line on stderr; measurements below 1 are warm-up."""
     what = f"{number}/{of}" if number > 0 else "warm-up"

@@ -39,6 +39,8 @@ BASE: dict[Side, tuple[str, ...]] = {
     "synchronous": (*OURS, "strategy=recent"),
     "trl": (),
 }
+FULL = ("objective.tapered=true", "runtime.prompts_per_task=4")
+"""Further settings of the asynchronous side without LoRA: half the prompts in a task, half the lag."""
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32", "objective.tapered=true")
 SPEED_ONLY = (
     "attn_implementation", "per_device_train_batch_size", "gradient_accumulation_steps", "memory",
@@ -133,6 +135,8 @@ class Sums(Laboratory):
         rows = write_rows(self.data, self.scratch / f"rows-{latency or 0.0:g}", latency)
         if lora and side != "trl":
             options = (*options, *LORA)
+        elif side == "asynchronous":
+            options = tuple(dict.fromkeys((*options, *FULL)))
         job = Job(
             "sums", side, self.model, str(rows), str(self.scratch / "run"), rate, seed, lora,
             SECONDS[side], STEPS[side], EVERY[side], latency=latency, options=options,

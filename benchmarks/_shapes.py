@@ -26,6 +26,7 @@ SMOLLM2_135M = {
     "max_position_embeddings": 2_048,
     "tie_word_embeddings": True,
 }
+SMALL = SMOLLM2_135M | {"vocab_size": 512, "hidden_size": 252, "num_hidden_layers": 6}
 TINY = SMOLLM2_135M | {"vocab_size": 512, "hidden_size": 36, "num_hidden_layers": 2}
 
 

@@ -9,7 +9,6 @@ the seconds; each has a process of its own for the peak memory. LoRA publishes i
 from __future__ import annotations
 
 import json
-import resource
 import sys
 
 import _measure
@@ -78,7 +77,7 @@ def alone(model: str, side: str, rank: int) -> dict[str, int]:
         own.step(batch, step)
     if DEVICE != "cpu":
         return {"bytes": torch.cuda.max_memory_allocated()}
-    return {"bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    return {"bytes": _measure.peak_memory()}
 
 
 def trainer(model: str, side: str, rank: int) -> SingleTrainer:

@@ -1,16 +1,19 @@
 """A paced engine: decoding takes 3 times as long as a training step, with a long tail.
 
-    python benchmarks/paced.py    # 5 minutes on two idle cores
+    python benchmarks/paced.py    # 4 minutes on two idle cores
 
 The `scripted` engine waits as long as a GPU would decode, and computes nothing. The asynchronous
 side has 4 searchers. The synchronous side decodes a batch in one call, which takes as long as one
 call of a searcher: the best that a synchronous loop could do. Both generate as many samples in a
-step, and both train the bundled model with the same number of threads. At best, the asynchronous
-loop is limited by its training steps alone: the synchronous one then takes 1 + 3 = 4 times as long.
+step, and both train the same random model with the same number of threads. Its steps take half a
+second, so that the bookkeeping of the searchers, who share the two cores with the trainer, counts
+as little as beside a real model. At best, the asynchronous loop is limited by its training steps
+alone: the synchronous one then takes 1 + 3 = 4 times as long.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -23,6 +26,7 @@ from statistics import fmean, median
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _measure
+from _shapes import SMALL, save_random
 
 GROUPS, SAMPLES = 32, 16
 SEARCHERS = 4
@@ -42,9 +46,16 @@ def main() -> None:
     options = parser.parse_args()
     steps = 10 if options.tiny else options.steps
     if options.one:
-        print(json.dumps(measure(options.one, options.latency, steps)))
+        print(json.dumps(measure(options.one, options.model, options.latency, steps)))
         return
-    command = [sys.executable, __file__, "--steps", str(steps), "--one"]
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(Path(folder), SMALL)
+        compare(folder, steps, options)
+
+
+def compare(model: str, steps: int, options: argparse.Namespace) -> None:
+    """Measure a training step, then both sides with decoding that takes three times as long."""
+    command = [sys.executable, __file__, "--model", model, "--steps", str(steps), "--one"]
     calibrated = _measure.run_json([*command, "calibrate"], 900)
     latency = SLOWER * median(calibrated["step_times"])
     print(f"a training step takes {latency / SLOWER:.3f} s; decoding {latency:.3f} s on average")
@@ -77,7 +88,7 @@ def rows_of(ours: dict, peer: dict) -> list[_measure.Row]:
     ]  # fmt: skip
 
 
-def measure(side: str, latency: float, steps: int) -> dict:
+def measure(side: str, model: str, latency: float, steps: int) -> dict:
     """Run one side, and return the seconds of its steps in parts of the run."""
     import torch
 
@@ -86,7 +97,10 @@ def measure(side: str, latency: float, steps: int) -> dict:
 
     torch.set_num_threads(1)
     samples, times, generated = [], [], []
-    with tempfile.TemporaryDirectory() as folder, open_run(config(side, latency, folder)) as opened:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_run(config(side, model, latency, folder)) as opened,
+    ):
         log = opened.log
         import time
 
@@ -114,7 +128,7 @@ def measure(side: str, latency: float, steps: int) -> dict:
     }
 
 
-def config(side: str, latency: float, folder: str):
+def config(side: str, model: str, latency: float, folder: str):
     from tba.config.schema import load
 
     # the mean of exp(tail * normal) is exp(tail^2 / 2): `latency` shall be the mean of the pauses
@@ -122,7 +136,7 @@ def config(side: str, latency: float, folder: str):
     asynchronous = side == "asynchronous"
     settings = [
         f"run.folder={Path(folder) / 'run'}", "run.steps=100000",
-        "task.use=arithmetic", "policy.model=bundled:arithmetic", "sampling.max_tokens=6",
+        "task.use=arithmetic", f"policy.model={model}", "sampling.max_tokens=6",
         f"sampling.samples={SAMPLES}",
         f"trainer.batch_size={GROUPS * SAMPLES}", f"trainer.group_size={SAMPLES}",
         "trainer.learning_rate=1e-6", "strategy.use=recent",

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from math import inf
 from typing import Any, Literal
 
 import ray
@@ -18,6 +19,9 @@ from tba.weights import Sent, Transport
 
 SEARCH, CONTROL = "search", "control"
 """Groups of a searcher's threads, for its work and for all else; each begins calls in order."""
+
+PUBLICATIONS = 100
+"""Most publications a second to all searchers together: each takes the trainer's process time."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 
@@ -70,6 +74,8 @@ class Handle:
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
     after_gap: int | None = None
     """Version that it began with, after one with wrong weights; None once newer ones are right."""
+    sent: float = -inf
+    """Time of the last publication to it."""
 
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""
@@ -78,9 +84,13 @@ class Handle:
     def has(self, *kinds: Kind) -> bool:
         return any(task.kind in kinds for task in self.tasks)
 
-    def accepts_weights(self) -> bool:
-        """Return whether weights can be sent now: each publication keeps a copy of them alive."""
-        return not self.has("publish", "start")
+    def accepts_weights(self, searchers: int) -> bool:
+        """Return whether weights can be sent now to this one of so many searchers.
+
+        Each publication keeps a copy of the weights alive.
+        """
+        rested = time.monotonic() - self.sent >= searchers / PUBLICATIONS
+        return rested and not self.has("publish", "start")
 
     def begin(self, concurrent: int) -> None:
         """Start the deadlines of the tasks that the searcher can work on now."""
@@ -104,7 +114,7 @@ class Handle:
         self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
-        self.version = weights.version
+        self.version, self.sent = weights.version, time.monotonic()
         call = self.actor.publish.options(concurrency_group=CONTROL)
         task = Task("publish", call.remote(weights), version=weights.version, published=published)
         self.tasks.append(task)

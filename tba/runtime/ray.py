@@ -196,7 +196,7 @@ class RaySearchers:
         if newest is None or self._settings.lag is not None:
             return
         for handle in self._handles:
-            if handle.version != newest.version and handle.accepts_weights():
+            if handle.version != newest.version and handle.accepts_weights(len(self._handles)):
                 handle.publish(newest, self._published)
 
     def _calls(self) -> dict[Any, tuple[Handle, Task]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from tba.runtime.handle import Handle, Kind, Task
+from tba.runtime.handle import PUBLICATIONS, Handle, Kind, Task
 from tba.runtime.placement import Place
 from tba.types import Prompt
 from tba.weights import Sent
@@ -64,8 +65,17 @@ def test_weights_are_sent_one_at_a_time_and_after_a_start() -> None:
     publication = task("publish", "publish")
     one = handle(task("search", 0), publication)
     assert begun(one, concurrent=1) == [0, "publish"]
-    assert not one.accepts_weights()
+    assert not one.accepts_weights(1)
     one.tasks.remove(publication)
-    assert one.accepts_weights()
-    assert not handle(task("start", 0)).accepts_weights()
-    assert handle(task("search", 0), task("evaluate", 1)).accepts_weights()
+    assert one.accepts_weights(1)
+    assert not handle(task("start", 0)).accepts_weights(1)
+    assert handle(task("search", 0), task("evaluate", 1)).accepts_weights(1)
+
+
+def test_many_searchers_get_no_more_publications_a_second_than_few() -> None:
+    one = handle(task("search", 0))
+    one.sent = time.monotonic()
+    many = 3600 * PUBLICATIONS  # an hour's worth
+    assert not one.accepts_weights(many)
+    one.sent -= 3601
+    assert one.accepts_weights(many)
