@@ -33,6 +33,8 @@ def verdict_on(score: Any) -> Verdict:
         return Rejected(LeftOut.reason, "")
     if score is None:
         return Rejected("none", "no reward function gave this sample a reward")
+    if isinstance(score, str):  # float() would read some
+        return Rejected("not_a_number", f"a reward is {score!r}")
     try:
         value = float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
