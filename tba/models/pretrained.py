@@ -102,7 +102,7 @@ class Text:
             raise ValueError("two prompts have the same id; ids must be unique")
         two = [self.tokenizer.bos_token_id] * 2
         if doubled := sum(ids[:2].tolist() == two for ids in tokens):
-            told = "%d of %d prompts begin with two BOS tokens, one of them from their text; remove %s"
+            told = "%d of %d prompts begin with two BOS tokens; remove %s from their text"
             log.warning(told, doubled, len(prompts), self.tokenizer.bos_token)
         room = self.context - max_tokens
         long = {name: length for name, length in lengths.items() if length > room}

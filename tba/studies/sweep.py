@@ -161,8 +161,8 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
             for key in {**there, **here}
-            if key != "run.folder" and not key.startswith("log.")
-            if there.get(key) != here.get(key)
+            if key not in ("run.folder", "run.base") and not key.startswith("log.")
+            if here.get(key) not in (there.get(key), "auto")  # which the run has decided
         ]
         if differing:
             raise ValueError(

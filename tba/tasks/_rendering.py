@@ -70,13 +70,13 @@ class Rendering:
         else:
             needed = columns_of(self.prompt + self.shot_response)
             origin = f"task.shots_data = {self.shots_data!r}"
-            table = self.named(origin, rows("task.shots_data", self.shots_data, "train"))
+            table = self.renamed(origin, rows("task.shots_data", self.shots_data, "train"))
             require(origin, table, needed)
         if len(table) < self.shots:
             raise ValueError(f"task.shots = {self.shots}, but there are {len(table)} rows to show")
         return table[: self.shots]
 
-    def named(self, origin: str, table: Rows) -> Rows:
+    def renamed(self, origin: str, table: Rows) -> Rows:
         """Return rows as templates name their columns; ValueError, which begins with `origin`."""
         return table
 

@@ -197,7 +197,7 @@ class Custom(Rendering):
         prompts = self.rendered("train", train, examples)
         return prompts, self.rendered("held-out", held_out, examples)
 
-    def named(self, origin: str, table: Rows) -> Rows:
+    def renamed(self, origin: str, table: Rows) -> Rows:
         """Return rows that have the question as `prompt` and the answer as `answer` as well."""
         columns = {"prompt": self.prompt_column, "answer": self.answer_column}
         columns = {name: column for name, column in columns.items() if column != name}
@@ -208,7 +208,7 @@ class Custom(Rendering):
         """Return the rows that were passed from Python, or else those of a file or data set."""
         origin = f"{key} = {source!r}" if given is None else f"{key.removeprefix('task.')}="
         table = rows(key, source, split, self.subset) if given is None else given
-        table = self.named(origin, table)
+        table = self.renamed(origin, table)
         require(origin, table, columns_of(self.prompt))
         return table
 
