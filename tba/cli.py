@@ -40,7 +40,7 @@ def train(
         from tba.runs.base import working_in
         from tba.runs.dry_run import dry_run as check
 
-        folder = resume and resume.absolute()
+        folder = resume and resume.resolve()
         with working_in(config.run.base):
             tables, told = check(config, folder, drop_damaged_replay)
         print(json.dumps(tables, indent=1))
@@ -74,7 +74,7 @@ def evaluate(
     from tba.runs.base import base_of, from_here, working_in
     from tba.runs.offline import evaluate_run
 
-    run, base = run.absolute(), base_of(run)
+    run, base = run.resolve(), base_of(run)
     moved = from_here(base, settings or [])
     with working_in(base):
         print(json.dumps(evaluate_run(run, moved, reference), indent=1))
@@ -104,7 +104,7 @@ def export(
     from tba.runs.base import base_of, working_in
     from tba.runs.offline import export_responses, export_run
 
-    run, out = run.absolute(), out.absolute()
+    run, out = run.resolve(), out.absolute()
     with working_in(base_of(run)):
         print(export_responses(run, out) if responses else export_run(run, out, adapter))
 

@@ -164,7 +164,7 @@ def open_run(
     drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    folder = resume and resume.absolute()
+    folder = resume and resume.resolve()
     with ExitStack() as closing:
         closing.enter_context(working_in(config.run.base))
         parts, generation = check(config, memory), None

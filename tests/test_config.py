@@ -222,8 +222,8 @@ def test_null_unsets_an_optional_key(tmp_path: Path) -> None:
         '[runtime]\nlag = 2\n[policy]\neos_token = "</s>"\n[policy.lora]\nr = 8\n'
         '[task]\nuse = "gsm8k"\ntrain_size = 3\n'
     )
-    unset = ["runtime.lag=null", "policy.lora=null", "policy.eos_token=null", "task.train_size=null"]
-    config = load(path, unset)
+    keys = ("runtime.lag", "policy.lora", "policy.eos_token", "task.train_size")
+    config = load(path, [f"{key}=null" for key in keys])
     assert (config.runtime.lag, config.policy.lora, config.policy.eos_token) == (None, None, None)
     given = config.task.options
     assert resolve("tasks", "task", "gsm8k", given).build().train_size is None

@@ -56,7 +56,7 @@ def create_folder(config: Config) -> Path:
 def write_config(run: Path, config: Config) -> None:
     """Write the config of a run, with the folder that its relative paths start from."""
     tables = config.nested()
-    tables["run"]["base"] = config.run.base or str(Path.cwd())
+    tables["run"]["base"] = str(Path.cwd())
     write_json(run / CONFIG, tables)
 
 
