@@ -18,7 +18,7 @@ from tba.runs import checkpoint, log
 from tba.runs.base import working_in
 from tba.runs.console import Console, open_console
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed
+from tba.runs.resumed import check_resumed, check_step
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
@@ -196,13 +196,9 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     search = SearchState(stream.cursor(), 0, SearchStats(), None, None)
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
-        step, steps = progress.step, c.run.steps
-        if step > steps:
-            raise ValueError(
-                f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
-            )
+        check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
-        log.rewind(folder, step)
+        log.rewind(folder, progress.step)
         log.write_config(folder, c)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng

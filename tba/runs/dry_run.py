@@ -13,7 +13,7 @@ from tba.config.schema import PLUGGED, Config, parse
 from tba.config.tables import Use
 from tba.runs import checkpoint, log
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed
+from tba.runs.resumed import check_resumed, check_step
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
@@ -43,7 +43,8 @@ def dry_run(
         log.new_folder(parts.config)
     else:
         check_resumed(parts.config, before=parse(log.read_config(resume)))
-        checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
+        newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
+        check_step(int(newest.name.removeprefix("step-")), parts.config)
     firsts: dict[str, Prompt] = {}
     for prompt in parts.prompts:
         firsts.setdefault(part_of(parts.task, prompt)[0], prompt)

@@ -36,6 +36,15 @@ def check_resumed(config: Config, before: Config) -> None:
         )
 
 
+def check_step(step: int, config: Config) -> None:
+    """Raise ValueError if a run is already further than it shall go."""
+    steps = config.run.steps
+    if step > steps:
+        raise ValueError(
+            f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
+        )
+
+
 def _asks(config: Config) -> tuple[str, str]:
     """Return in words the head of the config's objective, and the values that it needs."""
     objective = resolve_all(config).objective.at(0)

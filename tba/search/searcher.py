@@ -188,7 +188,9 @@ class Searcher:
         times.append(time.perf_counter())
         answers: list[Sequence[Answer | Verdict]] = []
         for prompt, group in zip(prompts, responses.answers, strict=True):
-            rule = "keep" if isinstance(prompt, Answered) else self.setup.sampling.truncated
+            rule: str | float = self.setup.sampling.truncated
+            if isinstance(prompt, Answered):
+                rule = "keep"
             answers.append(judged_before(group, rule))
         verdicts = self.guard(prompts, answers)
         verdicts, faulty = falsify(verdicts, self.setup.faults, seed)
