@@ -148,6 +148,6 @@ def make_base(tmp_path: Path) -> Callable[[Any], Path]:
 
 
 def test_a_dry_run_refuses_to_resume_what_is_further(started: Path) -> None:
+    run(_config(["run.steps=2"], started), started)
     with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
-        run(_config(["run.steps=2"], started), started)
         train(["run.steps=1"], dry_run=True, resume=started)

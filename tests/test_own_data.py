@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from conftest import EOS, PAD
 from talk import CHARACTERS
-from tokenizers.processors import TemplateProcessing
 
 from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
@@ -51,9 +50,7 @@ def model(make_model: Callable[..., Path]) -> Model:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if bos:
             tokenizer.add_special_tokens({"bos_token": BOS})
-            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-                single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.bos_token_id)]
-            )
+            tokenizer.add_bos_token = True  # before every text
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
         return str(folder)
