@@ -20,7 +20,7 @@ Settings = Annotated[list[str] | None, Argument(metavar=KEY, help="Settings to o
 ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; start nothing.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
 Drop = Annotated[bool, Option("--drop-damaged-replay", help="Resume without damaged trajectories.")]
 RunPath = Annotated[Path, Argument(help="Folder of a run; its newest checkpoint is used.")]
 
@@ -37,12 +37,14 @@ def train(
         raise ValueError("--drop-damaged-replay needs --resume RUN, the folder of the run")
     config = _config(settings or [], resume)
     if dry_run:
-        from tba.runs.parts import check
+        from tba.runs.base import working_in
+        from tba.runs.dry_run import dry_run as check
 
-        parts = check(config)
-        print(json.dumps(parts.config.nested(), indent=1))
-        counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
-        print(f"config OK (dry run): {counts}", file=sys.stderr)
+        folder = resume and resume.resolve()
+        with working_in(config.run.base):
+            tables, told = check(config, folder, drop_damaged_replay)
+        print(json.dumps(tables, indent=1))
+        print("\n".join(told), file=sys.stderr)
         return
     from tba.run import run
 
@@ -69,9 +71,13 @@ def evaluate(
     reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,
 ) -> None:
     """Evaluate the model of a run on held-out prompts, and print the scores as JSON."""
+    from tba.runs.base import base_of, from_here, working_in
     from tba.runs.offline import evaluate_run
 
-    print(json.dumps(evaluate_run(run, settings or [], reference), indent=1))
+    run, base = run.resolve(), base_of(run)
+    moved = from_here(base, settings or [])
+    with working_in(base):
+        print(json.dumps(evaluate_run(run, moved, reference), indent=1))
 
 
 @app.command()
@@ -95,9 +101,12 @@ def export(
     ] = False,
 ) -> None:
     """Write the trained model as a Hugging Face folder, with a LoRA adapter merged into it."""
+    from tba.runs.base import base_of, working_in
     from tba.runs.offline import export_responses, export_run
 
-    print(export_responses(run, out) if responses else export_run(run, out, adapter))
+    run, out = run.resolve(), out.absolute()
+    with working_in(base_of(run)):
+        print(export_responses(run, out) if responses else export_run(run, out, adapter))
 
 
 @app.command("list")
@@ -143,9 +152,10 @@ def _config(settings: list[str], resume: Path | None) -> Config:
             f"--resume uses the config in {resume};"
             f" leave out {path}, and give only the settings to change, as table.key=value"
         )
+    from tba.runs.base import base_of, from_here
     from tba.runs.offline import stored_config
 
-    return stored_config(resume, settings)
+    return stored_config(resume, from_here(base_of(resume), settings))
 
 
 def _described(cls: type) -> dict[str, Any]:

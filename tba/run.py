@@ -15,9 +15,10 @@ from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
+from tba.runs.base import working_in
 from tba.runs.console import Console, open_console
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed
+from tba.runs.resumed import check_resumed, check_step
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
@@ -163,14 +164,15 @@ def open_run(
     drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    parts, generation = check(config, memory), None
-    if resume is None:
-        folder = log.create_folder(parts.config)
-    else:
-        folder = resume
-        check_resumed(parts.config, before=parse(log.read_config(folder)))
-        generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
+    folder = resume and resume.resolve()
     with ExitStack() as closing:
+        closing.enter_context(working_in(config.run.base))
+        parts, generation = check(config, memory), None
+        if folder is None:
+            folder = log.create_folder(parts.config)
+        else:
+            check_resumed(parts.config, before=parse(log.read_config(folder)))
+            generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
         yield _assemble(parts, folder, generation, closing)
 
 
@@ -194,14 +196,10 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     search = SearchState(stream.cursor(), 0, SearchStats(), None, None)
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
-        step, steps = progress.step, c.run.steps
-        if step > steps:
-            raise ValueError(
-                f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
-            )
+        check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
-        log.rewind(folder, step)
-        log.write_json(folder / log.CONFIG, c.nested())  # with what was changed on resuming
+        log.rewind(folder, progress.step)
+        log.write_config(folder, c)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")

@@ -211,7 +211,9 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
 ) -> None:
     ended = commands["dry run"].result()
     assert ended.status == 0
-    assert ended.err == "config OK (dry run): 3 training prompts, 2 held out\n"
+    shown = ["first prompt, 4 tokens:", "0+0=", "reward of 'dummy answer': 12"]
+    counts = "config OK (dry run): 3 training prompts, 2 held out"
+    assert ended.err.splitlines() == [*shown, counts]
     config = parse(json.loads(ended.out))
     assert config.objective.model_dump() == {
         "use": "rloo",

@@ -61,6 +61,14 @@ WRONG = {
     "policy.lora=true": "policy.lora = True: write a table, [policy.lora], with its keys",
     "policy.lora.target_modules=[]": "Value should have at least 1 item",
     "steps=3": "'steps=3': write `table.key=value`",
+    "steps=5": "did you mean `run.steps=5`?",
+    "learning_rat=1e-4": "did you mean `trainer.learning_rate=1e-4`?",
+    "seed=1": "did you mean `run.seed=1` or `faults.seed=1` or `eval.seed=1`?",
+    "stepps": "such as `trainer.learning_rate=1e-4`",
+    "run.steps=null": "run.steps = None: expected an integer, got null",
+    "sampling.truncated=drop": "sampling.truncated = 'drop': write keep, reject, or a number",
+    "sampling.truncated=true": "sampling.truncated = True: write keep, reject, or a number",
+    "sampling.top_k=-1": "sampling.top_k = -1: Input should be greater than or equal to 0",
     "run.steps": "'run.steps': write `table.key=value`",
 }
 
@@ -205,3 +213,30 @@ def test_what_is_written_reads_back_the_same() -> None:
     config = load(None, settings)
     assert config.trainer.max_grad_norm == math.inf
     assert parse(json.loads(json.dumps(config.nested()))) == config
+
+
+def test_null_unsets_an_optional_key(tmp_path: Path) -> None:
+    """Of a table, of a plug-in, and a table itself; text in quotes is text."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[runtime]\nlag = 2\n[policy]\neos_token = "</s>"\n[policy.lora]\nr = 8\n'
+        '[task]\nuse = "gsm8k"\ntrain_size = 3\n'
+    )
+    keys = ("runtime.lag", "policy.lora", "policy.eos_token", "task.train_size")
+    config = load(path, [f"{key}=null" for key in keys])
+    assert (config.runtime.lag, config.policy.lora, config.policy.eos_token) == (None, None, None)
+    given = config.task.options
+    assert resolve("tasks", "task", "gsm8k", given).build().train_size is None
+    assert load(path, ['policy.eos_token="null"']).policy.eos_token == "null"
+    with_null = json.dumps({"policy": {"lora": None}})  # as a dry run prints it
+    (tmp_path / "run.json").write_text(with_null)
+    lora = load(tmp_path / "run.json", ["policy.lora.r=4"]).policy.lora
+    assert lora is not None and lora.r == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("keep", "keep"), ("reject", "reject"), ("-1", -1.0), ("0", 0.0)]
+)
+def test_what_becomes_of_truncated_responses(text: str, value: str | float) -> None:
+    truncated = load(None, [f"sampling.truncated={text}"]).sampling.truncated
+    assert (truncated, type(truncated)) == (value, type(value))

@@ -22,8 +22,9 @@ from conftest import VOCABULARY
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
+from tba.engines._choose import choose
 from tba.engines.scripted import Scripted
-from tba.engines.transformers import Transformers, choose
+from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
 from tba.models.pretrained import Text, load_model, load_text
 from tba.objectives import HasHead, Loss, uses_behavior

@@ -164,7 +164,7 @@ def test_a_dry_run_goes_through(
         pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
     train([str(FILES[name]), *replaced(name, stand_ins)], dry_run=True)
     out, err = capsys.readouterr()
-    assert err.startswith("config OK (dry run): 1 training prompts, 8 held out")
+    assert "config OK (dry run): 1 training prompts, 8 held out" in err
     assert json.loads(out)["task"]["use"] == "redteam"
 
 

@@ -18,7 +18,7 @@ EXPECTED = {
 }
 """Expected kind of value, by the type of pydantic's error."""
 GIVEN = {bool: "a boolean", int: "an integer", float: "a decimal number", str: "text"}
-GIVEN |= {list: "a list", dict: "a table"}
+GIVEN |= {list: "a list", dict: "a table", type(None): "null"}
 
 
 def explain(name: str, *errors: ErrorDetails) -> str:

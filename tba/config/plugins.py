@@ -230,3 +230,21 @@ def with_defaults(config: Config) -> Config:
                 options.setdefault(name, option.default)
         tables[table] = type(given)(**given.model_dump() | options)
     return config.model_copy(update=tables)
+
+
+def with_chat(config: Config, has_template: bool) -> Config:
+    """Return the config with `chat = "auto"` of its tasks as "on" if there is a chat template."""
+
+    def decided(options: Mapping[str, Any]) -> dict[str, Any]:
+        tables = dict(options)
+        if tables.get("chat") == "auto":
+            tables["chat"] = "on" if has_template else "off"
+        if isinstance(parts := tables.get("parts"), Mapping):  # of a mixture
+            tables["parts"] = {name: decided(part) for name, part in parts.items()}
+        return tables
+
+    task = Use(**decided(config.task.model_dump()))
+    sets = {n: type(s)(**decided(s.model_dump())) for n, s in config.eval.sets.items()}
+    return config.model_copy(
+        update={"task": task, "eval": config.eval.model_copy(update={"sets": sets})}
+    )

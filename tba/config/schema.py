@@ -5,6 +5,7 @@ other keys are its options. `docs/configuration.md` lists all keys. This module 
 torch, so that a mistake is reported at once.
 """
 
+import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -182,17 +183,35 @@ def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
 
 
 def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
-    """Apply each `table.key=value`, or `objective=rloo` for its `use`; what is not TOML is text."""
+    """Apply each `table.key=value`, or `objective=rloo` for its `use`; what is not TOML is text.
+
+    The value `null` unsets an optional key.
+    """
     values = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if not equals or ("." not in key and key not in PLUGGED):
-            raise ValueError(
-                f"{setting!r}: write `table.key=value`, such as `trainer.learning_rate=1e-4`;"
-                " a config file comes first and ends in .toml"
+            hint = (
+                "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
             )
+            near = _in_tables(key) if equals else []
+            if near:
+                hint = f"did you mean {' or '.join(f'`{each}={text}`' for each in near)}?"
+            raise ValueError(f"{setting!r}: write `table.key=value`, {hint}")
         values[f"{key}.use" if key in PLUGGED else key] = _value(text)
     assign_all(plain, values)
+
+
+def _in_tables(name: str) -> list[str]:
+    """Return the keys `table.key` whose last part is nearest to a name, if one is near."""
+    keys: dict[str, list[str]] = {}
+    for table, holder in Config.model_fields.items():
+        inner = tables.inner_table(holder)
+        for key in inner.model_fields if inner else ():
+            if key != "use":
+                keys.setdefault(key, []).append(f"{table}.{key}")
+    close = difflib.get_close_matches(name, keys, n=1)
+    return keys[close[0]] if close else []
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -202,7 +221,9 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
         *path, last = key.split(".")
         table = plain
         for name in path:
-            inner = table.setdefault(name, {})
+            if table.get(name) is None:
+                table[name] = {}
+            inner = table[name]
             if name in PLUGGED and isinstance(inner, str):  # objective = "tb"
                 inner = table[name] = {"use": inner}
             if not isinstance(inner, dict):
@@ -214,6 +235,8 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _value(text: str) -> Any:
+    if text == "null":  # which TOML does not have
+        return None
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

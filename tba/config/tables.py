@@ -1,6 +1,6 @@
 """The tables of a config: every key with its type, default and meaning."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,13 +12,13 @@ from tba.config.keys import OneOrMore as OneOrMore
 from tba.config.keys import Positive as Positive
 from tba.config.keys import PositiveFloat as PositiveFloat
 from tba.config.keys import PositiveShare as PositiveShare
-from tba.config.keys import Range as Range
 from tba.config.keys import Share as Share
 from tba.config.keys import Table as Table
 from tba.config.keys import Texts as Texts
 from tba.config.keys import Use as Use
 from tba.config.keys import inner_table as inner_table
 from tba.config.keys import key as key
+from tba.config.sampling import SamplingTable as SamplingTable
 
 LOGP_NOISE_FP32, LOGP_NOISE_BF16 = 0.01, 0.3
 """Mean differences of log-probs, in nats, that rounding may explain."""
@@ -61,6 +61,11 @@ class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
+    base: str = key(
+        "",
+        "folder that relative paths start from; empty: the current folder, which is stored, so that"
+        " the run can be resumed from another one",
+    )
 
 
 class LoraTable(Table):
@@ -98,23 +103,9 @@ class PolicyTable(Table):
     )
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
     pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
-
-
-class SamplingTable(Table):
-    samples: Positive = key(20, "S, responses to sample per prompt; at least trainer.group_size")
-    temperature: PositiveFloat = key(
-        1.0, "sampling temperature; all log-probs are of the distribution at this temperature"
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "arguments of the chat template, such as {enable_thinking = false}; docs/tasks.md"
     )
-    top_p: PositiveShare = key(
-        1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
-    )
-    max_tokens: Positive = key(128, "maximum length of a response, EOS included")
-    stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
-    explore: Range | None = key(
-        None,
-        "range to draw the temperature of a search task from; log-probs stay at `temperature`",
-    )
-    explore_share: PositiveShare = key(0.5, "share of the search tasks whose temperature is drawn")
 
 
 class ReplayTable(Table):

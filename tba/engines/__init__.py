@@ -29,7 +29,7 @@ class Engine(Protocol):
         """Return `sampling.samples` completions of each prompt's tokens.
 
         The same seed and weights give the same completions. Temperature 0 is greedy. Log-probs are
-        those at `sampling.temperature`, also where tokens are chosen at another (`explore`).
+        those at `sampling.temperature`, also where others are chosen (`explore`, `top_k`).
         """
 
     def load_weights(self, weights: Weights) -> float | None:

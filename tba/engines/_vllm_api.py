@@ -54,6 +54,8 @@ class Options:
     gpu_memory_utilization: float
     tensor_parallel_size: int
     enforce_eager: bool
+    raw_logprobs: bool
+    """Whether log-probs are those before temperature, top-p and the like."""
     lora_rank: int | None
     """Rank that adapters have at most; None: the weights themselves are updated."""
     gpu: int
@@ -82,7 +84,7 @@ class Options:
             distributed_executor_backend=InProcess if one_process else "mp",
             weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
             worker_extension_cls=f"{__name__}.Worker",
-            logprobs_mode="processed_logprobs",
+            logprobs_mode="raw_logprobs" if self.raw_logprobs else "processed_logprobs",
             generation_config="vllm",  # not the model's own sampling parameters
             disable_log_stats=True,
             use_tqdm_on_load=False,
@@ -251,6 +253,10 @@ def _parameters(request: Request) -> SamplingParams:
     scored = [] if request.scored is None else [request.scored]
     return SamplingParams(
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(request.eos_ids),

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.plugins import GIVEN
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
+from tba.engines._choose import choose, seen_in
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
 from tba.models.lora import load_placed
@@ -139,10 +140,14 @@ class Transformers:
         visible = pad_sequence(mask, True, 0, "left").to(self.device)
         padded = pad_sequence(ids, True, self.text.pad_id, "left").to(self.device)
         hidden, cache = run_prompts(self.model, padded, visible)
-        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
+        seen = None
+        if sampling.repetition_penalty != 1:
+            seen = seen_in(padded, visible, self._vocabulary)
+        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling, seen)
         responses = decoder(self.model, cache, visible, s, limit)
         chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
         drawn = _Drawn.empty(b * s, limit, self.device)
+        drawn.seen = None if seen is None else seen.repeat_interleave(s, 0)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
@@ -159,7 +164,8 @@ class Transformers:
                 responses.keep(kept)
             hidden = responses.run(chosen)
             numbers = chance[rows, drawn.step]
-            chosen, logp = self._choose(hidden, numbers[:, None], sampling)
+            seen = None if drawn.seen is None else drawn.seen[rows]
+            chosen, logp = self._choose(hidden, numbers[:, None], sampling, seen)
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
@@ -169,8 +175,7 @@ class Transformers:
     ) -> Bool[Tensor, " N"]:
         """Return which of these rows have just completed a stop string."""
         if self._stop is None or self._stop.stop != stop:
-            vocabulary = self.model.get_output_embeddings().weight.shape[0]
-            self._stop = StopStrings(self.text, stop, vocabulary, self.device)
+            self._stop = StopStrings(self.text, stop, self._vocabulary, self.device)
         newest = drawn.tokens[rows, drawn.step - 1].long()
         stopped = self._stop.possible[newest] & ~drawn.ended(rows)
         places = stopped.nonzero().squeeze(1)
@@ -179,14 +184,25 @@ class Transformers:
         stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
         return stopped
 
+    @property
+    def _vocabulary(self) -> int:
+        """Number of tokens that have logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
     def _choose(
-        self, hidden: Float[Tensor, "N D"], uniform: Float[Tensor, "N R"], sampling: Sampling
+        self,
+        hidden: Float[Tensor, "N D"],
+        uniform: Float[Tensor, "N R"],
+        sampling: Sampling,
+        seen: Bool[Tensor, "N V"] | None,
     ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
         """Return R next tokens for each state and their log-probs, a chunk of states at a time."""
         head = self.model.get_output_embeddings()
         size, parts = states_at_once(self.model), []
-        for states, numbers in zip(hidden.split(size), uniform.split(size), strict=True):
-            parts.append(choose(head(states), numbers, sampling))
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            own = None if seen is None else seen[part]
+            parts.append(choose(head(hidden[part]), uniform[part], sampling, own))
         tokens, logp = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(logp)
 
@@ -199,6 +215,8 @@ class _Drawn:
     logp: Float[Tensor, "N T"]
     length: Int[Tensor, " N"]
     step: int = 0
+    seen: Bool[Tensor, "N V"] | None = None
+    """Tokens that prompt and response have so far, for the repetition penalty."""
 
     @classmethod
     def empty(cls, count: int, limit: int, device: str) -> "_Drawn":
@@ -213,6 +231,8 @@ class _Drawn:
         self.tokens[rows, self.step] = tokens.int()
         self.logp[rows, self.step] = logp
         self.step += 1
+        if self.seen is not None:
+            self.seen[rows, tokens] = True
 
     def end(self, rows: Tensor, ends: Tensor) -> Tensor:
         """End rows with the newest token where `ends` says so; return which rows have ended."""
@@ -232,36 +252,6 @@ class _Drawn:
             own = tokens[row, :end].copy(), logp[row, :end].copy()
             completions.append(Completion(*own, length > 0, version))
         return completions
-
-
-def choose(
-    logits: Float[Tensor, "N V"], uniform: Float[Tensor, "N R"], sampling: Sampling
-) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
-    """Return R tokens of each distribution and their log-probs, before top-p or `explore`.
-
-    The tokens are found by inverse transform sampling: for a number u in (0, 1], the first one
-    whose cumulative probability is at least u. Temperature 0 is greedy.
-    """
-    scaled = logits.float() / (sampling.temperature or 1.0)
-    total = scaled.logsumexp(-1, keepdim=True)
-    if sampling.temperature == 0:
-        tokens = scaled.argmax(-1, keepdim=True).expand(uniform.shape)
-    else:
-        p = (scaled - total).exp_()
-        if sampling.explore is not None:
-            p = (scaled * (sampling.temperature / sampling.explore)).softmax(-1)
-        if sampling.top_p < 1:
-            p = _nucleus(p, sampling.top_p)
-        cumulative = p.cumsum(-1)
-        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
-    return tokens, scaled.gather(1, tokens) - total
-
-
-def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
-    """Return probabilities with 0 outside the smallest set of tokens that together have `top_p`."""
-    ordered, order = p.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    return p.scatter(1, order, ordered.masked_fill(before >= top_p, 0.0))
 
 
 def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:

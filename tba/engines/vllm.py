@@ -21,6 +21,7 @@ from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.engines import EngineError
 from tba.engines._batch import Batch, Output, Request, Stepper
+from tba.engines._vllm_sampling import check_sampling
 from tba.models.lora import empty_adapted, write_adapter
 from tba.models.pretrained import Text, load_config, load_empty_model, model_path
 from tba.types import Completion, Sampling
@@ -52,7 +53,7 @@ class VLLM:
     `runtime.concurrent_searches`, each group arrives as soon as it is complete.
 
     Each sample has a seed of its own, which depends on the seed of the call and on the places of
-    its prompt and itself. Log-probs are those of vLLM's `processed_logprobs`.
+    its prompt and itself. Log-probs are those of vLLM's `processed_logprobs`, or `raw_logprobs`.
 
     An update of the weights lets running responses end, and none begins meanwhile, so that each
     comes from one version. With LoRA an update does not wait: running responses keep their adapter.
@@ -84,6 +85,9 @@ class VLLM:
     (`samples_switched`). Refused for objectives that compare the policy with the one that sampled;
     `tb` (without `tapered` and `importance_cap`), `tb_learned_z`, `raft` and `online_dpo` do
     not."""
+    raw_logprobs: bool = False
+    """Take log-probs from before top-p, top-k, min-p and the repetition penalty, all of which need
+    this, and from before the temperature, which must then be 1."""
     deadline: float = 1800.0
     """Seconds for any single call, queueing included."""
     drained: float = field(default=0.0, init=False)
@@ -92,17 +96,8 @@ class VLLM:
     def check(cls, config: Config) -> None:
         """ValueError if vLLM is not installed, or cannot run the model or sample as asked."""
         build = _installed_build(torch.cuda.device_count())
-        top_p, policy = config.sampling.top_p, config.policy
-        if top_p < 1:
-            raise ValueError(
-                f"sampling.top_p = {top_p}: with engine=vllm, log-probs would be those of the"
-                " truncated distribution; set sampling.top_p=1, or engine=transformers"
-            )
-        if config.sampling.explore is not None:
-            raise ValueError(
-                "sampling.explore does not work with engine=vllm, whose log-probs are those at the"
-                " temperature of the search; remove sampling.explore, or set engine=transformers"
-            )
+        policy = config.policy
+        check_sampling(config)
         if config.engine.options.get("in_flight") and config.runtime.lag is not None:
             raise ValueError(
                 f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
@@ -202,6 +197,7 @@ class VLLM:
             gpu_memory_utilization=self.gpu_memory_utilization,
             tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
+            raw_logprobs=self.raw_logprobs,
             lora_rank=None if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
             gpu=int(self.device.partition(":")[2] or 0),
             deadline=self.deadline,

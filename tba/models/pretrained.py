@@ -1,8 +1,9 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tba.config.tables import PolicyTable
 from tba.types import Answer, Completion, Prompt, Trajectory
 
 BUNDLED = Path(__file__).parent
+
+log = logging.getLogger(__name__)
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
@@ -33,6 +36,8 @@ class Text:
     eos_ids: frozenset[int]
     pad_id: int
     context: int  # maximum number of tokens of a prompt and its response together
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template: `policy.chat_template_kwargs`."""
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
@@ -46,7 +51,10 @@ class Text:
         else:
             try:
                 encoded = self.tokenizer.apply_chat_template(
-                    list(prompt.text), add_generation_prompt=True, return_dict=True
+                    list(prompt.text),
+                    add_generation_prompt=True,
+                    return_dict=True,
+                    **self.template_kwargs,
                 )
             except TemplateError as error:  # such as a system message where there is no such role
                 raise ValueError(
@@ -92,6 +100,10 @@ class Text:
         lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
+        two = [self.tokenizer.bos_token_id] * 2
+        if doubled := sum(ids[:2].tolist() == two for ids in tokens):
+            told = "%d of %d prompts begin with two BOS tokens; remove %s from their text"
+            log.warning(told, doubled, len(prompts), self.tokenizer.bos_token)
         room = self.context - max_tokens
         long = {name: length for name, length in lengths.items() if length > room}
         if long:
@@ -157,7 +169,14 @@ def load_text(policy: PolicyTable) -> Text:
         )
     pad = _token_id(tokenizer, "pad", policy.pad_token)
     eos_ids = frozenset({eos, *_declared_eos(model_path(policy.model), config)})
-    return Text(tokenizer, eos_ids, eos if pad is None else pad, context(config, tokenizer))
+    for name in policy.chat_template_kwargs:
+        if name not in str(tokenizer.chat_template):  # a template ignores what it does not know
+            raise ValueError(
+                f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
+                " such argument; remove it"
+            )
+    limit, arguments = context(config, tokenizer), policy.chat_template_kwargs
+    return Text(tokenizer, eos_ids, eos if pad is None else pad, limit, arguments)
 
 
 def load_config(policy: PolicyTable) -> Any:

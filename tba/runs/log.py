@@ -33,8 +33,8 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def create_folder(config: Config) -> Path:
-    """Create the folder of a new run; ValueError if it holds a run already."""
+def new_folder(config: Config) -> Path:
+    """Return the folder of a new run; ValueError if it holds a run already."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
     run = Path(config.run.folder or default).expanduser()
     if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
@@ -42,9 +42,22 @@ def create_folder(config: Config) -> Path:
             f"run.folder = {str(run)!r} holds a run already;"
             f" continue it with --resume {run}, or choose another folder"
         )
+    return run.absolute() if config.run.base else run
+
+
+def create_folder(config: Config) -> Path:
+    """Create the folder of a new run; ValueError if it holds a run already."""
+    run = new_folder(config)
     run.mkdir(parents=True, exist_ok=True)
-    write_json(run / CONFIG, config.nested())
+    write_config(run, config)
     return run
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write the config of a run, with the folder that its relative paths start from."""
+    tables = config.nested()
+    tables["run"]["base"] = str(Path.cwd())
+    write_json(run / CONFIG, tables)
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
-from tba.config.plugins import Plugin, resolve_all, with_defaults
+from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
+from tba.config.sampling import OFF
 from tba.config.schema import Config
 from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
@@ -136,8 +137,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    task = _checked_task(plugins.task, memory)
-    text = load_text(config.policy).within(config.engine.context)
+    text, config = _with_text(config)
+    task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)
     given = task.given() if isinstance(task, Seeded) else ()
@@ -195,6 +196,12 @@ def _without_held_out(
     return [p for p, _ in pairs], [own for _, own in pairs]
 
 
+def _with_text(config: Config) -> tuple[Text, Config]:
+    """Load the tokenizer, which decides what `chat = "auto"` means."""
+    text = load_text(config.policy).within(config.engine.context)
+    return text, with_chat(config, text.tokenizer.chat_template is not None)
+
+
 def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
     """Build the task, and check the models and servers that it needs."""
     task = build_task(plugin, memory)
@@ -236,10 +243,12 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
     """Raise ValueError if the objective needs log-probs of the sampling policy that are missing."""
     if not any(uses_behavior(objective.at(s)) for s in (0, config.run.steps)):
         return
-    top_p = config.sampling.top_p
     leaves_out = task.leaves_out if isinstance(task, LeavesOut) else None
     lacks = {
-        f"sampling.top_p = {top_p}": (top_p < 1, "before top-p; set sampling.top_p=1.0"),
+        f"sampling.{name} = {value}": (True, f"without it; set sampling.{name}={OFF[name]}")
+        for name, value in config.sampling.reshaped.items()
+    }
+    lacks |= {
         "sampling.explore": (
             config.sampling.explore is not None,
             "at sampling.temperature; remove sampling.explore",

@@ -20,6 +20,9 @@ def check_resumed(config: Config, before: Config) -> None:
     if config.policy.lora != before.policy.lora:
         given, first = _shown(config.policy.lora), _shown(before.policy.lora)
         changes.append(f"policy.lora = {given}, but the run has {first}")
+    arguments, earlier = config.policy.chat_template_kwargs, before.policy.chat_template_kwargs
+    if arguments != earlier:
+        changes.append(f"policy.chat_template_kwargs = {arguments}, but the run has {earlier}")
     if changes:
         raise ValueError(f"{'; '.join(changes)}; leave it unchanged, or start a new run")
     name, advice = config.objective.use, "keep the objective, or start a new run"
@@ -30,6 +33,15 @@ def check_resumed(config: Config, before: Config) -> None:
     if values not in ("none", there):
         raise ValueError(
             f"objective.use = {name!r} needs values, {values}, but the run has {there}; {advice}"
+        )
+
+
+def check_step(step: int, config: Config) -> None:
+    """Raise ValueError if a run is already further than it shall go."""
+    steps = config.run.steps
+    if step > steps:
+        raise ValueError(
+            f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
         )
 
 

@@ -127,7 +127,11 @@ class Chat:
         schemas = list(self.tools.schemas.values()) if tools else None
         try:
             rendered: str = self.text.tokenizer.apply_chat_template(
-                list(messages), tools=schemas, add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=schemas,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.text.template_kwargs,
             )
         except (TemplateError, ValueError) as error:
             raise ValueError(

@@ -16,8 +16,9 @@ from typing import Any
 
 from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess, Lost
-from tba.search.result import SearchStats
+from tba.search.result import SearchStats, truncated_in_a_row
 from tba.search.verdicts import (
+    ON_PURPOSE,
     Rejected,
     Verdict,
     finished,
@@ -27,7 +28,7 @@ from tba.search.verdicts import (
     verdict_on,
     within,
 )
-from tba.tasks import REWARD, LeftOut, Measured, ScorerName, Task, scorer_of
+from tba.tasks import REWARD, Measured, ScorerName, Task, scorer_of
 
 TIMEOUTS = 2
 """Timeouts in a row after which the remaining groups are not tried."""
@@ -232,12 +233,12 @@ class Guard:
     def __call__(
         self,
         prompts: Sequence[Prompt],
-        answers: Sequence[Sequence[Answer | Rejected]],
+        answers: Sequence[Sequence[Answer | Verdict]],
         name: ScorerName = REWARD,
     ) -> list[list[Verdict]]:
         """Return verdicts on the answers to each prompt, by the reward or a measure of a task.
 
-        Those that were rejected before stay so.
+        Verdicts that were given before stay.
         """
         scored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         groups = list(zip(prompts, scored, strict=True))
@@ -269,14 +270,15 @@ class Guard:
 class RejectionMonitor:
     """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
 
-    Samples that the task leaves out on purpose do not count, neither as rejected nor as samples.
+    Samples that are left out on purpose do not count, neither as rejected nor as samples.
     """
 
     def __init__(self, max_share: float):
-        self._max_share, self._recent = max_share, deque[SearchStats]()
+        self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
 
     def add(self, stats: SearchStats) -> None:
         """Add the statistics of one search; RuntimeError if too many samples were rejected."""
+        self._truncated = truncated_in_a_row(self._truncated, stats)
         if not stats.scored:
             return
         self._recent.append(stats)
@@ -286,7 +288,8 @@ class RejectionMonitor:
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
-        del recent.rejected[LeftOut.reason]
+        for reason in ON_PURPOSE:
+            del recent.rejected[reason]
         rejected = recent.rejected.total()
         if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())

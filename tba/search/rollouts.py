@@ -12,6 +12,7 @@ from tba.models.pretrained import Text
 from tba.objectives import ValueRollouts
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
+from tba.search.verdicts import judged_before
 from tba.types import Answer, Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
@@ -76,7 +77,8 @@ class Rollouts:
         endings = self.engine.generate(contexts, sampling, seed + start)
         answers = []
         for head, of_state in zip(heads, endings, strict=True):
-            answers.append([self._answer(head, ending) for ending in of_state])
+            endings_of = [self._answer(head, ending) for ending in of_state]
+            answers.append(judged_before(endings_of, self.sampling.truncated))
         return self.guard([group.prompt for group in origins], answers)
 
     def _answer(self, head: np.ndarray, ending: Completion) -> Answer:

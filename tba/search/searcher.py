@@ -32,9 +32,10 @@ from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
+from tba.search.verdicts import judged_before
 from tba.tasks import Answered, Task, tools_of
 from tba.tasks._memory import Functions, InMemory, build_task
-from tba.types import Completion, Group, Prompt, Sampling, Trajectory
+from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
 from tba.weights import Weights
 
 LONGEST_CALL = 0.25
@@ -185,7 +186,13 @@ class Searcher:
         times = [time.perf_counter()]
         responses = self.answer(self.guard.task, prompts, self._sampling(seed), seed)
         times.append(time.perf_counter())
-        verdicts = self.guard(prompts, responses.answers)
+        answers: list[Sequence[Answer | Verdict]] = []
+        for prompt, group in zip(prompts, responses.answers, strict=True):
+            rule: str | float = self.setup.sampling.truncated
+            if isinstance(prompt, Answered):
+                rule = "keep"
+            answers.append(judged_before(group, rule))
+        verdicts = self.guard(prompts, answers)
         verdicts, faulty = falsify(verdicts, self.setup.faults, seed)
         times.append(time.perf_counter())
         groups = self._groups(prompts, responses, verdicts)

@@ -3,10 +3,11 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tba.prompt import Answer
 from tba.tasks import LeftOut, WrongLength
 
 
@@ -15,7 +16,7 @@ class Rejected:
     """The reason why a sample has no reward, and the error message.
 
     Reasons are `raised`, `timeout`, `memory`, `died`, `not_finite`, `not_a_number`, `none`,
-    `wrong_length`, and that of `LeftOut`, which has no message.
+    `wrong_length`, and those that are `ON_PURPOSE`, which have no message.
     """
 
     reason: str
@@ -23,6 +24,11 @@ class Rejected:
 
 
 Verdict = float | Rejected
+
+TRUNCATED = Rejected("truncated", "")
+"""Of a response that the token limit cut off, with `sampling.truncated = "reject"`."""
+ON_PURPOSE = (LeftOut.reason, TRUNCATED.reason)
+"""Reasons that are no fault of the reward."""
 
 
 def verdict_on(score: Any) -> Verdict:
@@ -33,11 +39,23 @@ def verdict_on(score: Any) -> Verdict:
         return Rejected(LeftOut.reason, "")
     if score is None:
         return Rejected("none", "no reward function gave this sample a reward")
+    if isinstance(score, str):  # float() would read some
+        return Rejected("not_a_number", f"a reward is {score!r}")
     try:
         value = float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
         return Rejected("not_a_number", f"a reward is {score!r}")
     return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
+
+
+def judged_before(
+    answers: Sequence[Answer | Rejected], truncated: str | float
+) -> list[Answer | Verdict]:
+    """Return a group with the verdicts that `sampling.truncated` gives to unfinished answers."""
+    if truncated == "keep":
+        return list(answers)
+    verdict: Verdict = TRUNCATED if truncated == "reject" else float(truncated)
+    return [verdict if isinstance(a, Answer) and not a.finished else a for a in answers]
 
 
 def is_none(score: Any) -> bool:

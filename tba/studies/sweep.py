@@ -158,10 +158,12 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     stored = results.read_json(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
         there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
+        decided = [key for key in ("task.chat", "policy.attention") if here.get(key) == "auto"]
+        own = ("run.folder", "run.base", *decided)  # which the run has written itself
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
             for key in {**there, **here}
-            if key != "run.folder" and not key.startswith("log.")
+            if key not in own and not key.startswith("log.")
             if there.get(key) != here.get(key)
         ]
         if differing:

@@ -67,9 +67,10 @@ def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
     """ValueError, which starts with `origin`, if one of the columns is missing."""
     for name in columns:
         if name not in table[0]:
+            option = ", or set task.prompt_column" if name == "prompt" else ""
             raise ValueError(
                 f"{origin} has no column {name!r}; it has {', '.join(table[0])}."
-                f" Rename one to {name!r}"
+                f" Rename one to {name!r}{option}"
             )
 
 

@@ -4,11 +4,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from tba.config.keys import Count
 from tba.prompt import Message, Prompt
-from tba.tasks._data import Rows, rows
+from tba.tasks._data import Rows, require, rows
 
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 """`{{text}}`, which stands for {text} itself, or `{column}`."""
@@ -42,10 +42,11 @@ class Rendering:
 
     prompt: str = "{prompt}"
     """Template. `{column}` stands for the row's value, `{{x}}` for {x} itself."""
-    chat: bool = False
-    """Send the prompt through the tokenizer's chat template, as a message of the user."""
+    chat: bool | Literal["auto", "on", "off"] = "off"
+    """Send the prompt through the tokenizer's chat template, as a message of the user. auto: if the
+    tokenizer has one. Chat messages in the data go through it in any case."""
     system_prompt: str | None = None
-    """Message of the system; without `chat`, text at the beginning."""
+    """Message of the system; in a plain prompt, text at the beginning."""
     shots: Count = 0
     """Solved examples before the question: the first training rows, which are then left out."""
     shots_data: str | None = None
@@ -68,10 +69,16 @@ class Rendering:
             table = training()
         else:
             needed = columns_of(self.prompt + self.shot_response)
-            table = rows("task.shots_data", self.shots_data, "train", required=needed)
+            origin = f"task.shots_data = {self.shots_data!r}"
+            table = self.renamed(origin, rows("task.shots_data", self.shots_data, "train"))
+            require(origin, table, needed)
         if len(table) < self.shots:
             raise ValueError(f"task.shots = {self.shots}, but there are {len(table)} rows to show")
         return table[: self.shots]
+
+    def renamed(self, origin: str, table: Rows) -> Rows:
+        """Return rows as templates name their columns; ValueError, which begins with `origin`."""
+        return table
 
     def rendered(
         self, split: str, table: Rows, examples: Rows, columns: Sequence[str] | None = None
@@ -103,7 +110,7 @@ class Rendering:
         if isinstance(whole, list):  # the template is a column of chat messages
             return [*messages, *whole]
         question = fill(self.prompt, row)
-        if not self.chat:
+        if self.chat not in (True, "on"):
             shown = [f"{q}{'' if q[-1:].isspace() else ' '}{response}" for q, response in turns]
             return "\n\n".join([*system, *shown, question])
         for asked, response in turns:

@@ -2,11 +2,11 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
-from typing import Any
+from typing import Any, SupportsFloat
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import Use
@@ -44,6 +44,10 @@ class Custom(Rendering):
     """Reward function, or table of a judge or a factory, or a list of these."""
     reward_weights: list[float] | None = None
     """Weight of each reward function; default: 1."""
+    prompt_column: str = "prompt"
+    """Column of the questions: text, or chat messages. Templates call it {prompt}."""
+    answer_column: str = "answer"
+    """Column of the right answers. Templates call it {answer}, and reward functions `answer`."""
     split: str = "train"
     """Split of a folder or hub data set."""
     subset: str | None = None
@@ -109,12 +113,21 @@ class Custom(Rendering):
 
     def _weighted(self, scores: Sequence[Scores], count: int) -> list[float | None]:
         for function, of_function in zip(self.functions, scores, strict=True):
+            name = _short_name(function)
+            if not isinstance(of_function, Sized):
+                raise WrongLength(
+                    f"{name} returned {of_function!r}, and not a list with {count} rewards"
+                )
             if len(of_function) != count:
-                name, returned = _short_name(function), len(of_function)
+                returned = len(of_function)
                 raise WrongLength(f"{name} returned {returned} rewards for {count} completions")
         weights = self.reward_weights or [1.0] * len(scores)
         sums: list[float | None] = []
         for of_answer in zip(*scores, strict=True):
+            wrong = [s for s in of_answer if s is not None and not isinstance(s, SupportsFloat)]
+            if wrong:
+                sums.append(wrong[0])  # it is rejected, and its neighbours are not
+                continue
             terms = [w * s for w, s in zip(weights, of_answer, strict=True) if s is not None]
             sums.append(sum(terms) if terms else None)
         return sums
@@ -127,6 +140,12 @@ class Custom(Rendering):
                     function.check()
                 except ValueError as error:
                     raise ValueError(f"{key}: {error}") from error
+
+    @property
+    def without_models(self) -> list[str | Use]:
+        """The reward functions that need no model and no server, as the config names them."""
+        pairs = zip(self._named.values(), self.functions, strict=True)
+        return [named for named, function in pairs if not isinstance(function, Prepares)]
 
     def load(self, device: str) -> None:
         for function in self.functions:
@@ -178,13 +197,20 @@ class Custom(Rendering):
         prompts = self.rendered("train", train, examples)
         return prompts, self.rendered("held-out", held_out, examples)
 
+    def renamed(self, origin: str, table: Rows) -> Rows:
+        """Return rows that have the question as `prompt` and the answer as `answer` as well."""
+        columns = {"prompt": self.prompt_column, "answer": self.answer_column}
+        columns = {name: column for name, column in columns.items() if column != name}
+        require(origin, table, list(columns.values()))
+        return [{**row, **{name: row[c] for name, c in columns.items()}} for row in table]
+
     def _read(self, key: str, source: str, split: str, given: Rows | None) -> Rows:
         """Return the rows that were passed from Python, or else those of a file or data set."""
-        needed = columns_of(self.prompt)
-        if given is None:
-            return rows(key, source, split, self.subset, needed)
-        require(f"{key.removeprefix('task.')}=", given, needed)
-        return given
+        origin = f"{key} = {source!r}" if given is None else f"{key.removeprefix('task.')}="
+        table = rows(key, source, split, self.subset) if given is None else given
+        table = self.renamed(origin, table)
+        require(origin, table, columns_of(self.prompt))
+        return table
 
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[str]) -> None:

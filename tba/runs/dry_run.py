@@ -1,0 +1,136 @@
+"""The dry run of a config: all checks of a run, the first prompts, and one call of the reward."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+from tba.config.plugins import find, options_of, resolve
+from tba.config.schema import PLUGGED, Config, parse
+from tba.config.tables import Use
+from tba.runs import checkpoint, log
+from tba.runs.parts import Parts, check
+from tba.runs.resumed import check_resumed, check_step
+from tba.search.chat import encoder
+from tba.search.dialogue import open_all
+from tba.search.isolation import InProcess
+from tba.search.verdicts import Rejected, Verdict, verdict_on, within
+from tba.tasks import Prepares, part_of, tools_of
+from tba.tasks._memory import build_task
+from tba.tasks._rendering import Rendering
+from tba.tasks.custom import Custom
+from tba.types import Answer, Prompt
+
+SECONDS = 5.0
+"""Longest call of a reward function."""
+DUMMY = "dummy answer"
+WRONG_KIND = ("wrong_length", "not_a_number")
+"""Reasons of rejections that do not depend on the answer."""
+
+
+def dry_run(
+    config: Config, resume: Path | None = None, drop_damaged_replay: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a config as a run does; return its tables, with every key, and what there is to tell.
+
+    ValueError for what a run would refuse, and for a reward that is no number.
+    """
+    parts = check(config)
+    if resume is None:
+        log.new_folder(parts.config)
+    else:
+        check_resumed(parts.config, before=parse(log.read_config(resume)))
+        newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
+        check_step(int(newest.name.removeprefix("step-")), parts.config)
+    firsts: dict[str, Prompt] = {}
+    for prompt in parts.prompts:
+        firsts.setdefault(part_of(parts.task, prompt)[0], prompt)
+    told = []
+    for name, prompt in firsts.items():
+        told += [*_shown(parts, name, prompt), *_scored(parts, name, prompt)]
+    counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
+    return every_key(parts.config), [*told, f"config OK (dry run): {counts}"]
+
+
+def every_key(config: Config) -> dict[str, Any]:
+    """Return the config as plain tables, with None for a key that has no value."""
+    tables = config.model_dump(mode="json", by_alias=True)
+    for table, kind in PLUGGED.items():
+        options = options_of(find(kind, tables[table]["use"]))
+        tables[table] = {"use": "", **dict.fromkeys(options), **tables[table]}
+    return tables
+
+
+def _shown(parts: Parts, part: str, prompt: Prompt) -> list[str]:
+    """Return a prompt as the policy reads it, special tokens included."""
+    tokenizer, task = parts.text.tokenizer, part_of(parts.task, prompt)[1]
+    tokens = encoder(parts.text, task)(prompt)
+    of_part = f" of {part}" if part else ""
+    lines = [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
+    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not tools_of(task)
+    if plain and tokenizer.chat_template is not None:
+        key = f"task.parts.{part}.chat" if part else "task.chat"
+        lines.append(f"note: this is plain text, but there is a chat template; {key}=auto uses it")
+    return lines
+
+
+def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
+    """Return what the reward of a task, or of a part of it, says of a dummy answer.
+
+    It is called once, in a process, without models. ValueError if the result is no reward.
+    """
+    task, table = part_of(parts.task, prompt)[1], parts.config.task
+    if part:
+        options = {k: v for k, v in table.options["parts"][part].items() if k != "weight"}
+        table = Use(**options)
+    options = table.options
+    called = task.without_models if isinstance(task, Custom) else []
+    if isinstance(task, Prepares) and not called:
+        return ["reward: not called, because that needs a model or a server"]
+    if isinstance(task, Custom) and len(called) < len(task.functions):
+        options |= {"reward": called, "reward_weights": None}
+    answer, tools = Answer(DUMMY, True), tools_of(task)
+    if tools is not None:
+        ((instance, _),) = open_all(tools, [prompt])
+        said = [{"role": "assistant", "content": DUMMY}]
+        answer = Answer(DUMMY, True, said, instance if tools.judged else None)
+    plugin = resolve("tasks", "task", table.use, options)
+    limits = parts.config.reward.max_memory, parts.config.runtime.start_deadline
+    scorer = InProcess(partial(build_task, plugin, None), *limits)
+    try:
+        verdict = asyncio.run(_call(scorer, prompt, [answer, answer]))
+    except RuntimeError as error:  # the process did not start
+        if parts.config.reward.isolate == "thread":
+            return [f"warning: the reward was not called: {error}"]
+        raise ValueError(str(error)) from error
+    if not isinstance(verdict, Rejected):
+        return [f"reward of {DUMMY!r}: {verdict:g}"]
+    if verdict.reason in WRONG_KIND:
+        raise ValueError(
+            f"the reward of {DUMMY!r} is no number: {verdict.detail}; return a list with a number"
+            " or None for each completion"
+        )
+    return [f"warning: {DUMMY!r} has no reward ({verdict.reason}): {verdict.detail}"]
+
+
+async def _call(scorer: InProcess, prompt: Prompt, answers: Sequence[Answer]) -> Verdict:
+    """Score a group once, and return the first rejection, or else the first reward.
+
+    A group of two, because a wrong number of rewards would not show for one.
+    """
+    await scorer.ready()
+    until = time.monotonic() + SECONDS
+    scores = await within(SECONDS, scorer.begin(prompt, answers, SECONDS))
+    if isawaitable(scores):
+        scores = await within(until - time.monotonic(), scores)
+    if scores is None:
+        return Rejected("timeout", f"the call did not return within {SECONDS:g} s")
+    if isinstance(scores, Rejected):
+        return scores
+    if len(scores) != len(answers):
+        return Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
+    verdicts = [verdict_on(score) for score in scores]
+    return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])

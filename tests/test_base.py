@@ -1,0 +1,153 @@
+"""A run is resumed, evaluated and exported from another folder than it was started in."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tba
+from tba.cli import _config, evaluate, export, train
+from tba.config.schema import load
+from tba.run import run
+from tba.runs.base import base_of, from_here, working_in
+from tba.runs.log import CONFIG, SUMMARY
+
+CONFIG_TOML = """
+[run]
+folder = "runs/one"
+steps = 1
+[policy]
+model = "model"
+[task]
+use = "custom"
+data = "rows.jsonl"
+reward = ["base_rewards:length", "more.py:half"]
+held_out_size = 2
+[sampling]
+samples = 4
+max_tokens = 4
+[trainer]
+batch_size = 8
+group_size = 4
+[runtime]
+use = "local"
+[eval]
+samples = 1
+k = []
+[log]
+console = "off"
+tensorboard = false
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config all of whose paths are relative; another one is the current one."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    rows = [{"prompt": f"{i}+{i}="} for i in range(6)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    function = "def {}(completions):\n    return [len(c) / 2 for c in completions]\n"
+    (here / "base_rewards.py").write_text(function.format("length"))
+    (here / "more.py").write_text(function.format("half"))
+    (here / "model").symlink_to(tiny_model)
+    (here / "run.toml").write_text(CONFIG_TOML)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the run adds to it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "base_rewards", raising=False)
+    return here
+
+
+@pytest.fixture
+def started(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run of one step, started in `home`, whose modules are forgotten again."""
+    paths, elsewhere = list(sys.path), Path.cwd()
+    monkeypatch.chdir(home)
+    sys.path.append(str(home))
+    run(load("run.toml"))
+    sys.path[:] = paths
+    del sys.modules["base_rewards"]
+    monkeypatch.chdir(elsewhere)
+    return home / "runs" / "one"
+
+
+def test_a_run_is_resumed_from_another_folder(home: Path, started: Path) -> None:
+    assert json.loads((started / CONFIG).read_text())["run"]["base"] == str(home)
+    elsewhere, relative = Path.cwd(), Path(os.path.relpath(started))
+    summary = run(_config(["run.steps=2"], relative), relative)
+    assert (summary.finished, summary.steps) == (True, 2)
+    assert json.loads((started / SUMMARY).read_text())["steps"] == 2
+    assert json.loads((started / CONFIG).read_text())["run"]["base"] == str(home)
+    assert Path.cwd() == elsewhere and not list(elsewhere.iterdir())
+    result = tba.train(tba.load(started / CONFIG, ["run.steps=3"]), resume=str(relative))
+    assert (result.summary.steps, result.folder) == (3, started)
+
+
+def test_commands_on_a_run_work_from_another_folder(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New settings are of the current folder."""
+    relative = Path(os.path.relpath(started))
+    Path("other.jsonl").write_text('{"prompt": "7+7="}\n{"prompt": "8+8="}\n{"prompt": "9+1="}\n')
+    evaluate(relative, ["task.held_out_data=other.jsonl", "task.held_out_size=3"])
+    assert json.loads(capsys.readouterr().out)["prompts"] == 3
+    export(relative, Path("out"))
+    assert Path("out", "config.json").is_file()
+    train(["run.steps=2"], dry_run=True, resume=relative)
+    assert json.loads(capsys.readouterr().out.partition("\n")[2])["run"]["steps"] == 2
+
+
+def test_a_base_may_be_given(home: Path) -> None:
+    """Then everything is relative to it, the run's folder as well."""
+    summary = run(load(home / "run.toml", [f"run.base={home}"]))
+    assert summary.finished and (home / "runs" / "one" / SUMMARY).is_file()
+    assert not list(Path.cwd().iterdir())
+
+
+def test_settings_mean_the_same_elsewhere(home: Path) -> None:
+    Path("rows.jsonl").touch()
+    Path("f.py").touch()
+    settings = ["task.data=rows.jsonl", "task.reward=f.py:f", "run.steps=3", "task.split=train"]
+    here = Path.cwd()
+    assert from_here(str(home), settings) == [
+        f"task.data={here}/rows.jsonl", f"task.reward={here}/f.py:f", *settings[2:]
+    ]  # fmt: skip
+    assert from_here(str(here), settings) == from_here("", settings) == settings
+
+
+def test_a_base_that_is_gone_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make_base: Callable[[Any], Path]
+) -> None:
+    here, gone = Path.cwd(), tmp_path / "gone"
+    assert base_of(make_base({"run": {"base": str(gone)}})) == str(gone)
+    assert base_of(make_base({"model_type": "llama"})) == base_of(tmp_path) == ""
+    with working_in(str(gone)):
+        assert Path.cwd() == here
+    assert f"run.base = {gone} does not exist here" in caplog.messages[0]
+
+
+@pytest.fixture
+def make_base(tmp_path: Path) -> Callable[[Any], Path]:
+    """A function that makes a folder with this config.json."""
+
+    def make(tables: Any) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(tables))
+        return folder
+
+    return make
+
+
+def test_a_dry_run_refuses_to_resume_what_is_further(started: Path) -> None:
+    run(_config(["run.steps=2"], started), started)
+    with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
+        train(["run.steps=1"], dry_run=True, resume=started)

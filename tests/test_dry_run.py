@@ -1,0 +1,205 @@
+"""The dry run: every key, the first prompt as the policy reads it, and one call of the reward."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.config.plugins import find, options_of, resolve
+from tba.config.schema import PLUGGED, Config, parse
+from tba.config.tables import inner_table
+from tba.runs import dry_run as module
+from tba.runs.dry_run import DUMMY, dry_run
+from tba.runs.log import CHECKPOINTS, METRICS
+
+REWARDS = """
+import asyncio, os, time
+from pathlib import Path
+
+def length(completions):
+    with open(Path(__file__).with_name("calls"), "a") as file:
+        file.write(f"{os.getpid()} {completions}\\n")
+    return [len(c) / 10 for c in completions]
+
+async def slow(completions):
+    await asyncio.sleep(0.01)
+    return length(completions)
+
+def one(completions):
+    return 0.5
+
+def short(completions):
+    return [0.5]
+
+def words(completions):
+    return ["0.5" for c in completions]
+
+def broken(completions):
+    return [float(c) for c in completions]
+
+def nothing(completions):
+    return [None for c in completions]
+
+def hangs(completions):
+    time.sleep(60)
+
+def ends(completions):
+    os._exit(3)
+"""
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def config(tiny_model: Path, tmp_path: Path) -> Make:
+    """A run of sums with one of the rewards above."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def make(*rewards: str | dict[str, Any], **tables: Any) -> Config:
+        named = [r if isinstance(r, dict) else f"{tmp_path}/rewards.py:{r}" for r in rewards]
+        data = {"use": "custom", "data": str(tmp_path / "rows.jsonl"), "held_out_size": 2}
+        plain = {
+            "policy": {"model": str(tiny_model)},
+            "run": {"folder": str(tmp_path / "run")},
+            "task": {**data, "reward": named},
+            "sampling": {"samples": 4, "max_tokens": 8},
+            "trainer": {"batch_size": 8, "group_size": 4},
+        }
+        return parse({**plain, **tables})
+
+    return make
+
+
+def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -> None:
+    """The reward is called once, in another process, and nothing is written."""
+    _, told = dry_run(config("length"))
+    assert told == [
+        "first prompt, 4 tokens:",
+        "0+0=",
+        f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
+        "config OK (dry run): 3 training prompts, 2 held out",
+    ]
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    process, completions = call.split(maxsplit=1)
+    assert completions == str([DUMMY] * 2) and not Path(f"/proc/{process}").exists()
+    assert not (tmp_path / "run").exists()
+    assert dry_run(config("slow"))[1] == told
+
+
+def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny_model.with_name("chatting")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "<eos>{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    plain = config("length", policy={"model": str(folder)})
+    _, told = dry_run(plain)
+    assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
+    assert "task.chat=auto" in told[2]
+    options = {**plain.task.model_dump(), "chat": "auto"}
+    tables, told = dry_run(config(policy={"model": str(folder)}, task=options))
+    assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
+    assert tables["task"]["chat"] == "on"
+
+
+WRONG = {
+    "one": "one returned 0.5, and not a list with 2 rewards; return a list with a number",
+    "short": "short returned 1 rewards for 2 completions",
+    "words": "a reward is '0.5'; return a list with a number or None for each completion",
+}
+
+
+@pytest.mark.parametrize("reward", WRONG)
+def test_a_wrong_kind_of_reward_is_refused(config: Make, reward: str) -> None:
+    with pytest.raises(ValueError, match=f"reward of '{DUMMY}' is no number: ") as error:
+        dry_run(config(reward))
+    assert WRONG[reward] in str(error.value)
+
+
+WARNED = {
+    "broken": r"\(raised\): .*could not convert string to float",
+    "nothing": r"\(none\): no reward function gave this sample a reward",
+    "hangs": r"\(timeout\): the call did not return within 0\.5 s",
+    "ends": r"\(died\): the scoring process ended with exit status 3",
+}
+
+
+@pytest.mark.parametrize("reward", WARNED)
+def test_a_reward_that_fails_for_the_dummy_is_a_warning(
+    config: Make, reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would reject such a sample, and go on."""
+    monkeypatch.setattr(module, "SECONDS", 0.5)
+    _, told = dry_run(config(reward))
+    assert told[2].startswith(f"warning: {DUMMY!r} has no reward (")
+    assert re.search(WARNED[reward], told[2], re.DOTALL)
+    assert told[3].startswith("config OK")
+
+
+def test_judges_are_not_loaded(
+    config: Make, make_classifier: Callable[..., Path], tiny_model: Path
+) -> None:
+    """Their config and tokenizer are read; functions beside them are called."""
+    judge = make_classifier(tiny_model)
+    (judge / "model.safetensors").unlink()
+    table = {"use": "classifier", "model": str(judge)}
+    assert dry_run(config(table))[1][2] == (
+        "reward: not called, because that needs a model or a server"
+    )
+    both = config("length", table)
+    custom = resolve("tasks", "task", "custom", both.task.options).build()
+    assert custom.without_models == both.task.options["reward"][:1]
+    assert dry_run(both)[1][2] == f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
+    (judge / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"task\.reward\.0: .*has no config\.json"):
+        dry_run(config(table))
+
+
+def test_each_part_of_a_mixture_is_tried(config: Make) -> None:
+    part = config("length").task.model_dump()
+    parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
+    _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
+    value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
+    first = ["first prompt of a, 4 tokens:", "0+0=", value]
+    second = ["first prompt of b, 6 tokens:", "0+0+0=", value]
+    assert told[:-1] == first + second
+
+
+def test_every_key_is_printed_and_reads_back(config: Make) -> None:
+    given = config("length", objective={"use": "rloo", "beta": 0.3})
+    tables, _ = dry_run(given)
+    for name, holder in Config.model_fields.items():
+        table = inner_table(holder)
+        assert table is not None
+        assert tables[name].keys() >= {f.alias or n for n, f in table.model_fields.items()}, name
+    for name in PLUGGED:
+        options = options_of(find(PLUGGED[name], tables[name]["use"]))
+        assert tables[name].keys() >= options.keys(), name
+    assert (tables["runtime"]["lag"], tables["policy"]["lora"]) == (None, None)
+    assert tables["task"]["held_out_data"] is None and tables["objective"]["beta"] == 0.3
+    again = parse(json.loads(json.dumps(tables)))
+    assert dry_run(again)[0] == tables
+
+
+def test_a_used_folder_is_refused(config: Make, tmp_path: Path) -> None:
+    """By a new run; a run without a checkpoint cannot be resumed either."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / METRICS).touch()
+    with pytest.raises(ValueError, match=r"run\.folder = .* holds a run already"):
+        dry_run(config("length"))
+    (folder / "config.json").write_text(json.dumps(config("length").nested()))
+    (folder / CHECKPOINTS).mkdir()
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        dry_run(config("length"), folder)
+    with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run's"):
+        sampling = {"temperature": 0.5, "samples": 4, "max_tokens": 8}
+        dry_run(config("length", sampling=sampling), folder)

@@ -1,0 +1,185 @@
+"""Data as they are: named columns, chat templates that the tokenizer has or lacks, doubled BOS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import EOS, PAD
+from talk import CHARACTERS
+
+from tba.config.schema import Config, load, parse
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import load_text
+from tba.runs.parts import check
+from tba.runs.resumed import check_resumed
+from tba.tasks.custom import Custom
+from tba.types import Answer, Message, Prompt
+
+BOS = "<bos>"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+"""A chat template in which thinking can be turned off, as in Qwen3's."""
+ROWS = [{"question": f"{i}+{i}?", "solution": str(2 * i), "level": i} for i in range(6)]
+REWARDS = """
+seen = []
+
+def right(prompts, completions, answer, **columns):
+    seen.append((prompts, answer, columns))
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(t == a) for t, a in zip(texts, answer)]
+"""
+Model = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Path]) -> Model:
+    """Folder of a model that reads all characters, with a chat template or a BOS token."""
+    from transformers import AutoTokenizer
+
+    def make(template: str | None = None, bos: bool = False) -> str:
+        folder = make_model(vocabulary=[PAD, EOS, BOS, *CHARACTERS], context=256)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if bos:
+            tokenizer.add_special_tokens({"bos_token": BOS})
+            tokenizer.add_bos_token = True  # before every text
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a task whose columns have names of their own."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "column_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    columns = {"prompt_column": "question", "answer_column": "solution"}
+    options = {"data": str(tmp_path / "rows.jsonl"), "reward": "column_rewards:right"}
+    return {**options, **columns, "held_out_size": 2}
+
+
+def config(model: str, task: dict[str, Any], **tables: Any) -> Config:
+    """A config of the task, which is `custom` unless it names another one."""
+    small = {"batch_size": 8, "group_size": 4}
+    sampling = {"samples": 4, "max_tokens": 8}
+    whole = {"task": {"use": "custom", **task}, "trainer": small, "sampling": sampling, **tables}
+    return parse({"policy": {"model": model}, **whole})
+
+
+def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(
+    data: dict[str, Any],
+) -> None:
+    import column_rewards
+
+    column_rewards.seen.clear()
+    task = Custom(**data, shots=1)
+    prompt = task.prompts()[0]
+    assert prompt.text == "0+0? 0\n\n1+1?"  # the example has the answer
+    assert task.score(prompt, [Answer("2", True), Answer("3", True)]) == [1.0, 0.0]
+    columns = {"question": ["1+1?"] * 2, "solution": ["2"] * 2, "level": [1] * 2}
+    assert column_rewards.seen == [([prompt.text] * 2, ["2"] * 2, columns)]
+    template = Custom(**data, prompt="{level}: {prompt} ({question})")
+    assert template.held_out()[0].text == "4: 4+4? (4+4?)"
+
+
+def test_the_columns_of_messages_may_have_any_name(data: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"chat": [{"role": "user", "content": "Hi"}], "solution": "Hello"}] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompt = Custom(**data | {"prompt_column": "chat"}).prompts()[0]
+    assert prompt.text == rows[0]["chat"]
+
+
+def test_examples_from_a_file_have_the_same_columns(data: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "shots.jsonl").write_text('{"question": "7+7?", "solution": "14"}\n')
+    task = Custom(**data, shots=1, shots_data=str(tmp_path / "shots.jsonl"))
+    assert task.prompts()[0].text == "7+7? 14\n\n0+0?"
+    (tmp_path / "shots.jsonl").write_text('{"question": "7+7?"}\n')
+    with pytest.raises(ValueError, match=r"shots_data = .* has no column 'solution'"):
+        task.examples(lambda: [])
+
+
+def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="has no column 'prompt'.* or set task.prompt_column"):
+        Custom(**data | {"prompt_column": "prompt"}).prompts()
+    with pytest.raises(ValueError, match="has no column 'anser'; it has question, solution"):
+        Custom(**data | {"answer_column": "anser"}).prompts()
+
+
+def test_auto_chats_if_the_tokenizer_has_a_template(model: Model, data: dict[str, Any]) -> None:
+    """The config of the run says what was decided; a resumed run and the searchers keep it."""
+    with_template, without = model(CHAT), model()
+    chat = check(config(with_template, {**data, "chat": "auto", "system_prompt": "Add."}))
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0?"}]
+    assert (chat.prompts[0].text, chat.config.task.options["chat"]) == (asked, "on")
+    assert chat.text.tokenizer.decode(chat.text.encode(chat.prompts[0]).tolist()) == (
+        "[system]Add.[user]0+0?[assistant]"
+    )
+    plain = check(config(without, {**data, "chat": "auto", "system_prompt": "Add."}))
+    assert (plain.prompts[0].text, plain.config.task.options["chat"]) == ("Add.\n\n0+0?", "off")
+    given: list[tuple[Any, bool]] = [("on", True), (True, True), ("off", False), (False, False)]
+    for value, chats in given:
+        text = check(config(with_template, {**data, "chat": value})).prompts[0].text
+        assert isinstance(text, str) is not chats
+    default = check(config(with_template, data))
+    assert default.prompts[0].text == "0+0?"  # as in TRL: text stays text
+    with pytest.raises(ValueError, match="chat messages, but the tokenizer has no chat template"):
+        check(config(without, {**data, "chat": "on"}))
+    with pytest.raises(ValueError, match=r"task\.chat = 'yes': expected .*'auto', 'on' or 'off'"):
+        check(config(without, {**data, "chat": "yes"}))
+
+
+def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, Any]) -> None:
+    part = {"use": "custom", **data, "chat": "auto"}
+    other = {**part, "shots": 1}
+    mixed = config(model(CHAT), {"use": "mixture", "parts": {"a": part}})
+    assert not isinstance(check(mixed).prompts[0].text, str)
+    sets = config(model(CHAT), data, eval={"prompts": 1, "sets": {"b": other}})
+    (held_out,) = check(sets).sets["b"].prompts
+    assert not isinstance(held_out.text, str)
+
+
+def test_arguments_of_the_chat_template(model: Model) -> None:
+    folder = model(CHAT)
+    messages: list[Message] = [{"role": "user", "content": "Hi"}]
+
+    def encoded(**policy: Any) -> str:
+        text = load_text(PolicyTable(model=folder, **policy))
+        return str(text.tokenizer.decode(text.encode(Prompt("0", messages)).tolist()))
+
+    assert encoded() == "[user]Hi[assistant]"
+    off = encoded(chat_template_kwargs={"enable_thinking": False})
+    assert off == "[user]Hi[assistant]<think></think>"
+    for name, template in (("enable_thinkng", CHAT), ("enable_thinking", None)):
+        with pytest.raises(ValueError, match=rf"policy\.chat_template_kwargs\.{name}: .*remove it"):
+            load_text(PolicyTable(model=model(template), chat_template_kwargs={name: False}))
+    before = load(None, [f"policy.model={folder}"])
+    now = load(None, [f"policy.model={folder}", "policy.chat_template_kwargs.enable_thinking=true"])
+    assert now.policy.chat_template_kwargs == {"enable_thinking": True}
+    with pytest.raises(ValueError, match="chat_template_kwargs = .*leave it unchanged"):
+        check_resumed(now, before)
+
+
+def test_a_prompt_with_two_bos_tokens_is_warned_of(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = load_text(PolicyTable(model=model(bos=True)))
+    once, twice = Prompt("0", "Hi"), Prompt("1", f"{BOS}Hi")
+    assert text.encode(once)[0] == text.tokenizer.bos_token_id
+    np.testing.assert_array_equal(text.encode(twice)[1:], text.encode(once))
+    text.encode_all([once], 8, text.encode)
+    assert not caplog.records
+    text.encode_all([once, twice], 8, text.encode)
+    assert caplog.messages == [
+        "1 of 2 prompts begin with two BOS tokens; remove <bos> from their text"
+    ]
