@@ -44,6 +44,9 @@ def train(
         counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
         print(f"config OK (dry run): {counts}", file=sys.stderr)
         return
+    from tba.runs.console import announce
+
+    announce(config)
     from tba.run import run
 
     run(config, resume, drop_damaged_replay)
