@@ -50,8 +50,7 @@ class LogpGapError(EngineError):
 
     def __init__(self, text: str, gap: float = math.inf):
         super().__init__(text)
-        self.gap = gap
-        """In nats; inf if it is not a number."""
+        self.gap = gap  # in nats; inf if it is not a number
 
     def repeated(self) -> "LogpGapError":
         """Return the error that ends the run, because a new searcher has the same problem."""
