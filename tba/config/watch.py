@@ -32,7 +32,9 @@ class WarnTable(Table):
         0.5, "warn if the effective sample size is a smaller share of the group; 0: never"
     )
     kl: PositiveFloat = key(
-        10.0, "warn if kl is more than this times its median over the first 50 steps; inf: never"
+        10.0,
+        "warn if kl is more than this times its median over the first 50 steps, and above 0.01;"
+        " inf: never",
     )
     gap: PositiveFloat | None = key(
         None,
