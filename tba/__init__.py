@@ -63,6 +63,9 @@ def open_run(
     The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
     its summary. Leaving the block ends all processes.
     """
+    from tba.runs.console import announce
+
+    announce(config)
     from tba.run import open_run as opened
     from tba.tasks._memory import in_memory
 

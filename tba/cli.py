@@ -46,6 +46,9 @@ def train(
         print(json.dumps(tables, indent=1))
         print("\n".join(told), file=sys.stderr)
         return
+    from tba.runs.console import announce
+
+    announce(config)
     from tba.run import run
 
     run(config, resume, drop_damaged_replay)

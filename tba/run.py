@@ -21,6 +21,7 @@ from tba.runs.parts import Parts, check
 from tba.runs.resumed import check_resumed, check_step
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
+from tba.runs.warn import Warnings
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.search.result import SearchStats
@@ -46,6 +47,7 @@ class Run:
     journal: log.Journal
     console: Console
     tracker: Tracker
+    warnings: Warnings
     stop: Stop
     step: int  # optimizer steps done
     missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
@@ -54,6 +56,7 @@ class Run:
     """Time in seconds of the train loop at which each version's evaluation was requested."""
 
     def sample(self) -> list[Group]:
+        self.console.phase("training")
         t, strategy = self.config.trainer, self.parts.strategy
         return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
 
@@ -78,6 +81,7 @@ class Run:
         row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
+        self.warn(self.warnings.step(row))
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
@@ -87,6 +91,12 @@ class Run:
             self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
             if not self.parts.held_out:  # else the console follows a held-out prompt
                 self.console.sample(prompt, completion, t.reward)
+
+    def warn(self, texts: list[str]) -> None:
+        """Show warnings."""
+        for text in texts:
+            self.console.warn(text)
+            self.journal.warn(self.step, text)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -118,6 +128,7 @@ class Run:
         last = self.config.run.steps
         unlogged, self.evaluating = self.evaluating, 0
         try:
+            self.warn(self.warnings.start())
             with self.tracker.clock():
                 if unlogged and self.step < last:  # the first one, or one that a stop cut off
                     self.evaluate()
@@ -132,9 +143,11 @@ class Run:
             self.checkpoints.wait()
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
+        self.warn(self.warnings.end())
         finished = complete and self.evaluating == 0
         stats, evaluations = self.searchers.stats, log.read_evaluations(self.folder)
         summary = self.tracker.summary(self.step, stats, finished, evaluations)
+        summary = replace(summary, warnings=self.warnings.texts)
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
@@ -183,11 +196,11 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console = open_console(c)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
-    place, cluster = _places(c, stop, closing)
+    place, cluster = _places(c, console, stop, closing)
     if place.device == "cpu":
         reuse_memory()
-    if c.trainer.compile:
-        console.note("compiling the model's layers, which takes a minute or more")
+    compiling = "loading and compiling the model, which takes a minute or more"
+    console.phase(compiling if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
@@ -208,23 +221,29 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
     checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
     closing.enter_context(checkpoints)
+    limit = c.engine.logp_gap_limit(trainer.policy.autocast)
+    warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
-    job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)
+    setup, groups = parts.search_setup(), c.trainer.groups
+    job = SearchJob(setup, stream, c.runtime, groups, c.run.seed, console.phase)
     searchers = _searchers(job, place, cluster, trainer, stop, search, progress.step)
     if c.runtime.lag:
-        searchers = LaggedSearchers(searchers, c.runtime.lag * c.trainer.groups, search.held)
+        searchers = LaggedSearchers(searchers, c.runtime.lag * groups, search.held)
     closing.callback(searchers.close)
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
-        stop, step=progress.step, missing=progress.missing, evaluating=progress.evaluating,
+        warnings, stop, progress.step, progress.missing, progress.evaluating,
     )  # fmt: skip
 
 
-def _places(config: Config, stop: Stop, closing: ExitStack) -> "tuple[Place, Cluster | None]":
+def _places(
+    config: Config, console: Console, stop: Stop, closing: ExitStack
+) -> "tuple[Place, Cluster | None]":
     """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
     if config.runtime.use == "local":
         return places_on_one_machine(config.runtime)[0], None
+    console.phase("starting Ray")
     from tba.runtime.bind import bind_ray
 
     bind_ray(config.runtime.address)
@@ -248,6 +267,7 @@ def _searchers(
 
         newest = trainer.weights(version=step) if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
+    job.tell("loading the models of the searcher")
     from tba.runtime.local import LocalSearchers
 
     if search.weights is None and step >= job.settings.publish_every:

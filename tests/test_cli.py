@@ -19,6 +19,7 @@ from tba.config.plugins import KINDS, names
 from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
+from tba.runs.console import FIRST_LINE
 from tba.runs.parts import check
 
 TBA = Path(sys.executable).with_name("tba")
@@ -151,7 +152,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
     with pytest.raises(SystemExit) as exit_:
         main()
     out, err = capsys.readouterr()
-    assert (exit_.value.code, out) == (2, "")
+    assert (exit_.value.code, out) == (2, f"{FIRST_LINE}\n")
     assert err.startswith("error: ") and message in err
     assert len(err.splitlines()) == 1
     assert set(user.iterdir()) == before  # no run folder

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from tba.runs.console import SHOWN, Console, LiveConsole
+from tba.runs import console as module
+from tba.runs.console import Console, LiveConsole
+from tba.runs.panels import PANELS
 from tba.runs.summary import Summary
 from tba.search.result import Evaluation, Example
 
@@ -35,7 +37,9 @@ SUMMARY = Summary(
     rejected={"timeout": 3},
     first={},
     last={},
+    warnings=["half of the groups have equal rewards"],
 )
+CURVES = [curve for panel in PANELS for curve in panel.curves if "*" not in curve.metric]
 
 
 @pytest.fixture
@@ -45,16 +49,18 @@ def live() -> Iterator[LiveConsole]:
     console.close()
 
 
-@pytest.mark.parametrize("count", range(len(SHOWN) + 1))
+@pytest.mark.parametrize("count", range(len(CURVES) + 1))
 def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: int) -> None:
-    live.step(3, {name: 0.5 for name, _, _ in SHOWN[:count]})
+    live.step(3, {curve.metric: 0.5 for curve in CURVES[:count]})
+    live.phase("generating 3/8 prompts")
     live.evaluation(Evaluation(2, SCORES, []))
     live.sample("1+1=", "2", 1.0)
     terminal = Terminal(width=120)
     with terminal.capture() as captured:
         terminal.print(live._view())
     panel = captured.get()
-    assert all(label in panel for _, label, _ in SHOWN[:count])
+    assert all(curve.label in panel for curve in CURVES[:count])
+    assert "pass@1" in panel and "generating 3/8 prompts" in panel
     assert "3/9" in panel
 
 
@@ -95,4 +101,57 @@ def test_the_end_of_a_run_names_what_to_type_next(tmp_path: Path) -> None:
     assert "stopped after 7 steps in 12 s" in text
     assert "1,234 generated, 560 trained on; rejected: 3 timeout" in text
     assert "searchers restarted  2" in text
+    assert "warning              half of the groups have equal rewards" in text
     assert f"tba train --resume {tmp_path}" in text and f"tba report {tmp_path}" in text
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock: Clock) -> None:
+    """New phases are shown at once, other numbers after 10 s, and the same ones after 30 s."""
+    lines: list[str] = []
+    console = Console(300, lines.append)
+    console.phase("loading the model")
+    for second in range(0, 100):
+        clock.now = 1000.0 + second
+        console.phase(f"generating {min(second // 15, 3)}/8 prompts")
+    assert lines == [
+        "loading the model",
+        "generating 0/8 prompts",
+        "generating 1/8 prompts, for 15 s",
+        "generating 2/8 prompts, for 30 s",
+        "generating 3/8 prompts, for 45 s",
+        "generating 3/8 prompts, for 75 s",
+    ]
+    lines.clear()
+    for step in range(1, 60):  # two steps a second
+        console.step(step, {"time": step / 2, "reward": 0.5})
+        clock.now += 0.5
+        console.phase("generating 0/8 prompts")
+        console.phase("training")
+    assert all(line.startswith("step ") for line in lines)
+    clock.now += 40
+    console.phase("training")
+    assert lines[-1].startswith("training, for ")
+
+
+def test_a_value_that_is_not_a_number_is_not_shown() -> None:
+    lines: list[str] = []
+    metrics = {"reward": 0.25, "sync/logp_gap": float("nan"), "rewards/format/mean": 0.75}
+    Console(300, lines.append).step(1, {"time": 2.0, **metrics, "rewards/format/std": 9.0})
+    assert lines == ["step 1/300  2 s  reward 0.250  format 0.750"]

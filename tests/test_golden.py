@@ -24,7 +24,7 @@ from tba.runs.log import METRICS, read
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 12
-CURVES = ("loss", "grad_norm", "reward", "kl")
+CURVES = ("loss", "grad_norm", "reward", "log_ratio")
 SETTINGS = (
     "engine=scripted",
     "engine.answers=['1', '1', '', '27', '1+1', '371']",

@@ -28,7 +28,8 @@ PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
 RAY = ("ray", "actor", "handle", "cluster", "bind")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
-    "wandb": {"runs/log.py"},
+    "wandb": {"runs/sinks.py"},
+    "trackio": {"runs/sinks.py"},
     "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
     "peft": {"models/lora.py"},
     "liger_kernel": {"models/acceleration.py"},
@@ -86,7 +87,8 @@ def test_heavy_libraries_have_one_home(library: str) -> None:
 
 
 def test_import_tba_is_light() -> None:
-    heavy = ("torch", "ray", "wandb", "matplotlib", "transformers", "datasets", "pandas", "peft")
+    services = ("wandb", "trackio", "matplotlib")
+    heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", *services)
     code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

@@ -206,7 +206,7 @@ def test_search_and_learning_take_turns(
     rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
     assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
     assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
-    on_reference = [step for step, r in enumerate(rows) if abs(r["kl"]) < 1e-4]
+    on_reference = [step for step, r in enumerate(rows) if abs(r["log_ratio"]) < 1e-4]
     assert on_reference == [0, 3, 6]
     # three prompts a turn: two for one of them, one for the other
     assert sum(given.values()) == 27 and min(given.values()) >= 7

@@ -148,6 +148,6 @@ def test_stories_become_happier(tmp_path: Path) -> None:
         > 5 * (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
     )
     rows = [r for r in read(run / "metrics.jsonl") if "kl" in r]
-    assert max(r["kl"] for r in rows[-20:]) < 40
+    assert max(r["log_ratio"] for r in rows[-20:]) < 40
     told = [r for r in read(run / SAMPLES) if r["kind"] == "eval"]
     assert {r["version"] for r in told} >= {0, summary["steps"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,12 @@ def test_tb_by_hand() -> None:
     torch.testing.assert_close(loss, torch.tensor([0.0625**2]))
     torch.testing.assert_close(metrics["tb/log_z"], torch.tensor([0.5625 / 0.5]))
     entropy = torch.tensor([[[1.0, 0.0, 2.0], [3.0, 0.0, 3.0]]])
-    found = _group_metrics(logp, entropy, batch)
+    found = _group_metrics(logp, entropy, batch, tokens=4.0)
     assert found["completions/mean_length"].tolist() == [2.0]
     assert found["entropy"].tolist() == [(1.5 + 3.0) / 2]
-    assert found["kl"].tolist() == [(0.75 - 1.0) / 2]
+    assert found["log_ratio"].tolist() == [(0.75 - 1.0) / 2]
+    k3 = [exp(-d) + d - 1 for d in (0.5, 0.25, -0.5, -0.5)]  # of the four tokens sampled
+    assert found["kl"].tolist() == pytest.approx([sum(k3) / 4])
     assert found["off_policy/log_ratio"].tolist() == [(0.75 + 1.0) / 2]
 
 

@@ -58,10 +58,28 @@ def test_any_micro_batching_gives_the_same_parameters(
     )
     for step in range(3):
         a, b = whole.step(batch, step), parts.step(batch, step)
-        for name in ("loss", "kl", "entropy", "reward", "grad_norm", "completions/mean_length"):
+        for name in ("loss", "kl", "log_ratio", "entropy", "reward", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5)
+        assert a["completions/mean_length"] == pytest.approx(b["completions/mean_length"])
     for p, q in zip(parameters(whole), parameters(parts), strict=True):
         torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [9, 40, 1000])
+def test_kl_and_the_share_of_equal_rewards_are_those_of_trl(
+    tiny_model: Path, batch: Batch, budget: int
+) -> None:
+    """KL is k3, and its mean is over all tokens of the batch, however it is divided."""
+    equal = batch.reward.clone()
+    equal[1] = 0.5
+    own = trainer(tiny_model, f"trainer.token_budget={budget}")
+    with torch.no_grad():
+        difference = batch.ref_logp - own.policy.logp(batch)
+    k3 = (difference.exp() - difference - 1)[batch.mask]
+    metrics = own.step(replace(batch, reward=equal), 0)
+    assert metrics["kl"] == pytest.approx(k3.mean().item(), rel=1e-4)
+    assert metrics["kl"] > 0
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
 
 
 def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> None:

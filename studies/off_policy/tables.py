@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
 KEPT = (
     "grid", "label", "objective", "seed", "status", "error", "last", "peak", "peak_step", "drop",
-    "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_kl", "kl", "ess", "lag_mean",
+    "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_kl", "kl", "log_ratio", "ess", "lag_mean",
     "samples_generated", "samples_trained", "steps", "seconds", "settings",
 )  # fmt: skip
 PICTURES = (

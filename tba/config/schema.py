@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from tba.config import tables
 from tba.config.messages import choices, explain, reason
 from tba.config.tables import Table, Use
+from tba.config.watch import LogTable, WarnTable
 
 Parsed = TypeVar("Parsed", bound=Table)
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
@@ -54,7 +55,8 @@ class Config(Table):
     faults: tables.FaultsTable = tables.FaultsTable()
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
-    log: tables.LogTable = tables.LogTable()
+    log: LogTable = LogTable()
+    warn: WarnTable = WarnTable()
 
     @model_validator(mode="before")
     @classmethod

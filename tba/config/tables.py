@@ -276,13 +276,3 @@ class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
     deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")
-
-
-class LogTable(Table):
-    console: Literal["auto", "live", "plain", "off"] = key(
-        "auto", "console output; auto: live on a terminal, plain lines elsewhere"
-    )
-    tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
-    wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
-    wandb_project: str = key("tba", "name of the Weights & Biases project")
-    sample_every: Count = key(20, "write a sample to samples.jsonl every N steps; 0: none")

@@ -17,6 +17,7 @@ from tba.learn import NotFinite, probe, state
 from tba.learn.copies import Copy
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
+from tba.objectives._terms import kl_k3, total
 from tba.types import Batch, TokenBatch
 from tba.weights import Weights, pack, trained
 
@@ -60,7 +61,7 @@ class SingleTrainer:
             self.policy.check_shared_prompt(batch)
         self.optimizer.zero_grad(set_to_none=True)
         chunks = list(batch.chunks(self.settings.token_budget))
-        metrics = _mean([self._backward(chunk, objective, len(batch)) for chunk in chunks])
+        metrics = _mean([self._backward(chunk, objective, batch) for chunk in chunks])
         metrics["batch/padding"] = self._padding(chunks)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
@@ -94,8 +95,8 @@ class SingleTrainer:
     def load(self, folder: Path) -> None:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
-    def _backward(self, chunk: Batch, objective: Objective, groups: int) -> dict[str, Tensor]:
-        """Add the gradients of sum(loss) / groups, and return the metrics of each group.
+    def _backward(self, chunk: Batch, objective: Objective, batch: Batch) -> dict[str, Tensor]:
+        """Add the gradients of sum(loss) / B of the batch, and return the metrics of each group.
 
         A chunk above the token budget (one long group) runs in pieces of its responses. A loss
         needs the whole group, so each piece runs once more on the way back, and only one has its
@@ -108,8 +109,9 @@ class SingleTrainer:
             output = _joined([checkpoint(self.policy, p, use_reentrant=False) for p in pieces])
         moved = chunk.to(output.logp.device)
         loss, extras = _loss(objective, output, moved)
-        (loss.sum() / groups).backward()  # not loss.mean(): the last chunk may be smaller
-        metrics = _group_metrics(output.logp.detach(), output.entropy, moved)
+        (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
+        tokens = int(batch.mask.sum()) / len(batch)
+        metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
         return {"loss": loss.detach(), **extras, **metrics}
 
     def _padding(self, chunks: Sequence[Batch]) -> float:
@@ -185,23 +187,28 @@ def _joined(outputs: Sequence[Output]) -> Output:
     return Output(logp, entropy, head)
 
 
-def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch) -> dict[str, Tensor]:
+def _group_metrics(
+    logp: Tensor, entropy: Tensor, batch: Batch, tokens: float
+) -> dict[str, Tensor]:
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
-    `kl` is the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective
-    sample size of the importance weights w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1.
+    `kl` is the k3 estimate of KL(pi, ref) in nats per token; groups have `tokens` on average, so
+    that the mean over groups is that over tokens. `log_ratio` is the mean of log(pi / ref) over
+    responses, in nats. `off_policy/ess` is the effective sample size of the importance weights
+    w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1.
     """
     length = batch.mask.sum(-1).float()
-    log_ratio = ((logp - batch.behavior_logp) * batch.mask).sum(-1)
-    kl = ((logp - batch.ref_logp) * batch.mask).sum(-1).mean(1)
-    squared_weights = log_ratio.softmax(1).square().sum(1)
+    moved = total(logp - batch.behavior_logp, batch)
+    squared_weights = moved.softmax(1).square().sum(1)
     return {
         "reward": batch.reward.mean(1),
         "reward_std": batch.reward.std(1),
-        "kl": kl,
+        "frac_reward_zero_std": (batch.reward == batch.reward[:, :1]).all(1),
+        "kl": total(kl_k3(logp, batch), batch).clamp(min=0).sum(1) / tokens,
+        "log_ratio": total(logp - batch.ref_logp, batch).mean(1),
         "entropy": (entropy.sum(-1) / length).mean(1),
         "completions/mean_length": length.mean(1),
-        "off_policy/log_ratio": log_ratio.abs().mean(1),
+        "off_policy/log_ratio": moved.abs().mean(1),
         "off_policy/ess": 1 / (batch.samples * squared_weights),
     }
 

@@ -76,7 +76,7 @@ def kl_k3(logp: PerToken, batch: Batch) -> PerToken:
     As a loss, its gradient is in expectation and on-policy that of KL(ref, pi).
     """
     difference = ((batch.ref_logp - logp) * batch.mask).clamp(max=LARGEST)
-    return difference.exp() - difference - 1
+    return difference.expm1() - difference  # exp(x) - 1 would round away a small x
 
 
 def penalised(

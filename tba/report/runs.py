@@ -153,7 +153,8 @@ FIGURES = {
     "trained_on": (
         Panel("lag (steps)", LAG, "positive", ("mean", "max")),
         Panel("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
-        Panel("log(pi / ref) of the batches (nats)", ("kl",)),
+        Panel("KL to the reference (k3, nats per token)", ("kl",), "positive"),
+        Panel("log(pi / ref) of the responses (nats)", ("log_ratio",)),
         Panel("held-out KL to the reference (nats)", ("eval/sampled_kl",), "positive"),
         Panel(
             "perplexity of held-out answers", ("eval/sampled_perplexity", "eval/greedy_perplexity"),

@@ -1,10 +1,12 @@
 """Console output of a run: a live panel on a terminal, plain lines elsewhere."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import live, progress
 from rich.columns import Columns
@@ -15,27 +17,23 @@ from rich.text import Text
 
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
-from tba.runs.summary import Summary
-from tba.search.result import Evaluation
+from tba.runs.panels import shown
 
-SHOWN = (  # metric, label, format
-    ("reward", "reward", "{:.3f}"),
-    ("kl", "kl (nats)", "{:.2f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("grad_norm", "gradient norm", "{:.3f}"),
-    ("buffer/size", "buffer", "{:,.0f}"),
-    ("samples_generated", "samples generated", "{:,.0f}"),
-    ("off_policy/lag_mean", "lag (steps)", "{:.1f}"),
-    ("wait/trainer", "trainer waits", "{:.1%}"),
-    ("wait/searchers", "searchers wait", "{:.1%}"),
-    ("step_time", "step (s)", "{:.2f}"),
-)
-"""The metrics that are displayed."""
+if TYPE_CHECKING:  # these import PyTorch, and the first line comes before that
+    from tba.runs.summary import Summary
+    from tba.search.result import Evaluation
 
 REWARD = "reward sampled {sampled_reward:.3f} ± {sampled_reward_stderr:.3f}"
 GREEDY = "  greedy {greedy_reward:.3f}"
 PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
 PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
+FIRST_LINE = "loading PyTorch, the tokenizer and the data"
+
+
+def announce(config: Config) -> None:
+    """Print the first line of a run: call it before PyTorch is imported, which takes seconds."""
+    if config.log.console != "off":
+        print(FIRST_LINE, flush=True)
 
 
 def open_console(config: Config) -> "Console":
@@ -49,24 +47,54 @@ def open_console(config: Config) -> "Console":
 class Console:
     """Plain lines: one for each of the first steps, then one every few seconds."""
 
-    EVERY = 5.0
+    EVERY, SILENCE = 5.0, 30.0
+    """Seconds between two lines of steps; seconds after which an unchanged phase is repeated."""
 
     def __init__(self, steps: int, write: Callable[[str], None]):
         self._steps = steps
         self.note = write
-        self._last_line = 0.0
+        self._last_line = self._last_phase = 0.0  # times
+        self._phase, self._kind, self._since = "", "", 0.0
+        self._stepped = False
+        self._held_out: dict[str, float] = {}  # scores of the latest evaluation
         self._followed: str | None = None  # held-out prompt whose answers are shown
+
+    def phase(self, text: str) -> None:
+        """Show what the run is doing. The same phase may come again, with other numbers.
+
+        Before the first step, a new phase is shown at once; else only after some silence.
+        """
+        now, is_new = time.monotonic(), self._enter(text)
+        wait = self.SILENCE if text == self._phase else 2 * self.EVERY
+        if is_new and not self._stepped:
+            wait = 0.0
+        if now - max(self._last_line, self._last_phase) >= wait:
+            self._last_phase, self._phase = now, text
+            self.note(text if is_new else f"{text}, for {now - self._since:.0f} s")
+
+    def _enter(self, text: str) -> bool:
+        """Return whether this is another phase than the last, and not only with other numbers."""
+        kind = re.sub(r"\d+", "", text)
+        is_new = kind != self._kind
+        if is_new:
+            self._kind, self._since = kind, time.monotonic()
+        return is_new
+
+    def warn(self, text: str) -> None:
+        self.note(f"warning: {text}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
+        self._stepped = True
         if 2 < step < self._steps and now - self._last_line < self.EVERY:
             return
         self._last_line = now
-        values = "  ".join(f"{label} {value}" for label, value in _formatted(metrics))
+        values = "  ".join(f"{label} {value}" for label, value in self._values(metrics))
         self.note(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: "Evaluation") -> None:
         """Show the scores, and the answer to the prompt that had the lowest reward at first."""
+        self._held_out = {f"eval/{name}": value for name, value in evaluation.scores.items()}
         for name, scores in evaluation.by_set().items():
             self.scores(evaluation.version, f"{name}  {in_a_line(scores)}".lstrip())
         rewards = {x.prompt: x.reward for x in evaluation.examples if x.reward is not None}
@@ -82,7 +110,7 @@ class Console:
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         self.note(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
-    def end(self, s: Summary, folder: Path) -> None:
+    def end(self, s: "Summary", folder: Path) -> None:
         self.close()
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
@@ -99,12 +127,18 @@ class Console:
         rows["summary"] = str(folder / SUMMARY)
         rows["report"] = f"tba report {folder}"
         lines = [f"  {label:<20} {text}" for label, text in rows.items()]
+        lines += [f"  {'warning':<20} {text}" for text in s.warnings]
         outcome = "finished" if s.finished else "stopped"
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
         self.note("\n".join(["", heading, *lines]))
 
     def close(self) -> None:
         """Restore the terminal."""
+
+    def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Return the label and the text of each metric on the first screen."""
+        latest = {**self._held_out, **metrics}
+        return [(label, form.format(value)) for _, label, form, value in shown(latest)]
 
 
 class LiveConsole(Console):
@@ -122,6 +156,10 @@ class LiveConsole(Console):
         self._live = live.Live(get_renderable=self._view, console=Terminal())
         self._live.start()
 
+    def phase(self, text: str) -> None:
+        self._enter(text)
+        self._phase = text
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics = metrics
         self._progress.update(self._task, completed=step)
@@ -136,19 +174,15 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _view(self) -> Panel:
-        metrics = _formatted(self._metrics)
-        cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in metrics]
+        values = self._values(self._metrics)
+        cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in values]
+        seconds = f"{time.monotonic() - self._since:.0f} s" if self._phase else ""
+        phase = Text(f"{self._phase}  {seconds}", style="dim")
         evaluations = Text("\n".join(self._evaluations))
         sample = Text(self._sample, style="italic", overflow="ellipsis")
-        texts = [text for text in (evaluations, sample) if text.plain]
+        texts = [text for text in (phase, evaluations, sample) if text.plain.strip()]
         grid = Columns(cells, padding=(0, 3), equal=True)
         return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
-
-
-def _formatted(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the label and the text of each metric that is displayed."""
-    shown = [row for row in SHOWN if row[0] in metrics]
-    return [(label, form.format(metrics[name])) for name, label, form in shown]
 
 
 def in_a_line(scores: Mapping[str, float]) -> str:

@@ -1,14 +1,14 @@
-"""Files of a run: config, metrics and sample completions, also for TensorBoard and W&B."""
+"""Files of a run: config, metrics and sample completions, which sinks show as well."""
 
 import json
 import math
-import uuid
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config
+from tba.runs.sinks import open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
 CHECKPOINTS = "checkpoints"
@@ -90,49 +90,40 @@ class Journal:
 
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = start + 1 if start else None  # drops the steps that are repeated
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-
-        if config.log.wandb:
-            import wandb
-
-            identity = folder / "wandb_id"  # folders of different studies may have the same name
-            if not identity.is_file():
-                write_whole(identity, uuid.uuid4().hex)
-            self._wandb = wandb.init(
-                project=config.log.wandb_project,
-                name=folder.name,
-                id=identity.read_text(),
-                dir=str(folder),
-                config=config.nested(),
-                resume="allow",
-            )
+        self._sinks = open_sinks(config, folder, start)
+        self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         _append(self._folder / METRICS, {"step": step, **metrics})
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({**metrics, "step": step})
+        self._show_samples()
+        for sink in self._sinks:
+            sink.row(step, metrics)
 
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
     ) -> None:
         """Log a completion for a person to read; `kind` is `train` or `eval`."""
-        row = {"step": step, "kind": kind, "version": version, "reward": reward}
-        _append(self._folder / SAMPLES, {**row, "prompt": prompt, "completion": completion})
+        row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
+        row |= {"prompt": prompt, "completion": completion}
+        _append(self._folder / SAMPLES, row)
+        if self._sinks:
+            self._shown.append({**row, "lag": max(0, step - 1 - version)})
+
+    def warn(self, step: int, text: str) -> None:
+        for sink in self._sinks:
+            sink.warn(step, text)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._show_samples()
+        for sink in self._sinks:
+            sink.close()
+
+    def _show_samples(self) -> None:
+        """Give the samples since the last call to the sinks, together: they make a table."""
+        shown, self._shown = self._shown, []
+        for sink in self._sinks:
+            if shown:
+                sink.samples(shown)
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

@@ -124,10 +124,10 @@ class Parts:
 def check(config: Config, memory: InMemory | None = None) -> Parts:
     """Resolve and check everything that a config names, before any process starts."""
     config = with_memory(config, memory)
-    if config.log.wandb and find_spec("wandb") is None:
-        raise ValueError(
-            "log.wandb = true needs Weights & Biases: pip install wandb, or set log.wandb=false"
-        )
+    for name, wanted in (("wandb", config.log.wandb), ("trackio", config.log.trackio)):
+        if wanted and find_spec(name) is None:
+            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
+            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
     config = with_defaults(config)
     plugins = resolve_all(config)
     objective, engine = plugins.objective, plugins.engine.cls

@@ -1,11 +1,11 @@
 """Per-step metrics and the final summary of a run."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 
@@ -14,6 +14,9 @@ from tba.runs.log import SUMMARY, write_json
 from tba.search.result import SearchStats
 from tba.tasks import HasParts, Task
 from tba.types import Group
+
+RECENT = 20
+"""Steps over which `samples_per_second` is measured."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Summary:
     rejected: dict[str, int]  # samples without a reward, by reason
     first: dict[str, float]  # scores before training
     last: dict[str, float]  # scores after training
+    warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
 
     def write(self, run: Path) -> None:
         plain = asdict(self)
@@ -50,6 +54,7 @@ class Tracker:
         self._last = time.perf_counter()
         self._before = SearchStats()  # at the last step
         self._idle = 0.0
+        self._arrived = deque([(0.0, 0)], maxlen=RECENT)  # seconds and samples after each step
 
     @property
     def seconds(self) -> float:
@@ -83,7 +88,8 @@ class Tracker:
     ) -> dict[str, float]:
         """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now, total, before = time.perf_counter(), self._total, self._before
-        lags = [step - t.version for g in groups for t in g.trajectories]
+        trajectories = [t for g in groups for t in g.trajectories]
+        lags = [step - t.version for t in trajectories]
         spent = {name: seconds - before.seconds[name] for name, seconds in stats.seconds.items()}
         if any(spent.values()):  # otherwise no task has ended, and the share stays
             self._idle = _idle_share(spent)
@@ -98,6 +104,8 @@ class Tracker:
             "samples_trained": total["samples_trained"],
             "off_policy/lag_mean": fmean(lags),
             "off_policy/lag_max": max(lags),
+            "completions/clipped_ratio": fmean(not t.finished for t in trajectories),
+            "samples_per_second": self._rate(stats.samples),
             "buffer/size": len(buffer),
             "buffer/prompts": buffer.prompts,
             "buffer/distinct_per_group": fmean(distinct),
@@ -106,23 +114,19 @@ class Tracker:
             "wait/searchers": self._idle,
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - before.publish_seconds,
-            "sync/adopted": stats.adopt_seconds,
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
             "sync/bytes": stats.published_bytes - before.published_bytes,
-            "sync/logp_gap": stats.logp_gap,
-            "searchers/restarts": stats.restarts,
-            "searchers/rejected": stats.rejected.total(),
+            **_of_searchers(stats),
         }
-        rare = {"reward/faulty": stats.faulty, "rollouts_generated": stats.rollouts}
-        rare |= {
-            "samples_switched": stats.switched,
-            "tools/calls": stats.tool_calls,
-            "tools/failures": stats.tool_failures,
-        }
-        metrics |= {name: count for name, count in rare.items() if count}
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
         return metrics
+
+    def _rate(self, samples: int) -> float:
+        """Return the samples per second that were generated in the latest steps."""
+        self._arrived.append((self.seconds, samples))
+        (since, before), (until, now) = self._arrived[0], self._arrived[-1]
+        return (now - before) / max(1e-9, until - since)
 
     def counts(self) -> dict[str, float]:
         """Return the totals for a checkpoint."""
@@ -132,6 +136,7 @@ class Tracker:
         """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._total.update(counts)
         self._before = deepcopy(stats)
+        self._arrived = deque([(self.seconds, stats.samples)], maxlen=RECENT)
 
     def summary(
         self, steps: int, stats: SearchStats, finished: bool, evaluations: list[dict[str, float]]
@@ -170,6 +175,28 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
         if least is not None:
             metrics[f"parts/{name}/pass@1"] = fmean(reward >= least for reward in rewards)
     return metrics
+
+
+def _of_searchers(stats: SearchStats) -> dict[str, float]:
+    """Return the metrics that are counts so far, or of the latest searches and weight updates."""
+    metrics: dict[str, float] = {
+        "sync/adopted": stats.adopt_seconds,
+        "sync/logp_gap": stats.logp_gap,
+        "sync/logp_gap_max": stats.largest_gap,
+        "searchers/restarts": stats.restarts,
+        "searchers/rejected": stats.rejected.total(),
+    }
+    if stats.rates:
+        metrics["engine/samples_per_second"] = fmean(stats.rates)
+        metrics["engine/samples_per_second_min"] = min(stats.rates)
+    rare = {
+        "reward/faulty": stats.faulty,
+        "rollouts_generated": stats.rollouts,
+        "samples_switched": stats.switched,
+        "tools/calls": stats.tool_calls,
+        "tools/failures": stats.tool_failures,
+    }
+    return metrics | {name: count for name, count in rare.items() if count}
 
 
 def _idle_share(seconds: Mapping[str, float]) -> float:

@@ -1,7 +1,7 @@
 """Runtimes, in which searchers run. `Searchers` is their interface to the train loop."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -34,6 +34,8 @@ class SearchJob:
     settings: RuntimeTable
     batch_groups: int
     seed: int
+    tell: Callable[[str], None] = lambda phase: None
+    """Told what the trainer waits for, again and again while it waits."""
 
     def gather_deadline(self, groups: int) -> float:
         """Return the seconds in which the groups must arrive. The setting is for a batch."""

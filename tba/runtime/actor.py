@@ -139,8 +139,7 @@ class SearcherActor:
         with self._counting:
             self._unreported.seconds["drain"] += drained
             self._unreported.seconds["load_weights"] += time.perf_counter() - started - drained
-            if gap is not None:
-                self._unreported.logp_gap = gap
+            self._unreported.measured(gap)
 
     def _drained(self) -> float:
         engine = self._searcher.engine

@@ -46,6 +46,7 @@ class LocalSearchers:
                 few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
                 why = f"rejected since the run began: {dict(self.stats.rejected)}"
                 raise TimeoutError(f"{few} ({why}); raise that setting")
+            self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
             result = self._search(prompts)
@@ -76,8 +77,7 @@ class LocalSearchers:
             gap, self._after_gap = self._build_anew(error), True
         except EngineError as error:
             gap = self._build_anew(error)
-        if gap is not None:
-            self.stats.logp_gap = gap
+        self.stats.measured(gap)
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def _search(self, prompts: list[Prompt]) -> SearchResult:
@@ -99,7 +99,7 @@ class LocalSearchers:
             raise EngineError(f"{why}, after {limit} restarts of the searcher") from why
         self._restarts_left -= 1
         log.warning("%s: the searcher is rebuilt", why)
-        self.stats.restarts += 1
+        self.stats.replaced(why.gap if isinstance(why, LogpGapError) else 0.0)
         self._searcher.close()  # first: two engines may not fit, and share state of their process
         self._searcher = self._build()
         if self._reference is not None:
@@ -116,7 +116,8 @@ class LocalSearchers:
         self._reference = weights
 
     def evaluate(self) -> int:
-        self._evaluations.append(self._do(evaluate_held_out))
+        evaluation = self._do(lambda searcher: evaluate_held_out(searcher, self._job.tell))
+        self._evaluations.append(evaluation)
         return self._searcher.engine.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:

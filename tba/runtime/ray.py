@@ -19,7 +19,7 @@ from tba.engines import EngineError
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, ObjectStore
-from tba.runtime.evaluations import Evaluations
+from tba.runtime.evaluations import Evaluations, phase
 from tba.runtime.handle import Handle, Starter, Task, deadlines
 from tba.runtime.publisher import Publisher
 from tba.search.result import Evaluation, SearchResult, SearchStats
@@ -162,6 +162,7 @@ class RaySearchers:
         while self._failure is None and not enough() and not self._stopping():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} did not come within {seconds:g} s; raise that setting")
+            self._job.tell(phase(self._handles, self._evaluations, self._arrived(), self._owed))
             self._changed.wait(0.2)
         self._raise_failure()
 
@@ -275,10 +276,10 @@ class RaySearchers:
         original = LogpGapError(str(error.args[0]))
         if handle.after_gap is not None or self._restarts_left == 0:
             raise original.repeated()
-        started = self._restart(handle, f"loaded weights wrongly ({original})")
+        started = self._restart(handle, f"loaded weights wrongly ({original})", error.gap)
         started.after_gap = started.version
 
-    def _restart(self, handle: Handle, why: str) -> Handle:
+    def _restart(self, handle: Handle, why: str, gap: float = 0.0) -> Handle:
         """End a searcher and start another with its tasks; late results of the old one are lost."""
         with self._changed:
             if self._restarts_left == 0:
@@ -287,7 +288,7 @@ class RaySearchers:
                     " restarts; see why searchers fail, or raise that setting"
                 )
             self._restarts_left -= 1
-            self._stats.restarts += 1
+            self._stats.replaced(gap)
             ray.kill(handle.actor)
             started = self._starter.start(handle.place, self._newest)
             self._handles[self._handles.index(handle)] = started

@@ -6,7 +6,7 @@ may have parts: each has scores of its own.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import comb, exp, isnan, nan, sqrt
@@ -59,9 +59,14 @@ def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     return divided
 
 
-def evaluate_held_out(searcher: Searcher) -> Evaluation:
-    """Evaluate the weights that a searcher has."""
-    done = [evaluate_piece(searcher, i) for i in range(len(pieces(searcher.setup)))]
+def evaluate_held_out(searcher: Searcher, tell: Callable[[str], None] | None = None) -> Evaluation:
+    """Evaluate the weights that a searcher has; `tell` is told how far it is before each piece."""
+    done: list[EvaluatedPiece] = []
+    count = len(pieces(searcher.setup))
+    for number in range(count):
+        if tell is not None:
+            tell(f"evaluating {100 * number // count} %")
+        done.append(evaluate_piece(searcher, number))
     return join(searcher.engine.version, done)
 
 

@@ -1,7 +1,7 @@
 """Results of a search: verdicts, groups, the one record of its statistics, and evaluations."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -48,8 +48,12 @@ class SearchStats:
     """Seconds of computing probes, converting weights and sending them."""
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
+    largest_gap: float = 0.0
+    """Largest so far, also of those after which a searcher was replaced."""
     adopt_seconds: float = math.nan
     """Seconds from the latest publication that a searcher has loaded until it had done so."""
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    """Samples per second that were generated in each of the latest searches."""
 
     @property
     def scored(self) -> int:
@@ -74,10 +78,21 @@ class SearchStats:
         self.last_rejection = other.last_rejection or self.last_rejection
         if not math.isnan(other.logp_gap):
             self.logp_gap = other.logp_gap
+        self.largest_gap = max(self.largest_gap, other.largest_gap)
+        self.rates.extend(other.rates)
+
+    def measured(self, gap: float | None) -> None:
+        """Record the log-prob gap of a weight update, if it was measured."""
+        if gap is not None:
+            self.logp_gap, self.largest_gap = gap, max(self.largest_gap, gap)
+
+    def replaced(self, gap: float) -> None:
+        """Count a searcher that was replaced, because of this log-prob gap if it is not 0."""
+        self.restarts, self.largest_gap = self.restarts + 1, max(self.largest_gap, gap)
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON: everything but what is only the latest."""
-        latest = ("last_rejection", "logp_gap", "adopt_seconds")
+        latest = ("last_rejection", "logp_gap", "adopt_seconds", "rates")
         return {name: copy(value) for name, value in vars(self).items() if name not in latest}
 
     @classmethod

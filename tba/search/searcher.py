@@ -1,5 +1,6 @@
 """Search: from prompts to groups that any objective can learn from."""
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,10 @@ A search that hangs in two calls, after which the others are not tried, then kee
 
 class LogpGapError(EngineError):
     """After a weight update, an engine's log-probs differ too much from the trainer's."""
+
+    def __init__(self, text: str, gap: float = math.inf):
+        super().__init__(text)
+        self.gap = gap  # in nats; inf if it is not a number
 
     def repeated(self) -> "LogpGapError":
         """Return the error that ends the run, because a new searcher has the same problem."""
@@ -168,7 +173,8 @@ class Searcher:
             raise LogpGapError(
                 f"engine {self.setup.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
-                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}"
+                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}",
+                gap if math.isfinite(gap) else math.inf,
             )
         return gap
 
@@ -212,6 +218,7 @@ class Searcher:
                 stats.last_rejection = verdict.detail or stats.last_rejection
         stages = ("generate", "reward", "reference", "rollouts")
         stats.seconds.update(zip(stages, np.diff(times).tolist(), strict=True))
+        stats.rates.append(stats.samples / max(1e-9, stats.seconds["generate"]))
         return SearchResult(groups, stats)
 
     def answer(

@@ -17,6 +17,8 @@ DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
 SEED = "run.seed"
 ESS, LAG = "off_policy/ess", "off_policy/lag_mean"
 TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
+LAST_TENTH = ("kl", "log_ratio")
+"""Metrics of which a row has the mean over the last tenth of the steps."""
 
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -149,14 +151,14 @@ def write_results(folder: Path) -> pd.DataFrame:
 
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
-    """Return a run as a row; `drop` is that after the peak, `kl` that of the last tenth."""
+    """Return a run as a row; `drop` is that after the peak."""
     config, last = read_json(run / CONFIG), scores(run)
-    metrics = read_metrics(run, "step", "time", *TOTALS[:2], "kl", ESS, LAG)
+    metrics = read_metrics(run, "step", "time", *TOTALS[:2], *LAST_TENTH, ESS, LAG)
     by_step = curve(metrics, metric)["score"]
     peak, at = by_step.max(), nan if by_step.empty else int(by_step.idxmax())
     steps = metrics.dropna(subset="samples_trained")
     newest = steps.rename(columns={"step": "steps", "time": "seconds"})[TOTALS].max()
-    totals = finished(run) or newest
+    totals, tenth = finished(run) or newest, steps.tail(ceil(len(steps) / 10))
     return asdict(trial) | {
         "objective": config and config["objective"]["use"],
         "seed": config and config["run"]["seed"],
@@ -166,7 +168,7 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
         "peak": peak,
         "peak_step": at,
         "drop": peak - by_step[by_step.index >= at].min(),
-        "kl": steps["kl"].tail(ceil(len(steps) / 10)).mean(),
+        **{name: tenth[name].mean() for name in LAST_TENTH},
         "ess": steps[ESS].mean(),
         "lag_mean": steps[LAG].mean(),
         **{name: totals[name] for name in TOTALS},

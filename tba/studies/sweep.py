@@ -163,7 +163,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
             for key in {**there, **here}
-            if key not in own and not key.startswith("log.")
+            if key not in own and not key.startswith(("log.", "warn."))
             if there.get(key) != here.get(key)
         ]
         if differing:

@@ -1,0 +1,99 @@
+"""The first screen of a run: twelve panels, the same in console, report, TensorBoard and W&B."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import filter as matching
+from math import isfinite
+
+SECTION = "first screen"
+"""Where TensorBoard, W&B and trackio show the panels."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of a panel. A `*` in its name stands for any name, which is then the label."""
+
+    metric: str
+    label: str
+    form: str = "{:.3f}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart, with the metrics that belong together."""
+
+    title: str
+    curves: tuple[Curve, ...]
+
+
+PANELS = (
+    Panel("reward", (Curve("reward", "reward"), Curve("rewards/*/mean", "*"))),
+    Panel(
+        "held-out pass@1",
+        (
+            Curve("eval/sampled_pass@1", "pass@1", "{:.1%}"),
+            Curve("eval/greedy_pass@1", "pass@1 greedy", "{:.1%}"),
+        ),
+    ),
+    Panel("cut-off responses", (Curve("completions/clipped_ratio", "cut off", "{:.1%}"),)),
+    Panel("KL to the reference (nats per token)", (Curve("kl", "kl", "{:.4f}"),)),
+    Panel("entropy (nats per token)", (Curve("entropy", "entropy"),)),
+    Panel("gradient norm", (Curve("grad_norm", "gradient norm"),)),
+    Panel(
+        "log-prob gap, engine to trainer (nats)",
+        (
+            Curve("sync/logp_gap", "gap", "{:.2g}"),
+            Curve("sync/logp_gap_max", "worst gap", "{:.2g}"),
+        ),
+    ),
+    Panel(
+        "lag (steps) and effective sample size",
+        (
+            Curve("off_policy/lag_mean", "lag", "{:.1f}"),
+            Curve("off_policy/ess", "ess", "{:.1%}"),
+        ),
+    ),
+    Panel("responses in the buffer", (Curve("buffer/size", "buffer", "{:,.0f}"),)),
+    Panel(
+        "waits (share of the time)",
+        (
+            Curve("wait/trainer", "trainer waits", "{:.1%}"),
+            Curve("wait/searchers", "searchers wait", "{:.1%}"),
+        ),
+    ),
+    Panel("samples per second", (Curve("samples_per_second", "samples/s", "{:.1f}"),)),
+    Panel(
+        "samples per second of an engine",
+        (
+            Curve("engine/samples_per_second", "engine mean", "{:.1f}"),
+            Curve("engine/samples_per_second_min", "worst", "{:.1f}"),
+        ),
+    ),
+)
+
+
+def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, float]]:
+    """Yield panel number, label, format and value of each metric that the panels show."""
+    for number, panel in enumerate(PANELS, 1):
+        for curve in panel.curves:
+            before, star, after = curve.metric.partition("*")
+            names = matching(metrics, curve.metric) if star else {curve.metric} & metrics.keys()
+            for name in names:
+                label = name.removeprefix(before).removesuffix(after) if star else curve.label
+                if isfinite(metrics[name]):
+                    yield number, label, curve.form, metrics[name]
+
+
+def first_screen(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that the panels show, by names that sort in the order of the panels."""
+    return {f"{SECTION}/{i:02} {label}": value for i, label, _, value in shown(metrics)}
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
+    """Return the panels as custom scalars of TensorBoard, whose tags are regular expressions."""
+    charts: dict[str, list[object]] = {}
+    for number, panel in enumerate(PANELS, 1):
+        tags = ["^" + re.escape(c.metric).replace(r"\*", ".*") + "$" for c in panel.curves]
+        charts[f"{number:02} {panel.title}"] = ["Multiline", tags]
+    return {SECTION: charts}

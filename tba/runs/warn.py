@@ -1,0 +1,136 @@
+"""Warnings of a run: signs that something is wrong, in words and with what to do about it."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, median
+
+from tba.config.schema import Config
+
+WINDOW = 10
+"""Steps over which a metric is averaged before it is compared; a shorter run is compared whole."""
+FIRST = 50
+"""Steps whose median KL is the usual one."""
+SMALL_KL = 0.01
+"""KL in nats per token that is small, whatever it was at first."""
+EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
+    "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl",
+)  # fmt: skip
+
+Sign = tuple[str, str]
+"""A key of `[warn]`, and the text of its warning."""
+
+
+class Warnings:
+    """Compares the metrics of a run with the thresholds of `[warn]`; each warns once.
+
+    Nothing else matters, so that the warnings of a resumed run follow from its `metrics.jsonl`.
+    `gap_limit` is the log-prob gap, in nats, at which a searcher is replaced, and `before` are the
+    rows of the sessions before this one.
+    """
+
+    def __init__(
+        self, config: Config, gap_limit: float, before: Sequence[Mapping[str, float | None]] = ()
+    ):
+        self._given: dict[str, str] = {}
+        self._config, self._gap_limit = config, gap_limit
+        self._recent = {name: deque[float](maxlen=WINDOW) for name in AVERAGED}
+        self._first_kl: list[float] = []
+        self._usual_kl: float | None = None
+        self._newest: Mapping[str, float | None] = {}
+        if before:
+            self.start()
+        for row in before:
+            self.step(row)
+
+    @property
+    def texts(self) -> list[str]:
+        """The warnings so far."""
+        return list(self._given.values())
+
+    def start(self) -> list[str]:
+        """Return the warnings that need no metrics."""
+        trainer = self._config.trainer
+        if trainer.warmup_steps or not self._config.warn.warmup:
+            return []
+        text = (
+            "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
+            f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
+            " pretrained model; set trainer.warmup_steps=20 or more"
+        )
+        return self._new([("warmup", text)])
+
+    def step(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Return the warnings that the metrics of a step give for the first time."""
+        if EQUAL not in metrics:  # those of an evaluation
+            return []
+        for name, values in self._recent.items():
+            values.append(metrics[name] or 0.0)
+        if self._usual_kl is None:
+            self._first_kl.append(self._recent[KL][-1])
+            if len(self._first_kl) == FIRST:
+                self._usual_kl = median(self._first_kl)
+        self._newest = metrics
+        full = len(self._recent[KL]) == WINDOW
+        return self._new([*self._gap(), *(self._signs() if full else ())])
+
+    def end(self) -> list[str]:
+        """Return the warnings of a run that had too few steps for them."""
+        return self._new(self._signs()) if self._recent[KL] else []
+
+    def _new(self, signs: Iterable[Sign]) -> list[str]:
+        new = {key: text for key, text in signs if key not in self._given}
+        self._given |= new
+        return list(new.values())
+
+    def _gap(self) -> Iterator[Sign]:
+        own, gap = self._config.warn.gap, self._newest.get("sync/logp_gap_max")
+        key, limit = ("engine.max_logp_gap", self._gap_limit) if own is None else ("warn.gap", own)
+        if gap is not None and gap > limit:
+            yield (
+                "gap",
+                "after a weight update, log-probs of an engine and the trainer differed by"
+                f" {gap:.2g} nats on average (more than {key} = {limit:g}): either the engine is"
+                " less precise, see engine.dtype, or it loads weights wrongly",
+            )
+
+    def _signs(self) -> Iterator[Sign]:
+        """Yield the signs of trouble in the latest steps."""
+        w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
+        if mean[EQUAL] > w.equal_rewards:
+            yield (
+                "equal_rewards",
+                f"{mean[EQUAL]:.0%} of the groups have equal rewards, which do not tell better"
+                f" responses from worse (more than warn.equal_rewards = {w.equal_rewards:g}); see"
+                " whether the reward function works, choose prompts of another difficulty, or set"
+                " strategy.filter_equal=true",
+            )
+        if mean[CUT_OFF] > w.cut_off:
+            yield (
+                "cut_off",
+                f"{mean[CUT_OFF]:.0%} of the responses are cut off at sampling.max_tokens ="
+                f" {self._config.sampling.max_tokens} (more than warn.cut_off = {w.cut_off:g});"
+                " raise it, or ask for shorter responses",
+            )
+        if mean[ESS] < w.ess:
+            yield (
+                "ess",
+                f"the effective sample size is {mean[ESS]:.0%} of a group (less than warn.ess ="
+                f" {w.ess:g}): the policy has moved away from the one that sampled the data; lower"
+                " trainer.learning_rate, or train on newer data",
+            )
+        trained, generated = (self._newest[f"samples_{n}"] or 0.0 for n in ("trained", "generated"))
+        if trained > w.reuse * generated:
+            yield (
+                "reuse",
+                f"a sample has been trained on {trained / max(1, generated):.1f} times on average"
+                f" (more than warn.reuse = {w.reuse:g}): the trainer is faster than the searchers;"
+                " add searchers, or let it wait for new groups with runtime.fresh",
+            )
+        usual = self._usual_kl
+        if usual is not None and mean[KL] > max(w.kl * usual, SMALL_KL):
+            yield (
+                "kl",
+                f"kl is {mean[KL]:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
+                f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
+                " reference; lower trainer.learning_rate, or raise objective.beta",
+            )

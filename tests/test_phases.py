@@ -1,0 +1,98 @@
+"""Signs of life: a line before PyTorch is imported, and what the trainer waits for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_loop
+import test_ray
+
+from tba.run import run
+from tba.runs.console import FIRST_LINE, Console
+from tba.runtime.evaluations import Evaluations
+
+FIRST_OUTPUT = """
+import builtins, sys, time
+
+def told(line, **options):
+    seconds = time.process_time()
+    sys.stdout.write(f"{line}\\n{'torch' in sys.modules}\\n{seconds}\\n")
+    raise SystemExit(0)
+
+builtins.print = told
+sys.argv = ["tba", "train"]
+from tba.cli import main
+main()
+"""
+
+
+def test_the_first_line_comes_within_a_second_and_before_torch() -> None:
+    """Seconds are those of the processor, which do not depend on what else runs."""
+    command = [sys.executable, "-c", FIRST_OUTPUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    line, has_torch, seconds = done.stdout.splitlines()
+    assert (line, has_torch) == (FIRST_LINE, "False")
+    assert float(seconds) < 1.0
+
+
+def test_a_run_in_one_process_tells_each_of_its_phases(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Console, "phase", lambda self, text: told.append(text))
+    settings = ("run.steps=1", "eval.prompts_per_task=2", "runtime.prompts_per_task=2")
+    run(test_loop.config(tiny_model, tmp_path / "run", *settings))
+    evaluating = [f"evaluating {percent} %" for percent in (0, 33, 66)]
+    generating = [f"generating {n}/3 prompts" for n in (0, 2)]
+    assert told == [
+        "loading the model",
+        "loading the models of the searcher",
+        *evaluating,
+        *generating,
+        "training",
+        *generating,
+        *evaluating,
+    ]
+
+
+def test_a_run_on_ray_tells_its_phases_in_plain_lines(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Searchers are processes, and standard output is no terminal."""
+    slow = ("engine=scripted", "engine.latency=0.5", "run.steps=2", "log.console=plain")
+    run(test_ray.config(tiny_model, tmp_path / "run", *slow))
+    lines = capsys.readouterr().out.splitlines()
+    expected = (
+        "starting Ray",
+        "loading the model",
+        "starting the searchers, which load the model",
+        "generating 0/3 prompts, evaluating 0 %",
+        "training",
+        "step 1/2  ",
+        "step 2/2  ",
+    )
+    places = [next(i for i, line in enumerate(lines) if line.startswith(e)) for e in expected]
+    assert places == sorted(places)
+
+
+def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tba.runtime import evaluations as module
+
+    nothing: Any = SimpleNamespace(version=1)
+    monkeypatch.setattr(module, "pieces", lambda setup: [None] * 5)
+    monkeypatch.setattr(module, "join", lambda version, results: version)
+    own, idle = Evaluations(nothing), SimpleNamespace(has=lambda kind: False)
+    starting = SimpleNamespace(has=lambda kind: kind == "start")
+    own.request(nothing)
+    seen = []
+    while piece := own.take():
+        seen.append(module.phase([idle], own, 0, 0))
+        own.done(piece, nothing)
+    assert seen == [f"evaluating {percent} %" for percent in (0, 20, 40, 60, 80)]
+    assert module.phase([idle, starting], own, 3, 8) == "generating 3/8 prompts"
+    assert module.phase([starting], own, 0, 8) == "starting the searchers, which load the model"

@@ -1,0 +1,176 @@
+"""TensorBoard, W&B and trackio get the same panels; completions are tables, and traces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tba.config.schema import Config, load
+from tba.runs.log import SAMPLES, Journal, read
+from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
+from tba.runs.parts import check
+
+METRICS = {
+    "time": 2.0,
+    "reward": 0.5,
+    "rewards/format/mean": 0.25,
+    "kl": 0.01,
+    "sync/logp_gap": float("nan"),
+    "loss": 1.0,
+}
+SCREEN = {
+    f"{SECTION}/01 reward": 0.5,
+    f"{SECTION}/01 format": 0.25,
+    f"{SECTION}/04 kl": 0.01,
+}
+
+
+def config(*settings: str) -> Config:
+    return load(None, ["log.tensorboard=false", *settings])
+
+
+def write(folder: Path, given: Config) -> None:
+    """Log two steps, with two samples after the first, and a warning."""
+    journal = Journal(folder, given)
+    journal.row(1, METRICS)
+    journal.sample(1, "train", "1+1=", "2", 1.0, 0)
+    journal.sample(1, "eval", "1+2=", "<b>", None, 1)
+    journal.row(5, METRICS)
+    journal.sample(5, "train", "1+1=", "3", 0.0, 1)
+    journal.warn(5, "too few")
+    journal.close()
+
+
+def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
+    assert len(PANELS) == 12
+    metrics = [curve.metric for panel in PANELS for curve in panel.curves]
+    labels = [curve.label for panel in PANELS for curve in panel.curves]
+    assert len(set(metrics)) == len(metrics) and len(set(labels)) == len(labels)
+    assert first_screen(METRICS) == SCREEN
+
+
+class Recorder:
+    """A service that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.calls.append(("log", metrics if step is None else {**metrics, "step": step}))
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.calls.append(("define", (name, step_metric)))
+
+    def alert(self, title: str, text: str, level: str = "WARN", step: int = 0) -> None:
+        self.calls.append(("alert", text))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+    def logged(self, name: str) -> list[dict[str, Any]]:
+        return [given for kind, given in self.calls if kind == "log" and name in given]
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Recorder, dict[str, Any]]]:
+    """A function that puts a stand-in in the place of a module, and what its run is opened with."""
+
+    def stand_in(name: str) -> tuple[Recorder, dict[str, Any]]:
+        recorder, opened = Recorder(), {}
+        module: Any = ModuleType(name)
+
+        def init(**options: Any) -> Recorder:
+            opened.update(options)
+            return recorder
+
+        module.init = init
+        module.Table = lambda dataframe: dataframe.to_dict("records")
+        module.Trace = lambda messages, metadata: SimpleNamespace(said=messages, about=metadata)
+        monkeypatch.setitem(sys.modules, name, module)
+        return recorder, opened
+
+    return stand_in
+
+
+def test_wandb_gets_metrics_panels_and_tables(
+    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
+) -> None:
+    recorder, opened = service("wandb")
+    write(tmp_path, config("log.wandb=true"))
+    assert opened["name"] == tmp_path.name and opened["resume"] == "allow"
+    assert opened["id"] == (tmp_path / "wandb_id").read_text()
+    first, second = recorder.logged("loss")
+    assert SCREEN.items() <= first.items() and (first["step"], second["step"]) == (1, 5)
+    tables = [given["completions"] for given in recorder.logged("completions")]
+    assert [[row["completion"] for row in table] for table in tables] == [["2", "<b>"], ["3"]]
+    assert tables[1][0]["lag"] == 3
+    assert recorder.calls[0] == ("define", ("*", "step"))
+    assert recorder.calls[-3][0] == "alert" and recorder.calls[-1] == ("finish", None)
+    write(tmp_path, config("log.wandb=true"))
+    assert opened["id"] == (tmp_path / "wandb_id").read_text()
+
+
+def test_trackio_gets_traces_with_reward_lag_and_version(
+    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
+) -> None:
+    recorder, opened = service("trackio")
+    write(tmp_path, config("log.trackio=true", "log.wandb_project=sums"))
+    assert opened["project"] == "sums" and opened["name"].startswith(f"{tmp_path.name}-")
+    (first, _), traces = recorder.logged("loss"), recorder.logged("traces")
+    assert SCREEN.items() <= first.items() and first["seconds"] == 2.0
+    assert "time" not in first and "sync/logp_gap" not in first  # its own name; JSON has no NaN
+    (one, other), (late,) = (given["traces"] for given in traces)
+    assert one.said == [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+    ]
+    assert one.about == {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "lag": 0}
+    assert other.about["reward"] is None and late.about["lag"] == 3
+    assert ("alert", "too few") in recorder.calls
+
+
+def test_tensorboard_has_the_panels_as_its_custom_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    write(tmp_path, load(None, []))
+    told = EventAccumulator(str(tmp_path / "tensorboard"))
+    told.Reload()
+    assert [event.step for event in told.Scalars("reward")] == [1, 5]
+    (event,) = told.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    (category,) = layout.category
+    assert category.title == SECTION
+    assert [chart.title for chart in category.chart] == list(tensorboard_layout()[SECTION])
+    assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
+
+
+def test_samples_are_written_without_a_service(tmp_path: Path) -> None:
+    write(tmp_path, config())
+    assert [row["completion"] for row in read(tmp_path / SAMPLES)] == ["2", "<b>", "3"]
+    assert set(tmp_path.iterdir()) == {tmp_path / SAMPLES, tmp_path / "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_that_is_not_installed_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.runs.parts.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"log\.{name} = true needs the package {name}: pip"):
+        check(config(f"log.{name}=true"))
+
+
+def test_trackio_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself, where it is installed: without a network, and without an account."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", config("log.trackio=true"))
+    (run,) = trackio.Api().runs("tba")
+    assert run.name.startswith("run-")
+    assert any((tmp_path / "trackio").rglob("*.db"))

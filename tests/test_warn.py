@@ -1,0 +1,161 @@
+"""Each warning: when it is given, that it is given once, and that the summary repeats it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_loop import config
+
+from tba.cli import _config
+from tba.config.schema import load
+from tba.run import run
+from tba.runs.log import METRICS, read
+from tba.runs.warn import FIRST, WINDOW, Warnings
+
+SOUND = {
+    "frac_reward_zero_std": 0.1,
+    "completions/clipped_ratio": 0.05,
+    "off_policy/ess": 0.9,
+    "kl": 0.002,
+    "sync/logp_gap_max": 0.001,
+    "samples_trained": 100.0,
+    "samples_generated": 50.0,
+}
+CASES: dict[str, tuple[dict[str, float], str]] = {
+    "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
+    "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
+    "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
+    "reuse": ({"samples_trained": 450.0}, "a sample has been trained on 9.0 times on average"),
+}
+OFF = {"equal_rewards": "1", "cut_off": "1", "ess": "0", "reuse": "inf", "kl": "inf", "gap": "inf"}
+
+
+def warnings(*settings: str) -> Warnings:
+    return Warnings(load(None, ["trainer.warmup_steps=20", *settings]), gap_limit=0.01)
+
+
+def given(own: Warnings, metrics: dict[str, float], steps: int) -> list[str]:
+    """Return what is given in so many steps with these metrics."""
+    return [text for _ in range(steps) for text in own.step({**SOUND, **metrics})]
+
+
+def test_a_sound_run_has_no_warnings() -> None:
+    own = warnings()
+    assert own.start() == given(own, {}, 3 * FIRST) == own.end() == own.texts == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_metric_beyond_its_threshold_warns_once(case: str) -> None:
+    """After enough steps, and with words for what to do."""
+    metrics, words = CASES[case]
+    own = warnings()
+    assert given(own, metrics, WINDOW - 1) == []
+    (text,) = given(own, metrics, 3 * WINDOW)
+    assert text.startswith(words) and f"warn.{case} = " in text
+    assert own.texts == [text] and own.end() == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_short_run_warns_at_its_end(case: str) -> None:
+    metrics, words = CASES[case]
+    own = warnings()
+    assert given(own, metrics, 3) == []
+    (text,) = own.end()
+    assert text.startswith(words)
+
+
+@pytest.mark.parametrize("case", [*CASES, "kl", "gap"])
+def test_a_threshold_can_turn_its_warning_off(case: str) -> None:
+    metrics = {"kl": {"kl": 9.0}, "gap": {"sync/logp_gap_max": 1.0}}.get(case)
+    own = warnings(f"warn.{case}={OFF[case]}")
+    assert given(own, {}, FIRST) == []
+    assert given(own, metrics or CASES[case][0], WINDOW) == own.end() == []
+
+
+def test_kl_is_compared_with_that_of_the_first_steps() -> None:
+    own = warnings()
+    assert given(own, {"kl": 0.002}, FIRST) == []
+    assert given(own, {"kl": 0.018}, FIRST) == []
+    (text,) = given(own, {"kl": 0.022}, 2 * WINDOW)
+    assert "more than warn.kl = 10 times its median over the first 50 steps, 0.002" in text
+    assert "lower trainer.learning_rate" in text
+
+
+def test_a_small_kl_does_not_run_away() -> None:
+    own = warnings()
+    assert given(own, {"kl": 1e-6}, FIRST) + given(own, {"kl": 1e-3}, FIRST) == []
+
+
+def test_the_gap_is_compared_with_the_limit_of_the_engine() -> None:
+    own = warnings()
+    assert given(own, {"sync/logp_gap_max": 0.01}, 2) == []
+    (text,) = given(own, {"sync/logp_gap_max": 0.02}, 2)
+    assert "differed by 0.02 nats on average (more than engine.max_logp_gap = 0.01)" in text
+    (text,) = given(warnings("warn.gap=0.005"), {"sync/logp_gap_max": 0.006}, 2)
+    assert "(more than warn.gap = 0.005)" in text
+
+
+def test_a_model_without_warm_up_is_warned_of_at_the_start() -> None:
+    own = warnings("trainer.warmup_steps=0")
+    (text,) = own.start()
+    assert text.startswith("trainer.warmup_steps = 0") and own.start() == []
+    assert warnings("trainer.warmup_steps=0", "warn.warmup=false").start() == []
+
+
+def test_the_rows_of_an_evaluation_are_not_steps() -> None:
+    own = warnings()
+    for _ in range(2 * WINDOW):
+        assert own.step({"time": 1.0, "eval/sampled_reward": 0.0}) == []
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_whose_rewards_are_all_zero_says_so(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the console at once, at its end, and in the summary; a resumed run keeps it."""
+    (tmp_path / "rewards.py").write_text(
+        "def nothing(completions):\n    return [0.0] * len(completions)\n"
+    )
+    prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
+    (tmp_path / "data.jsonl").write_text("".join(prompts))
+    settings = (
+        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5",
+        f"task.reward={tmp_path}/rewards.py:nothing", "run.steps=12", "log.console=plain",
+    )  # fmt: skip
+    run(config(tiny_model, tmp_path / "run", *settings))
+    shown = capsys.readouterr().out
+    words = "100% of the groups have equal rewards"
+    assert shown.count(f"warning: {words}") == 1 and shown.count(words) == 2
+    rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
+    assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
+    texts = summary(tmp_path / "run")["warnings"]
+    assert [text for text in texts if text.startswith(words)]
+    run(_config(["run.steps=14"], tmp_path / "run"), tmp_path / "run")
+    assert f"warning: {words}" not in capsys.readouterr().out
+    assert summary(tmp_path / "run")["warnings"] == texts
+
+
+def test_cut_off_responses_and_a_wrong_weight_update_are_warned_of(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The second weight update goes wrong, and the searcher is replaced."""
+    settings = (
+        "engine=toy.Wrong", f"engine.folder={tmp_path / 'calls'}", "engine.gap=1.0",
+        f"engine.right={[0, *range(2, 20)]}", "engine.answers=['11111', '11111', '1', '2']",
+        "sampling.max_tokens=3", "eval.prompts=0", "run.steps=12",
+    )  # fmt: skip
+    done = run(config(tiny_model, tmp_path / "run", *settings))
+    rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
+    assert 0.3 < sum(row["completions/clipped_ratio"] for row in rows) / len(rows) < 0.7
+    assert [row["sync/logp_gap_max"] for row in rows][-1] == 1.0
+    assert all(row["samples_per_second"] > 0 for row in rows)
+    rate = "engine/samples_per_second"
+    assert all(0 < row[f"{rate}_min"] <= row[rate] for row in rows)
+    words = "are cut off at sampling.max_tokens = 3", "differed by 1 nats on average"
+    assert all(any(each in text for text in done.warnings) for each in words)
