@@ -109,11 +109,16 @@ class Journal:
             self._wandb.log({**metrics, "step": step})
 
     def sample(
-        self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
-    ) -> None:
-        """Log a completion for a person to read; `kind` is `train` or `eval`."""
+        self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
+        version: int, notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Log a completion for a person to read; `kind` is `train` or `eval`.
+
+        `notes` are what reward functions gave and logged, if that is known.
+        """
         row = {"step": step, "kind": kind, "version": version, "reward": reward}
-        _append(self._folder / SAMPLES, {**row, "prompt": prompt, "completion": completion})
+        row |= {"prompt": prompt, "completion": completion}
+        _append(self._folder / SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
 
     def close(self) -> None:
         if self._tensorboard is not None:

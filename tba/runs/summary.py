@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -122,6 +123,23 @@ class Tracker:
         metrics |= {name: count for name, count in rare.items() if count}
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
+        return metrics
+
+    def scored(self, stats: SearchStats) -> dict[str, float]:
+        """Return what the reward functions gave and logged since the last step.
+
+        As in TRL: `rewards/NAME/mean` and `/std` are over all samples that a function has scored.
+        A metric is left out if there are none. Call it before `step`.
+        """
+        metrics = {}
+        for name, sums in stats.moments.items():
+            before = self._before.moments.get(name, (0.0, 0.0, 0.0))
+            count, total, squares = (now - then for now, then in zip(sums, before, strict=True))
+            if count and name.startswith("rewards/"):
+                spread = max(0.0, squares - total * total / count) / max(1.0, count - 1)
+                metrics |= {f"{name}/mean": total / count, f"{name}/std": sqrt(spread)}
+            elif count:
+                metrics[name] = total / count
         return metrics
 
     def counts(self) -> dict[str, float]:
