@@ -116,7 +116,7 @@ class Journal:
 
         `notes` are what reward functions gave and logged, if that is known.
         """
-        row = {"step": step, "kind": kind, "version": version, "reward": reward}
+        row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"prompt": prompt, "completion": completion}
         _append(self._folder / SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
 

@@ -131,7 +131,7 @@ class Tracker:
         As in TRL: `rewards/NAME/mean` and `/std` are over all samples that a function has scored.
         A metric is left out if there are none. Call it before `step`.
         """
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, sums in stats.moments.items():
             before = self._before.moments.get(name, (0.0, 0.0, 0.0))
             count, total, squares = (now - then for now, then in zip(sums, before, strict=True))

@@ -70,6 +70,7 @@ class RewardLog:
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
     """Return everything that a reward function may take, by name."""
+    state = max(a.version for a in answers), max(a.steps for a in answers)
     completions: list[Any] = [a.text for a in answers]
     if answers[0].messages is not None:
         completions = [list(a.messages or ()) for a in answers]
@@ -82,7 +83,7 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
         "prompts": [prompt.text] * len(answers),
         "completions": completions,
         "completion_ids": [list(a.tokens) for a in answers],
-        "trainer_state": TrainerState(max(a.version for a in answers), answers[0].steps),
+        "trainer_state": TrainerState(*state),
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,
     }
