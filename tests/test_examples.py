@@ -1,4 +1,4 @@
-"""The examples of extending.md, tasks.md and from_trl.md are the files in examples/, and each of them runs."""
+"""The examples of the docs are the files in examples/, and each of them runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from tba.types import Answer, Batch, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+PAGES = ("extending", "tasks", "from_trl")
 SHOWN = dict(
     re.findall(
         r"^```\w+\n# (examples/\S+)\n(.*?)^```$",
-        "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("extending", "tasks", "from_trl")),
+        "".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES),
         re.MULTILINE | re.DOTALL,
     )
 )
