@@ -226,12 +226,11 @@ class Searcher:
         pairs = zip(prompts, tokens, strict=True)
         asked = [own for prompt, own in pairs if not isinstance(prompt, Answered)]
         sampled = iter(self.engine.generate(asked, sampling, seed) if asked else [])
-        completions, answers = [], []
+        completions, answers, stop = [], [], sampling.stop
         for p in prompts:
             group = self._given(p) if isinstance(p, Answered) else next(sampled)
             completions.append(group)
-            told = [(c.tokens, c.finished, sampling.stop, c.version) for c in group]
-            answers.append([self.text.answer(*each) for each in told])
+            answers.append([self.text.answer(c.tokens, c.finished, stop, c.version) for c in group])
         return Responses(tokens, completions, answers)
 
     def _sampling(self, seed: int) -> Sampling:

@@ -76,7 +76,8 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
         completions = [list(a.messages or ()) for a in answers]
     elif not isinstance(prompt.text, str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    arguments = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+    columns = prompt.columns.items()
+    arguments: dict[str, Any] = {name: [value] * len(answers) for name, value in columns}
     if answers[0].environment is not None:
         arguments["environments"] = [a.environment for a in answers]
     return arguments | {
