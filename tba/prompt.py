@@ -32,3 +32,9 @@ class Answer:
     finished: bool
     messages: Sequence[Message] | None = None
     environment: Any = None
+    tokens: Sequence[int] = field(default=(), compare=False, repr=False)
+    """Ids of its tokens as they were sampled, EOS included."""
+    version: int = field(default=0, compare=False)
+    """Version of the weights that began it."""
+    steps: int = field(default=0, compare=False)
+    """`run.steps`, for a reward that depends on how far training is."""

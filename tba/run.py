@@ -76,9 +76,12 @@ class Run:
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a sample if one is due."""
-        totals = self.tracker.step(self.step - 1, groups, self.buffer, self.searchers.stats)
+        stats = self.searchers.stats
+        scored = self.tracker.scored(stats)
+        totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
         parts = by_part(self.parts.task, groups)
         row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
+        row |= {name if name not in row else f"logged/{name}": x for name, x in scored.items()}
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
         self.warn(self.warnings.step(row))
@@ -113,7 +116,8 @@ class Run:
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.journal.row(e.version, {"time": self.requested[e.version], **scores})
             for x in e.examples:
-                self.journal.sample(e.version, "eval", x.prompt, x.completion, x.reward, e.version)
+                told = x.prompt, x.completion, x.reward, e.version, x.notes
+                self.journal.sample(e.version, "eval", *told)
             self.console.evaluation(e)
 
     def save(self) -> None:

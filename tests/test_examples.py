@@ -1,4 +1,4 @@
-"""The examples of extending.md and tasks.md are the files in examples/, and each of them runs."""
+"""The examples of the docs are the files in examples/, and each of them runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from tba.types import Answer, Batch, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+PAGES = ("extending", "tasks", "from_trl")
 SHOWN = dict(
     re.findall(
         r"^```\w+\n# (examples/\S+)\n(.*?)^```$",
-        "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("extending", "tasks")),
+        "".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES),
         re.MULTILINE | re.DOTALL,
     )
 )
@@ -89,6 +90,7 @@ def test_the_page_shows_the_file(name: str) -> None:
 def test_the_page_shows_every_file() -> None:
     files = [*EXAMPLES.glob("mylab/*.py"), *EXAMPLES.glob("length*"), *EXAMPLES.glob("calc*")]
     files += [EXAMPLES / "python_api.py", EXAMPLES / "pairwise_judge.py"]
+    files += EXAMPLES.glob("from_trl*")
     assert {str(path.relative_to(ROOT)) for path in files} <= SHOWN.keys()
 
 

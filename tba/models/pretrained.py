@@ -70,11 +70,14 @@ class Text:
     def decode(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def answer(self, tokens: np.ndarray, finished: bool, stop: Sequence[str]) -> Answer:
+    def answer(
+        self, tokens: np.ndarray, finished: bool, stop: Sequence[str], version: int = 0
+    ) -> Answer:
         """Return a response as text, up to the first stop string, which finishes it."""
-        text = self.decode(tokens)
+        text, ids = self.decode(tokens), tuple(tokens.tolist())
         places = [text.find(each) for each in stop if each in text]
-        return Answer(text[: min(places)], True) if places else Answer(text, finished)
+        shown = text[: min(places, default=len(text))]
+        return Answer(shown, finished or bool(places), tokens=ids, version=version)
 
     def within(self, tokens: int | None) -> "Text":
         """Return the text with an engine's own limit as the context, if it has one."""

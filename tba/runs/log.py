@@ -100,12 +100,16 @@ class Journal:
             sink.row(step, metrics)
 
     def sample(
-        self, step: int, kind: str, prompt: str, completion: str, reward: float | None, version: int
-    ) -> None:
-        """Log a completion for a person to read; `kind` is `train` or `eval`."""
+        self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
+        version: int, notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Log a completion for a person to read; `kind` is `train` or `eval`.
+
+        `notes` are what reward functions gave and logged, if that is known.
+        """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"prompt": prompt, "completion": completion}
-        _append(self._folder / SAMPLES, row)
+        _append(self._folder / SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
             self._shown.append({**row, "lag": max(0, step - 1 - version)})
 

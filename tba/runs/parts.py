@@ -118,6 +118,7 @@ class Parts:
             sets=self.sets,
             explore=c.sampling.explore,
             explore_share=c.sampling.explore_share,
+            steps=c.run.steps,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -127,6 +128,22 @@ class Tracker:
         self._arrived.append((self.seconds, samples))
         (since, before), (until, now) = self._arrived[0], self._arrived[-1]
         return (now - before) / max(1e-9, until - since)
+    def scored(self, stats: SearchStats) -> dict[str, float]:
+        """Return what the reward functions gave and logged since the last step.
+
+        As in TRL: `rewards/NAME/mean` and `/std` are over all samples that a function has scored.
+        A metric is left out if there are none. Call it before `step`.
+        """
+        metrics: dict[str, float] = {}
+        for name, sums in stats.moments.items():
+            before = self._before.moments.get(name, (0.0, 0.0, 0.0))
+            count, total, squares = (now - then for now, then in zip(sums, before, strict=True))
+            if count and name.startswith("rewards/"):
+                spread = max(0.0, squares - total * total / count) / max(1.0, count - 1)
+                metrics |= {f"{name}/mean": total / count, f"{name}/std": sqrt(spread)}
+            elif count:
+                metrics[name] = total / count
+        return metrics
 
     def counts(self) -> dict[str, float]:
         """Return the totals for a checkpoint."""

@@ -25,13 +25,14 @@ from typing import Any
 
 from tba.search.verdicts import (
     Rejected,
+    Verdict,
     finished,
     rejection,
     run_until_stopped,
     verdict_on,
     within,
 )
-from tba.tasks import Task, scorer_of
+from tba.tasks import Itemized, Task, scorer_of
 
 LONGEST = 10_000
 """Longest error message to send, in characters."""
@@ -141,7 +142,7 @@ class Scoring:
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
-        """Send scores, each as a number, or as a reason and a message."""
+        """Send scores, each as a number, perhaps with items, or as a reason and a message."""
         if isinstance(scores, list):
             try:
                 value = [_plain(verdict_on(score)) for score in scores]
@@ -156,7 +157,10 @@ class Scoring:
             self._connection.sendall(line.encode())
 
 
-def _plain(verdict: float | Rejected) -> float | list[str]:
-    if not isinstance(verdict, Rejected):
-        return verdict
-    return [verdict.reason, verdict.detail[-LONGEST:]]
+def _plain(verdict: Verdict) -> Any:
+    """Return a verdict as JSON, which `isolation.verdict` reads."""
+    if isinstance(verdict, Rejected):
+        return [verdict.reason, verdict.detail[-LONGEST:]]
+    if isinstance(verdict, Itemized):
+        return {"reward": float(verdict), **vars(verdict)}
+    return verdict

@@ -182,8 +182,8 @@ class Dialogues:
         if isinstance(instance, Rejected):
             return instance
         shown = instance if self.tools.judged else None
-        text = self.text.decode(said.tokens)
-        return Answer(text, said.finished, dialogue.messages, shown)
+        text, ids = self.text.decode(said.tokens), tuple(said.tokens.tolist())
+        return Answer(text, said.finished, dialogue.messages, shown, ids, said.version)
 
 
 def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:

@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import comb, exp, isnan, nan, sqrt
+from math import comb, exp, nan, sqrt
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example, Rejected
+from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.searcher import Searcher, SearchSetup, task_seed
-from tba.tasks import part_of
+from tba.tasks import Itemized, part_of
 from tba.types import Completion, Prompt, Sampling
 
 EXAMPLES = 8
@@ -81,9 +82,9 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
     seed = task_seed(settings.seed, number)
     limit, stop = setup.sampling.max_tokens, setup.sampling.stop
     one = Sampling(1, 0.0, limit, stop=stop)
-    greedy, greedy_judged = _answer(searcher, name, prompts, one, seed)
+    greedy, greedy_judged, verdicts = _answer(searcher, name, prompts, one, seed)
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
-    sampled, judged = _answer(searcher, name, prompts, several, seed)
+    sampled, judged, _ = _answer(searcher, name, prompts, several, seed)
     task = searcher.guard.tasks[name]
     parts, tasks = zip(*(part_of(task, p) for p in prompts), strict=True)
     least = np.array([nan if t.pass_reward is None else t.pass_reward for t in tasks])
@@ -102,8 +103,7 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
         scores[f"pass@{k}"] = np.where(np.isnan(least), nan, chances)
     shown = range(max(0, min(len(prompts), EXAMPLES - first)))
-    rewards = greedy_judged["reward"][:, 0].tolist()
-    examples = [_example(searcher, prompts[i], greedy, i, rewards[i]) for i in shown]
+    examples = [_example(searcher, prompts[i], greedy, i, verdicts[i][0]) for i in shown]
     seconds = time.perf_counter() - started
     return EvaluatedPiece(name, list(parts), scores, version, examples, seconds)
 
@@ -171,21 +171,21 @@ def stderr(values: Sequence[float]) -> float:
 
 def _answer(
     searcher: Searcher, task: str, prompts: Sequence[Prompt], sampling: Sampling, seed: int
-) -> tuple[Responses, dict[str, Float[np.ndarray, "P S"]]]:
-    """Return responses to every prompt, and what they are worth.
+) -> tuple[Responses, dict[str, Float[np.ndarray, "P S"]], list[list[Verdict]]]:
+    """Return responses to every prompt, what they are worth, and the verdicts on them.
 
-    That is `reward` and what the task measures, by name; NaN where it was rejected. `task` is the
-    name of the set, "" for that of the run.
+    They are worth `reward` and what the task measures, by name; NaN where it was rejected. `task`
+    is the name of the set, "" for that of the run.
     """
     guard = searcher.guard
     responses = searcher.answer(guard.tasks[task], prompts, sampling, seed)
+    measures: list[str | None] = [None, *guard.measures(task)]
+    verdicts = {m: guard(prompts, responses.answers, (task, m)) for m in measures}
     judged = {}
-    for measure in (None, *guard.measures(task)):
-        values = []
-        for verdicts in guard(prompts, responses.answers, (task, measure)):
-            values.append([nan if isinstance(v, Rejected) else v for v in verdicts])
+    for measure, rows in verdicts.items():
+        values = [[nan if isinstance(v, Rejected) else float(v) for v in row] for row in rows]
         judged[measure or "reward"] = np.array(values)
-    return responses, judged
+    return responses, judged, verdicts[None]
 
 
 def _scores(
@@ -238,7 +238,7 @@ def _likelihood(
 
 
 def _example(
-    searcher: Searcher, prompt: Prompt, greedy: Responses, place: int, reward: float
+    searcher: Searcher, prompt: Prompt, greedy: Responses, place: int, verdict: Verdict
 ) -> Example:
     text, shown, (completion,) = searcher.text, prompt.text, greedy.completions[place]
     answer = greedy.answers[place][0]
@@ -247,4 +247,9 @@ def _example(
     elif not isinstance(shown, str):
         shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
     written = text.shown(completion, searcher.setup.sampling.stop)
-    return Example(shown, written, None if isnan(reward) else reward)
+    if isinstance(verdict, Rejected):
+        return Example(shown, written, None)
+    notes: dict[str, Any] = {}
+    if isinstance(verdict, Itemized):
+        notes = {**verdict.items, **verdict.notes}
+    return Example(shown, written, float(verdict), notes)

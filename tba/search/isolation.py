@@ -20,8 +20,8 @@ from typing import Any
 import cloudpickle
 
 from tba.prompt import Answer, Prompt
-from tba.search.verdicts import Rejected, rejection
-from tba.tasks import REWARD, ScorerName, Task
+from tba.search.verdicts import Rejected, Verdict, rejection
+from tba.tasks import REWARD, Itemized, ScorerName, Task
 
 GRACE = 1.0
 """Seconds past its deadline after which an async call has blocked the event loop."""
@@ -153,7 +153,7 @@ class ScoringProcess:
             seconds, value = value + GRACE, self._expect(number)
             asyncio.get_running_loop().call_later(seconds, self._stop_if_late, value)
         elif kind == "scores":
-            value = [Rejected(*score) if isinstance(score, list) else score for score in value]
+            value = list(map(verdict, value))
         elif kind == "rejected":
             value = Rejected(*value)
         future.set_result(value)
@@ -186,6 +186,13 @@ class ScoringProcess:
         for future in self._waiting.values():
             if not future.done():
                 future.set_result(kind("died", how))
+
+
+def verdict(plain: Any) -> Verdict:
+    """Return a verdict that `child` has sent."""
+    if isinstance(plain, list):
+        return Rejected(*plain)
+    return Itemized(**plain) if isinstance(plain, dict) else plain
 
 
 def ending(status: int | None) -> str:

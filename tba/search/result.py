@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from tba.search.verdicts import ON_PURPOSE, TRUNCATED
 from tba.search.verdicts import Rejected as Rejected
 from tba.search.verdicts import Verdict as Verdict
+from tba.tasks import Itemized
 from tba.types import Group
 
 TRUNCATED_AT_MOST = 256
@@ -40,6 +41,8 @@ class SearchStats:
     restarts: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
+    moments: dict[str, list[float]] = field(default_factory=dict)
+    """Number, sum and sum of squares of the items of the samples' rewards, by metric."""
     last_rejection: str = ""
     """Error message of the latest rejected sample."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -73,6 +76,8 @@ class SearchStats:
         self.published_bytes += other.published_bytes
         self.publish_seconds += other.publish_seconds
         self.rejected.update(other.rejected)
+        for name, moments in other.moments.items():
+            self._add_moments(name, moments)
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
         self.last_rejection = other.last_rejection or self.last_rejection
@@ -89,6 +94,15 @@ class SearchStats:
     def replaced(self, gap: float) -> None:
         """Count a searcher that was replaced, because of this log-prob gap if it is not 0."""
         self.restarts, self.largest_gap = self.restarts + 1, max(self.largest_gap, gap)
+
+    def itemize(self, reward: Itemized) -> None:
+        """Count the items of the reward of a sample."""
+        for name, value in reward.items.items():
+            self._add_moments(name, (1.0, value, value * value))
+
+    def _add_moments(self, name: str, moments: Sequence[float]) -> None:
+        before = self.moments.get(name, (0.0, 0.0, 0.0))
+        self.moments[name] = [a + b for a, b in zip(before, moments, strict=True)]
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON: everything but what is only the latest."""
@@ -133,6 +147,8 @@ class Example:
     prompt: str
     completion: str
     reward: float | None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What each reward function gave, and what they logged about the answer."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from asyncio import run_coroutine_threadsafe
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from threading import Lock
 from typing import Any
@@ -217,6 +217,8 @@ class Guard:
     longest: float = math.inf
     sets: Mapping[str, Task] = field(default_factory=dict)
     """Tasks of evaluation sets by name, for which the guard scores as well."""
+    steps: int = 0
+    """Steps of the run, which reward functions may ask for."""
 
     def __post_init__(self) -> None:
         self.tasks = {"": self.task, **self.sets}
@@ -240,7 +242,8 @@ class Guard:
 
         Verdicts that were given before stay.
         """
-        scored = [[a for a in group if isinstance(a, Answer)] for group in answers]
+        steps = self.steps
+        scored = [[replace(a, steps=steps) for a in g if isinstance(a, Answer)] for g in answers]
         groups = list(zip(prompts, scored, strict=True))
         calls = Calls(self._events, groups, self.deadline, self.longest, name)
         scores = map(iter, calls.run())

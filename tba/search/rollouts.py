@@ -87,7 +87,7 @@ class Rollouts:
         The engine does not know the head, and goes on after such a stop string.
         """
         whole = np.concatenate([head, ending.tokens])
-        return self.text.answer(whole, ending.finished, self.sampling.stop)
+        return self.text.answer(whole, ending.finished, self.sampling.stop, ending.version)
 
     def _value(
         self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]

@@ -34,7 +34,7 @@ from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.search.verdicts import judged_before
-from tba.tasks import Answered, Task, tools_of
+from tba.tasks import Answered, Itemized, Task, tools_of
 from tba.tasks._memory import Functions, InMemory, build_task
 from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
 from tba.weights import Weights
@@ -95,6 +95,8 @@ class SearchSetup:
     """Least and highest temperature at which a search may choose tokens, drawn for each."""
     explore_share: float = 1.0
     """Share of the searches for which it is drawn."""
+    steps: int = 0
+    """`run.steps`, which reward functions may ask for."""
 
     def build(self, device: str, bf16: bool) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
@@ -130,7 +132,7 @@ class SearchSetup:
         here = builds(None if process else device)
         tasks = {name: build() for name, build in here.items()}
         run, longest = tasks.pop(""), LONGEST_CALL * self.runtime.task_deadline
-        return Guard(run, reward.deadline, reward.concurrency, process, longest, tasks)
+        return Guard(run, reward.deadline, reward.concurrency, process, longest, tasks, self.steps)
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
@@ -198,8 +200,8 @@ class Searcher:
             if isinstance(prompt, Answered):
                 rule = "keep"
             answers.append(judged_before(group, rule))
-        verdicts = self.guard(prompts, answers)
-        verdicts, faulty = falsify(verdicts, self.setup.faults, seed)
+        judged = self.guard(prompts, answers)
+        verdicts, faulty = falsify(judged, self.setup.faults, seed)
         times.append(time.perf_counter())
         groups = self._groups(prompts, responses, verdicts)
         times.append(time.perf_counter())
@@ -212,6 +214,9 @@ class Searcher:
         stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts), faulty=faulty)
         stats.switched = sum(len(c.switches) > 0 for c in chain(*responses.completions))
         stats.tool_calls, stats.tool_failures = responses.calls, responses.failures
+        for verdict in chain(*judged):
+            if isinstance(verdict, Itemized):
+                stats.itemize(verdict)
         for verdict in chain(*verdicts, rollouts):
             if isinstance(verdict, Rejected):
                 stats.rejected[verdict.reason] += 1
@@ -235,11 +240,11 @@ class Searcher:
         pairs = zip(prompts, tokens, strict=True)
         asked = [own for prompt, own in pairs if not isinstance(prompt, Answered)]
         sampled = iter(self.engine.generate(asked, sampling, seed) if asked else [])
-        completions, answers = [], []
+        completions, answers, stop = [], [], sampling.stop
         for p in prompts:
             group = self._given(p) if isinstance(p, Answered) else next(sampled)
             completions.append(group)
-            answers.append([self.text.answer(c.tokens, c.finished, sampling.stop) for c in group])
+            answers.append([self.text.answer(c.tokens, c.finished, stop, c.version) for c in group])
         return Responses(tokens, completions, answers)
 
     def _sampling(self, seed: int) -> Sampling:
@@ -284,7 +289,7 @@ class Searcher:
             given = prompt if isinstance(prompt, Answered) else None
             for (c, reward), ref_logp in zip(rewarded[i], rows, strict=True):
                 own = c.logp if given is None else ref_logp
-                made = c.tokens, own, ref_logp, reward, c.version, c.finished
+                made = c.tokens, own, ref_logp, float(reward), c.version, c.finished
                 trajectories.append(Trajectory(*made, sampled=c.sampled))
             owner = prompt if given is None else given.of
             groups.append(Group(owner, tokens[i], tuple(trajectories), version))

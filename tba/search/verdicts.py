@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba.prompt import Answer
-from tba.tasks import LeftOut, WrongLength
+from tba.tasks import Itemized, LeftOut, WrongLength
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ ON_PURPOSE = (LeftOut.reason, TRUNCATED.reason)
 
 
 def verdict_on(score: Any) -> Verdict:
-    """Return the score as a finite float, or the reason why it is none."""
+    """Return the score as a finite float, with its items, or the reason why it is none."""
     if isinstance(score, Rejected):
         return score
     if isinstance(score, LeftOut):
@@ -45,7 +45,9 @@ def verdict_on(score: Any) -> Verdict:
         value = float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
         return Rejected("not_a_number", f"a reward is {score!r}")
-    return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
+    if not math.isfinite(value):
+        return Rejected("not_finite", f"a reward is {value}")
+    return score if isinstance(score, Itemized) else value
 
 
 def judged_before(

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools
@@ -18,6 +18,21 @@ class LeftOut(float):
 
 
 NEAR_DUPLICATE = LeftOut("nan")
+
+
+class Itemized(float):
+    """A reward with its items: what each reward function gave and logged, by metric.
+
+    `notes` are what the functions logged about the answer for a person to read.
+    """
+
+    items: Mapping[str, float]
+    notes: Mapping[str, str]
+
+    def __new__(cls, reward: float, items: Mapping[str, float], notes: Mapping[str, str]) -> Self:
+        self = super().__new__(cls, reward)
+        self.items, self.notes = items, notes
+        return self
 
 
 class Scorer(Protocol):

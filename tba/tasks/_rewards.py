@@ -14,7 +14,7 @@ from tba.config.plugins import JUDGES, check_options, options_of, resolve
 from tba.config.tables import Use
 
 RewardFunction = Callable[..., Any]
-"""`def` or `async def` f(prompts, completions, **columns) -> list[float | None]."""
+"""`def` or `async def` f(prompts, completions, **columns) -> list[float | None], as in TRL."""
 
 ADVICE = "write package.module:function or file.py:function"
 
@@ -66,9 +66,10 @@ def member(key: str, name: str) -> Callable[..., Any]:
         module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"{key} = {name!r}: {error}; {ADVICE}") from error
-    value: Callable[..., Any] | None = vars(module).get(own)
-    if value is None:
-        raise ValueError(f"{key} = {name!r}: {where} has no function {own!r}")
+    try:
+        value: Callable[..., Any] = getattr(module, own)  # not vars: a lazy module loads it now
+    except AttributeError as error:
+        raise ValueError(f"{key} = {name!r}: {where} has no function {own!r}") from error
     if not callable(value):
         raise ValueError(f"{key} = {name!r}: {own} is not a function but {value!r}")
     return value

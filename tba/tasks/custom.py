@@ -11,9 +11,10 @@ from typing import Any, SupportsFloat
 from tba.config.plugins import GIVEN
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Prepares, Scores, WrongLength
+from tba.tasks import Itemized, Prepares, Scores, WrongLength
+from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
 from tba.tasks._data import Rows, require, rows
-from tba.tasks._memory import InMemory, name_of
+from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
 from tba.tasks._rewards import ADVICE, RewardFunction, accepted, member, reward_function
 from tba.tasks._tools import Tools, describe
@@ -29,7 +30,9 @@ class Custom(Rendering):
     A table names a judge or a factory by `use`, and has its options: see docs/tasks.md.
     A call has all completions of one prompt; `prompts` and the columns repeat its values. The
     rewards of several functions are added, weighted by `reward_weights`; None means that a
-    function does not apply to a sample. For chat prompts, completions are message lists.
+    function does not apply to a sample. For chat prompts, completions are message lists. A function
+    may also name `completion_ids`, `trainer_state`, `log_metric` and `log_extra`. The metrics
+    `rewards/NAME/mean` and `/std` are those of each function: see docs/from_trl.md.
 
     With an `environment`, answers are dialogues in which the policy may call its methods as tools.
     A function that names `environments` gets the instances that the dialogues were held with.
@@ -99,37 +102,42 @@ class Custom(Rendering):
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
         scores: list[Any] = [None] * len(self.functions)
+        log = RewardLog(len(answers))
+        arguments = arguments_of(prompt, answers, log)
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
-            scores[i] = _call(function, prompt, answers)
+            scores[i] = function(**accepted(function, arguments))
         if any(map(isawaitable, scores)):
-            return self._await_all(scores, len(answers))
-        return self._weighted(scores, len(answers))
+            return self._await_all(scores, log)
+        return self._weighted(scores, log)
 
-    async def _await_all(self, scores: list[Any], count: int) -> Scores:
+    async def _await_all(self, scores: list[Any], log: RewardLog) -> Scores:
         """Await the scores of the async functions all at once."""
         awaited = iter(await asyncio.gather(*filter(isawaitable, scores)))
-        return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], count)
+        return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], log)
 
-    def _weighted(self, scores: Sequence[Scores], count: int) -> list[float | None]:
-        for function, of_function in zip(self.functions, scores, strict=True):
-            name = _short_name(function)
+    def _weighted(self, scores: Sequence[Scores], log: RewardLog) -> list[float | None]:
+        names = metric_names(self.functions)
+        for name, of_function in zip(names, scores, strict=True):
             if not isinstance(of_function, Sized):
-                raise WrongLength(
-                    f"{name} returned {of_function!r}, and not a list with {count} rewards"
-                )
-            if len(of_function) != count:
-                returned = len(of_function)
-                raise WrongLength(f"{name} returned {returned} rewards for {count} completions")
-        weights = self.reward_weights or [1.0] * len(scores)
+                wanted = f"a list with {log.count} rewards"
+                raise WrongLength(f"{name} returned {of_function!r}, and not {wanted}")
+            if len(of_function) != log.count:
+                returned = f"{len(of_function)} rewards for {log.count} completions"
+                raise WrongLength(f"{name} returned {returned}")
+        weights, logged = self.reward_weights or [1.0] * len(scores), log.metrics()
         sums: list[float | None] = []
-        for of_answer in zip(*scores, strict=True):
+        for place, of_answer in enumerate(zip(*scores, strict=True)):
             wrong = [s for s in of_answer if s is not None and not isinstance(s, SupportsFloat)]
             if wrong:
                 sums.append(wrong[0])  # it is rejected, and its neighbours are not
                 continue
-            terms = [w * s for w, s in zip(weights, of_answer, strict=True) if s is not None]
-            sums.append(sum(terms) if terms else None)
+            terms = zip(names, weights, of_answer, strict=True)
+            given = [(name, weight, float(s)) for name, weight, s in terms if s is not None]
+            total = sum(weight * score for _, weight, score in given)
+            items = {f"rewards/{name}": score for name, _, score in given}
+            reward = Itemized(total, logged | items, log.notes(place))
+            sums.append(reward if given else None)
         return sums
 
     def check(self) -> None:
@@ -189,7 +197,7 @@ class Custom(Rendering):
         else:
             key, split = "task.held_out_data", self.held_out_split
             held_out = self._read(key, self.held_out_data, split, self.memory.held_out_data)
-        given = {"prompts", "completions", *([] if self.environment is None else ["environments"])}
+        given = {*PASSED, *([] if self.environment is None else ["environments"])}
         for function in self.functions:
             _check_columns("task.data", train, function, given)
             _check_columns("task.held_out_data", held_out, function, given)
@@ -218,31 +226,14 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[s
     if not table:
         return
     columns = [name for name in table[0] if name != "prompt"]
+    (called,) = metric_names([function])
     for p in inspect.signature(function).parameters.values():
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
         if named and p.name not in {*columns, *given}:
             raise ValueError(
-                f"task.reward: {_short_name(function)} needs {p.name!r}, which is not a column of"
+                f"task.reward: {called} needs {p.name!r}, which is not a column of"
                 f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
             )
-
-
-def _short_name(function: RewardFunction) -> str:
-    return name_of(function).rpartition(".")[2]
-
-
-def _call(function: RewardFunction, prompt: Prompt, answers: Sequence[Answer]) -> Any:
-    """Call a function with the lists that it takes."""
-    completions: list[Any] = [a.text for a in answers]
-    if not isinstance(prompt.text, str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    arguments = {name: [value] * len(answers) for name, value in prompt.columns.items()}
-    if answers[0].messages is not None:
-        completions = [list(a.messages or ()) for a in answers]
-    if answers[0].environment is not None:
-        arguments["environments"] = [a.environment for a in answers]
-    arguments |= {"prompts": [prompt.text] * len(answers), "completions": completions}
-    return function(**accepted(function, arguments))
 
 
 def _is_async(function: RewardFunction) -> bool:

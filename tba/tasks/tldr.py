@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -95,7 +95,7 @@ class Tldr(Splits):
         summaries = []
         for a in answers:
             text = f" {a.text.strip()}{self.eos if a.finished else ''}"
-            summaries.append(Answer(text, a.finished))
+            summaries.append(replace(a, text=text))
         return post, summaries
 
     @property

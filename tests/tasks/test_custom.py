@@ -12,6 +12,7 @@ import pytest
 
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
+from tba.tasks._call import PASSED
 from tba.tasks.custom import Custom
 from tba.types import Answer
 
@@ -104,8 +105,13 @@ def test_a_function_gets_prompts_completions_and_every_column(
     custom: Callable[..., Custom], seen: list[Any]
 ) -> None:
     assert scores(custom("length")) == [1.0, 2.0, 4.0]
-    columns = {"answer": ["2", "2", "2"], "level": [1, 1, 1]}
-    assert seen == [(["1+1=", "1+1=", "1+1="], list(COMPLETIONS), columns)]
+    ((prompts, completions, columns),) = seen
+    assert (prompts, completions) == (["1+1=", "1+1=", "1+1="], list(COMPLETIONS))
+    assert {name: columns.pop(name) for name in ("answer", "level")} == {
+        "answer": ["2", "2", "2"],
+        "level": [1, 1, 1],
+    }
+    assert columns.keys() == PASSED - {"prompts", "completions"}
 
 
 def test_a_function_gets_only_what_it_names(custom: Callable[..., Custom], seen: list[Any]) -> None:
@@ -132,7 +138,7 @@ def test_chat_prompts_have_message_lists_as_completions(
     answers = [Answer("please", finished=False), Answer("now", finished=True)]
     assert task.score(task.prompts()[0], answers) == [1.0, 0.0]
     completions = [[{"role": "assistant", "content": text}] for text in ("please", "now")]
-    assert seen == [([chat[0]["prompt"]] * 2, completions, {})]
+    assert seen[0][:2] == ([chat[0]["prompt"]] * 2, completions)
 
 
 def test_a_template_makes_prompts_of_any_columns(

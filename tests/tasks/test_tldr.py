@@ -117,7 +117,7 @@ def test_a_summary_without_eos_has_the_penalty_in_place_of_a_score(
     ((prompts, completions, columns),) = seen
     assert completions == [" one<eos>", " three<eos>", " <eos>"]  # the judge did not see `cut`
     assert prompts == [QUERY] * 3
-    assert columns == {"query": [QUERY] * 3, "summary": ["four"] * 3}
+    assert (columns["query"], columns["summary"]) == ([QUERY] * 3, ["four"] * 3)
     assert make(missing_eos_reward=-7.0).score(PROMPT, answers("cut…")) == [-7.0]
     assert len(seen) == 1  # nothing to judge, no call
 

@@ -1,0 +1,249 @@
+"""Reward functions written for TRL: what they are passed, and what becomes of what they log."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from test_loop import config, resumes_exactly
+
+import tba
+from tba.config.plugins import Plugin, resolve
+from tba.runs.log import METRICS, SAMPLES, read
+from tba.search.isolation import InProcess
+from tba.search.rewards import Guard
+from tba.search.verdicts import Rejected
+from tba.tasks import Itemized, Task
+from tba.tasks._call import TrainerState, metric_names
+from tba.types import Answer, Prompt
+
+REWARDS = '''
+calls = []
+
+def ones(completions, log_extra, **columns):
+    log_extra("backwards", [text[::-1] for text in completions])
+    calls.append([float(text.count("1")) for text in completions])
+    return calls[-1]
+
+def lengths(completion_ids, trainer_state, log_metric, **columns):
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    log_metric("loss", -1.0)
+    log_metric("undefined", float("nan"))
+    return [float(len(ids)) if len(ids) < 5 else None for ids in completion_ids]
+
+async def asks_for_the_loss(completions, trainer_state):
+    return [trainer_state.log_history[-1]["loss"] for _ in completions]
+
+def logs_too_few(completions, log_extra):
+    log_extra("thoughts", ["one"])
+    return [0.0] * len(completions)
+
+class Longer:
+    __name__ = "longer_reward"
+
+    def __init__(self, than):
+        self.than = than
+
+    def __call__(self, completion_ids, **kwargs):
+        return [float(len(ids) > self.than) for ids in completion_ids]
+
+def __getattr__(name):
+    late = {"longer": Longer(4), "get_longer": lambda than: Longer(than)}
+    if name not in late:
+        raise AttributeError(name)
+    return late[name]
+'''
+"""A module whose last two functions are loaded when they are asked for, as those of TRL."""
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
+ANSWERS = [
+    Answer("110", True, tokens=(4, 4, 3, 1), version=3),
+    Answer("21011", False, tokens=(5, 4, 3, 4, 4), version=4),
+]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
+    """A task over the rows, with functions of the module above or those named in full."""
+    (tmp_path / "trl_like.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(*rewards: Any, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Plugin:
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        short = [isinstance(r, str) and r.isidentifier() for r in rewards]
+        named = [f"trl_like:{r}" if s else r for r, s in zip(rewards, short, strict=True)]
+        given = {"data": str(data), "reward": named, "held_out_size": 1, **options}
+        return resolve("tasks", "task", "custom", given)
+
+    return make
+
+
+@pytest.fixture
+def calls(plugin: Callable[..., Plugin]) -> list[list[float]]:
+    """What `ones` returns in this process, by call."""
+    import trl_like
+
+    trl_like.calls.clear()
+    return trl_like.calls
+
+
+def judged(task: Task, answers: Sequence[Answer], process: InProcess | None = None) -> list[Any]:
+    guard = Guard(task, 60.0, process=process, steps=20)
+    (verdicts,) = guard([task.prompts()[0]], [answers])
+    guard.close()
+    return verdicts
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_functions_get_what_trl_passes_and_log_as_in_trl(
+    plugin: Callable[..., Plugin], isolated: bool
+) -> None:
+    """Also through the process that scores. The second function does not apply to five tokens."""
+    made = plugin("ones", "lengths", reward_weights=[1.0, 0.5])
+    process = InProcess(made.build, 1.0) if isolated else None
+    first, second = judged(made.build(), ANSWERS, process)
+    assert (first, second) == (2.0 + 0.5 * 4, 3.0)
+    logged = {"progress": 4 / 20, "loss": -1.0}  # by the newest weights that began one of them
+    assert first.items == {"rewards/ones": 2.0, "rewards/lengths": 4.0, **logged}
+    assert second.items == {"rewards/ones": 3.0, **logged}
+    assert (first.notes, second.notes) == ({"backwards": "011"}, {"backwards": "11012"})
+
+
+def test_trainer_state_says_what_it_does_not_know(plugin: Callable[..., Plugin]) -> None:
+    assert TrainerState(3, 20).global_step == 3
+    for verdict in judged(plugin("asks_for_the_loss").build(), ANSWERS):
+        assert isinstance(verdict, Rejected) and verdict.reason == "raised"
+        assert "trainer_state.log_history is not known where rewards are computed" in verdict.detail
+        assert "use trainer_state.global_step and trainer_state.max_steps" in verdict.detail
+
+
+def test_log_extra_needs_a_value_for_each_completion(plugin: Callable[..., Plugin]) -> None:
+    """One completion alone has one."""
+    task = plugin("logs_too_few").build()
+    with pytest.raises(ValueError, match=r"log_extra\('thoughts', ...\) got 1 values for 2"):
+        task.score(Prompt("0", "1+1="), ANSWERS)
+    assert judged(task, ANSWERS) == [0.0, 0.0]
+
+
+def test_functions_of_a_lazy_module_and_instances_are_found(plugin: Callable[..., Plugin]) -> None:
+    """As in `trl.rewards`: an instance, and one that a factory makes."""
+    table = {"use": "trl_like:get_longer", "than": 3}
+    verdicts = judged(plugin("longer", table).build(), ANSWERS)
+    assert verdicts == [1.0, 2.0]
+    assert verdicts[1].items == {"rewards/longer_reward": 1.0, "rewards/longer_reward_2": 1.0}
+    with pytest.raises(ValueError, match="trl_like has no function 'shorter'"):
+        plugin("shorter").build()
+
+
+def test_functions_are_named_as_in_trl() -> None:
+    partial = functools.partial(functools.partial(judged), answers=[])
+    functions = [judged, partial, lambda completions: [], InProcess, Prompt("0", "x"), judged]
+    expected = ["judged", "judged_2", "<lambda>", "InProcess", "Prompt", "judged_3"]
+    assert metric_names(functions) == expected
+
+
+def settings(plugin: Callable[..., Plugin]) -> list[str]:
+    """A run with two functions."""
+    options = plugin("ones", "lengths", reward_weights=[1.0, 0.5]).options
+    return ["task=custom", *(f"task.{name}={json.dumps(v)}" for name, v in options.items())]
+
+
+def test_a_run_logs_each_function(
+    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin], calls: list[list[float]]
+) -> None:
+    """Over the samples that have arrived since the step before, with TRL's standard deviation."""
+    more = ("eval.prompts=0", "run.steps=4")
+    tba.train(config(tiny_model, tmp_path / "run", *settings(plugin), *more))
+    rows = read(tmp_path / "run" / METRICS)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and len(calls) == 5 * 3
+    for row, own in zip(rows, (calls[:6], calls[6:9], calls[9:12], calls[12:]), strict=True):
+        given = [reward for call in own for reward in call]
+        assert row["rewards/ones/mean"] == pytest.approx(fmean(given))
+        assert row["rewards/ones/std"] == pytest.approx(stdev(given))
+    means = [row["rewards/lengths/mean"] for row in rows if "rewards/lengths/mean" in row]
+    assert means and all(1 <= mean < 5 for mean in means)  # where it applies
+    assert [row["progress"] for row in rows] == pytest.approx([0.125, 0.5, 0.75, 1.0])
+    assert all(row["logged/loss"] == -1.0 != row["loss"] for row in rows)  # a name that is taken
+    assert not any("undefined" in row for row in rows)
+
+
+def test_held_out_samples_have_what_was_logged_about_them(
+    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin]
+) -> None:
+    more = ("run.steps=1", "reward.isolate=process")
+    tba.train(config(tiny_model, tmp_path / "run", *settings(plugin), *more))
+    samples = [row for row in read(tmp_path / "run" / SAMPLES) if row["kind"] == "eval"]
+    assert len(samples) == 2  # before and after
+    for row in samples:
+        notes = row["notes"]
+        assert notes["backwards"] == row["completion"][::-1]
+        lengths = notes.get("rewards/lengths", 0.0)
+        assert row["reward"] == notes["rewards/ones"] + 0.5 * lengths
+
+
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does(
+    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin]
+) -> None:
+    resumes_exactly(tiny_model, tmp_path, *settings(plugin))
+
+
+# TRL's own, in an environment that has TRL and math-verify
+
+CHAT = [
+    {"prompt": [{"role": "user", "content": "What is 1/3?"}], "solution": r"$\frac{1}{3}$"},
+    {"prompt": [{"role": "user", "content": "What is 1/7?"}], "solution": r"$\frac{1}{7}$"},
+]
+SAID = [
+    r"<think>One divided by three.</think> \boxed{\frac{1}{3}}",
+    r"<think>One divided by two?</think> \boxed{\frac{1}{2}}",
+    r"\boxed{\frac{1}{3}}",
+    "I do not know.",
+]
+TOKENS = (60, 200, 256, 300)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of TRL
+def test_trls_functions_give_the_same_numbers_as_called_by_hand(
+    plugin: Callable[..., Plugin],
+) -> None:
+    """By dotted name, with conversational prompts, in the process that scores."""
+    pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[bench]'")
+    pytest.importorskip("math_verify", reason="math-verify is not installed: '.[math]'")
+    from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
+
+    options = {"max_completion_len": 256, "soft_punish_cache": 64}
+    made = plugin(
+        "trl.rewards:think_format_reward",
+        "trl.rewards:accuracy_reward",
+        {"use": "trl.rewards:get_soft_overlong_punishment", **options},
+        rows=CHAT,
+        reward_weights=[0.5, 2.0, 1.0],
+    )
+    pairs = zip(SAID, TOKENS, strict=True)
+    answers = [Answer(text, True, tokens=tuple(range(count))) for text, count in pairs]
+    verdicts = judged(made.build(), answers, InProcess(made.build, 8.0))
+
+    completions = [[{"role": "assistant", "content": text}] for text in SAID]
+    by_hand = {
+        "rewards/think_format_reward": think_format_reward(completions),
+        "rewards/accuracy_reward": accuracy_reward(completions, [CHAT[0]["solution"]] * 4),
+        "rewards/soft_overlong_punishment_reward": get_soft_overlong_punishment(**options)(
+            [[0] * count for count in TOKENS]
+        ),
+    }
+    assert by_hand["rewards/think_format_reward"] == [1.0, 1.0, 0.0, 0.0]
+    assert by_hand["rewards/accuracy_reward"] == [1.0, 0.0, 1.0, 0.0]
+    assert by_hand["rewards/soft_overlong_punishment_reward"] == [0.0, -0.125, -1.0, -1.0]
+    for place, verdict in enumerate(verdicts):
+        assert isinstance(verdict, Itemized), verdict
+        items = {name: values[place] for name, values in by_hand.items()}
+        assert verdict.items == items
+        form, accuracy, punishment = items.values()
+        assert verdict == 0.5 * form + 2.0 * accuracy + punishment
+        assert verdict.notes["gold_parsed"].startswith("[1/3")
