@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     Reward: TypeAlias = Callable[..., Any]
 
 __version__ = "0.2.0"
-__all__ = ["Config", "load", "open_run", "train"]
+__all__ = ["Config", "load", "open_run", "result", "train"]
 
 
 def train(
-    config: Config,
+    config: Config | str | Path,
     resume: "str | Path | None" = None,
     *,
     data: "Data | None" = None,
@@ -39,19 +39,21 @@ def train(
 ) -> "Result":
     """Carry out a run, as `tba train` does, and return its result.
 
-    `resume` is the folder of a run to resume. `data` and `held_out_data` are rows with a `prompt`
-    column, and `reward` is one function or several with TRL's signature; they take the place of
-    the options of the same names in `[task]`, which may then be left out of the config.
-    ValueError before any process starts if something cannot work.
+    `config` is a `Config`, or the path of a TOML file. `resume` is the folder of a run to resume.
+    `data` and `held_out_data` are rows with a `prompt` column, and `reward` is one function or
+    several with TRL's signature; they take the place of the options of the same names in `[task]`,
+    which may then be left out of the config. ValueError before any process starts if something
+    cannot work.
     """
     from tba.runs.result import Result
 
     with open_run(config, resume, data=data, reward=reward, held_out_data=held_out_data) as run:
-        return Result(run.train(), run.folder)
+        run.train()
+        return Result(run.folder)
 
 
 def open_run(
-    config: Config,
+    config: Config | str | Path,
     resume: "str | Path | None" = None,
     *,
     data: "Data | None" = None,
@@ -70,4 +72,14 @@ def open_run(
     from tba.tasks._memory import in_memory
 
     memory = in_memory(data, held_out_data, reward)
-    return opened(config, None if resume is None else Path(resume), memory)
+    settings = config if isinstance(config, Config) else load(config)
+    return opened(settings, None if resume is None else Path(resume), memory)
+
+
+def result(folder: str | Path) -> "Result":
+    """Return the result of the run in a folder; ValueError if the folder is not one of a run."""
+    from tba.runs.log import read_config
+    from tba.runs.result import Result
+
+    read_config(Path(folder))
+    return Result(Path(folder))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Exit, Option, Typer
 
+import tba
 from tba.config.plugins import KINDS, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load
 
@@ -22,7 +23,24 @@ ConfigSettings = Annotated[
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
 Drop = Annotated[bool, Option("--drop-damaged-replay", help="Resume without damaged trajectories.")]
-RunPath = Annotated[Path, Argument(help="Folder of a run; its newest checkpoint is used.")]
+Step = Annotated[
+    str | None, Option(metavar="N|best", help="Checkpoint to use; default: the newest one.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tba {tba.__version__}")
+        raise Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of `tba` itself."""
 
 
 @app.command()
@@ -69,18 +87,35 @@ def sweep(
 
 @app.command("eval")
 def evaluate(
-    run: RunPath,
-    settings: Settings = None,
+    model: Annotated[
+        str, Argument(metavar="RUN|MODEL", help="Folder of a run, model or adapter; or a hub name.")
+    ],
+    settings: ConfigSettings = None,
     reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,
+    step: Step = None,
+    completions: Annotated[
+        Path | None, Option(metavar="FILE", help="New file for all completions, as JSONL.")
+    ] = None,
 ) -> None:
-    """Evaluate the model of a run on held-out prompts, and print the scores as JSON."""
+    """Evaluate a run, or a model with a config, on held-out prompts; print the scores as JSON."""
     from tba.runs.base import base_of, from_here, working_in
-    from tba.runs.offline import evaluate_run
+    from tba.runs.offline import evaluate_model, evaluate_run, is_run
 
-    run, base = run.resolve(), base_of(run)
-    moved = from_here(base, settings or [])
-    with working_in(base):
-        print(json.dumps(evaluate_run(run, moved, reference), indent=1))
+    path, settings = _divided(settings or [])
+    if completions is not None:
+        completions = completions.absolute()
+    if is_run(Path(model)):
+        if path is not None:
+            raise ValueError(f"{model} is a run, which has a config of its own; leave out {path}")
+        run, base = Path(model).resolve(), base_of(Path(model))
+        moved = from_here(base, settings)
+        with working_in(base):
+            scores = evaluate_run(run, moved, reference, step, completions)
+    elif reference or step is not None:
+        raise ValueError(f"--reference and --step are for runs; {model} is not the folder of one")
+    else:
+        scores = evaluate_model(model, load(path, settings), completions)
+    print(json.dumps(scores, indent=1))
 
 
 @app.command()
@@ -96,20 +131,33 @@ def report(
 
 @app.command()
 def export(
-    run: RunPath,
-    out: Annotated[Path, Argument(help="New folder; with --responses, a new file.")],
+    run: Annotated[Path, Argument(help="Folder of a run.")],
+    out: Annotated[
+        Path | None, Argument(help="New folder; with --responses, a new file.")
+    ] = None,
     adapter: Annotated[bool, Option("--adapter", help="LoRA: write the adapter alone.")] = False,
     responses: Annotated[
         bool, Option("--responses", help="Write the replay buffer's responses as JSONL.")
     ] = False,
+    step: Step = None,
+    push_to_hub: Annotated[
+        str | None, Option(metavar="NAME", help="Upload to this repository of Hugging Face's hub.")
+    ] = None,
+    private: Annotated[bool, Option("--private", help="Create the repository as private.")] = False,
 ) -> None:
-    """Write the trained model as a Hugging Face folder, with a LoRA adapter merged into it."""
+    """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged."""
     from tba.runs.base import base_of, working_in
-    from tba.runs.offline import export_responses, export_run
+    from tba.runs.offline import export_responses
+    from tba.runs.share import share
 
-    run, out = run.resolve(), out.absolute()
+    if responses and (out is None or push_to_hub is not None):
+        raise ValueError(f"--responses: type `tba export {run} responses.jsonl --responses`")
+    run, out = run.resolve(), None if out is None else out.absolute()
     with working_in(base_of(run)):
-        print(export_responses(run, out) if responses else export_run(run, out, adapter))
+        if responses and out is not None:
+            print(export_responses(run, out, step))
+        else:
+            print(share(run, out, adapter, step, push_to_hub, private))
 
 
 @app.command("list")
@@ -142,9 +190,7 @@ def main() -> None:
 
 
 def _config(settings: list[str], resume: Path | None) -> Config:
-    path = None
-    if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
-        path, settings = Path(settings[0]), settings[1:]
+    path, settings = _divided(settings)
     if resume is None:
         keys = {setting.partition("=")[0].strip() for setting in settings}
         if path is None and not keys & {"task", "task.use", "policy.model"}:
@@ -159,6 +205,13 @@ def _config(settings: list[str], resume: Path | None) -> Config:
     from tba.runs.offline import stored_config
 
     return stored_config(resume, from_here(base_of(resume), settings))
+
+
+def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the config file, which comes first if there is one, and the settings."""
+    if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
+        return Path(settings[0]), settings[1:]
+    return None, settings
 
 
 def _described(cls: type) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
+from tba.runs.choice import best_step, generation_of, read_scores, score_of
 from tba.runs.console import Console, open_console
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import check_resumed, check_step
@@ -52,6 +53,7 @@ class Run:
     step: int  # optimizer steps done
     missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
     evaluating: int  # evaluations that were requested and have not been logged
+    scores: dict[int, float]  # held-out score of each version that has been evaluated
     requested: dict[int, float] = field(default_factory=dict)
     """Time in seconds of the train loop at which each version's evaluation was requested."""
 
@@ -113,6 +115,7 @@ class Run:
         """Write the evaluations that have finished; with `finish`, wait for all of them."""
         for e in self.searchers.evaluations(finish=finish):
             self.evaluating -= 1
+            self.scores[e.version] = score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.journal.row(e.version, {"time": self.requested[e.version], **scores})
             for x in e.examples:
@@ -125,7 +128,15 @@ class Run:
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
         progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
         search = self.searchers.state()
-        self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress)
+        text, beside = self.parts.text, self.beside()
+        self.checkpoints.save(self.trainer, text, self.buffer, search, progress, beside)
+
+    def beside(self) -> set[Path]:
+        """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
+        if not self.config.checkpoint.keep_best:
+            return set()
+        steps = {best_step(self.scores), *(self.requested.keys() - self.scores.keys())}
+        return {generation_of(self.folder, step) for step in steps if step}
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
@@ -238,6 +249,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
         warnings, stop, progress.step, progress.missing, progress.evaluating,
+        scores=read_scores(folder),
     )  # fmt: skip
 
 

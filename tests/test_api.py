@@ -12,11 +12,14 @@ from typing import Any
 import datasets
 import pandas
 import pytest
+import torch
 
 import tba
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
 from tba.runs.offline import evaluate_run, export_run
+from tba.runs.result import Result
+from tba.runs.summary import Summary
 from tba.tasks._memory import InMemory, in_memory, to_rows
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
@@ -96,6 +99,50 @@ def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
     )
     assert task["data"].startswith("<in memory: 5 rows, sha256:")
     assert task["held_out_data"].startswith("<in memory: 2 rows, sha256:")
+
+
+def test_a_config_file_is_trained_and_its_result_read_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a TOML file, as text or a path, in place of a config."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    tables = config(tiny_model, Path("run"), "task.train_size=9", "log.sample_every=1").nested()
+    lines = []
+    for table, keys in tables.items():
+        values = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        lines += [f"[{table}]", *(v for v in values if not v.endswith("}"))]
+    Path("run.toml").write_text("\n".join(lines))
+    result = tba.train("run.toml")
+    assert tba.load("run") == tba.load("run/config.json")
+    again = tba.result("run")
+    assert again.summary == result.summary == Summary.read(tmp_path / "run")
+    assert again.summary.steps == 2
+    pandas.testing.assert_frame_equal(again.metrics(), result.metrics())
+    samples = result.samples()
+    assert samples["kind"].tolist().count("train") == 2
+    assert {"step", "version", "reward", "prompt", "completion"} <= set(samples)
+    exported = AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", Path("model")))
+    assert all(map(torch.equal, result.model().parameters(), exported.parameters()))
+    assert result.tokenizer()("1+2=")["input_ids"]
+    with pytest.raises(ValueError, match="is not the folder of a run: it has no config.json"):
+        tba.result(tmp_path)
+    with tba.open_run(Path("run.toml"), resume="run") as run:
+        assert run.step == 2
+
+
+def test_evaluations_are_in_order_and_each_is_there_once(tmp_path: Path) -> None:
+    """On Ray they end in any order, and a resumed run may repeat one."""
+    rows = [{"step": s, "eval/sampled_reward": r} for s, r in ((0, 0.1), (4, 0.3), (2, 0.2))]
+    rows += [{"step": 5, "loss": 1.0}, {"step": 4, "eval/sampled_reward": 0.4}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = Result(tmp_path)
+    assert result.evaluations()["step"].tolist() == [0, 2, 4]
+    assert result.evaluations()["eval/sampled_reward"].tolist() == [0.1, 0.2, 0.4]
+    assert result.metrics().to_dict("records") == [{"step": 5, "loss": 1.0}]
+    with pytest.raises(ValueError, match="has no summary.json yet: it is written when"):
+        _ = result.summary
 
 
 def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Path) -> None:

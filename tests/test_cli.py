@@ -230,6 +230,16 @@ def test_the_embedded_default_is_sound() -> None:
     check(load())
 
 
+def test_the_version_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tba", "--version"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"tba {tba.__version__}\n")
+
+
 def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) -> None:
     ended = commands["list"].result()
     assert (ended.status, ended.err) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -9,6 +10,7 @@ import string
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_contracts as contracts
@@ -112,6 +114,26 @@ def test_the_example_of_a_reward_function_runs(
 def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     two_steps(importlib.import_module("python_api").main(small))
     assert "held-out reward" in capsys.readouterr().out
+
+
+def test_the_notebook_runs(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cell by cell within a running event loop, as in Jupyter, with other `parameters`."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    path = EXAMPLES / "quick_start.ipynb"
+    settings = [s for s in small if not s.startswith(("policy.model", "sampling.max_tokens"))]
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def run_cells() -> None:
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                source = "".join(cell["source"])
+                if "parameters" in cell["metadata"].get("tags", []):
+                    source = f"settings = {settings}"
+                exec(compile(source, f"{path}:{cell['id']}", "exec"), names)
+
+    asyncio.run(run_cells())
+    two_steps(names["result"])
+    assert names["metrics"]["step"].tolist() == [1, 2]
 
 
 # The examples keep to the same contracts as what ships.

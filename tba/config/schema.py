@@ -119,6 +119,18 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def evaluated_checkpoints(self) -> "Config":
+        every, c = self.eval.every, self.checkpoint
+        both = {"checkpoint.every": c.every, "runtime.publish_every": self.runtime.publish_every}
+        for name, size in both.items() if c.keep_best and every else ():
+            if size == 0 or every % size:
+                raise ValueError(
+                    f"checkpoint.keep_best needs a checkpoint of what is evaluated: {name} = {size}"
+                    f" does not divide eval.every = {every}; set {name}={every}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def math_in_main_thread(self) -> "Config":
         used = {self.task.use, *(each.use for each in self.eval.sets.values())}
         if self.reward.isolate == "thread" and "math" in used:
@@ -147,13 +159,14 @@ class Config(Table):
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, or the `config.json` of a run, and apply `table.key=value` settings to it.
+    """Read a TOML file, or the config in a run's folder; apply `table.key=value` settings to it.
 
     ValueError if keys or values are wrong: it names each of them and what to type.
     """
     plain: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
         is_json = file.suffix == ".json" and file.is_file()
         plain = json.loads(file.read_text()) if is_json else read_toml(file, "config")
     override_all(plain, overrides)

@@ -275,4 +275,5 @@ class EvalTable(Table):
 class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
+    keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
     deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,12 @@ class Checkpoints:
         buffer: ReplayBuffer,
         search: SearchState,
         progress: Progress,
+        beside: Set[Path] = frozenset(),
     ) -> None:
         """Copy everything now and write it in the background as generation `step-N`.
 
-        A save that is still being written is waited for first. A step is saved once.
+        A save that is still being written is waited for first. A step is saved once. Generations
+        `beside` the newest ones are kept, too.
         """
         if progress.step == self._step:
             return
@@ -96,7 +98,7 @@ class Checkpoints:
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
                 _commit(aside, target, known=segments)
-                _prune(target, self._keep)
+                _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
             except BaseException as error:  # raised in the train loop by `wait`
@@ -180,11 +182,11 @@ def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
     _sync(target.parent)
 
 
-def _prune(newest: Path, keep: int) -> None:
-    """Keep `newest` and the keep - 1 before it; a run that was resumed abandons later ones."""
+def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
+    """Keep `newest`, the keep - 1 before it, and `beside`; a resumed run abandons later ones."""
     folder = newest.parent
     complete = [g for g in generations(folder) if g <= newest]
-    for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:]}:
+    for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:], *beside}:
         shutil.rmtree(path)
 
 

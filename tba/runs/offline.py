@@ -1,22 +1,29 @@
-"""Commands on a run that has ended: evaluation, and export of its model or its responses."""
+"""Commands on trained models: evaluation, and export of a run's model or its responses."""
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tba.config.schema import Config, override_all, parse
 from tba.learn.state import MODEL, read_model
-from tba.models.lora import merged
-from tba.models.pretrained import computes_in_bf16, load_text
+from tba.models.lora import ADAPTER, SETTINGS, merged
+from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.checkpoint import REFERENCE, newest, read_weights
-from tba.runs.log import CHECKPOINTS, read_config
-from tba.runs.parts import check
+from tba.runs.checkpoint import REFERENCE, read_weights
+from tba.runs.choice import choose, step_of
+from tba.runs.log import CHECKPOINTS, METRICS, read_config
+from tba.runs.parts import Parts, check
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
+from tba.search.scored import Scored
 from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array
 
@@ -29,38 +36,121 @@ def stored_config(run: Path, settings: Sequence[str]) -> Config:
     return parse(tables)
 
 
-def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[str, Any]:
-    """Return the scores of the newest undamaged checkpoint on the task's held-out prompts.
+def is_run(folder: Path) -> bool:
+    return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
+
+
+def evaluate_run(
+    run: Path,
+    settings: Sequence[str],
+    reference: bool,
+    step: int | str | None = None,
+    completions: Path | None = None,
+) -> dict[str, Any]:
+    """Return the scores of a checkpoint (see `choose`) on the task's held-out prompts.
 
     With `reference`, those of the model that the run began with. The KL is to the checkpoint's
-    reference: the first model, unless it has been reset.
+    reference: the first model, unless it has been reset. `completions` is a new JSONL file.
     """
+    if reference and step is not None:
+        raise ValueError("--reference evaluates the model before training; leave out --step")
     config = stored_config(run, settings)
-    generation = None if reference else newest(run / CHECKPOINTS, drop_damaged_replay=True)
+    generation = None if reference else choose(run, step)
+    parts = _checked(config, completions)
+    model, weights, changed = config.policy.model, None, None
+    if generation is not None:
+        model = str(generation / MODEL)
+        weights = _rounded(read_model(generation), parts.config, step_of(generation))
+        changed = read_weights(generation / REFERENCE)
+    scores = _evaluate(parts, weights, changed, completions)
+    return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
+
+
+def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:
+    """Return the scores of a model or a PEFT adapter's folder on the config's held-out prompts.
+
+    A model is its own reference, and has no KL. That of an adapter is the model it was trained on.
+    """
+    if "task" not in config.model_fields_set:
+        raise ValueError(
+            f"{model} is not the folder of a run, and a model needs a config with [task]:"
+            f" type `tba eval {model} run.toml`"
+        )
+    adapter = Path(model).expanduser()
+    is_adapter = (adapter / SETTINGS).is_file()
+    base = _base(adapter, config) if is_adapter else model
+    policy = config.policy.model_copy(update={"model": base, "lora": None})
+    parts = _checked(config.model_copy(update={"policy": policy}), completions)
+    weights = None
+    if is_adapter:
+        try:
+            whole = merged(policy, adapter)
+        except RuntimeError as error:  # other shapes
+            raise ValueError(f"the adapter in {model} does not fit {base}: {error}") from error
+        weights = _rounded(dict(whole.named_parameters()), parts.config, version=0)
+    scores = _evaluate(parts, weights, None, completions)
+    if not is_adapter:
+        scores = {name: value for name, value in scores.items() if not name.endswith("_kl")}
+    return {"model": model, "prompts": len(parts.held_out), **scores}
+
+
+def _base(adapter: Path, config: Config) -> str:
+    """Return the model of an adapter: policy.model if that is set, or else what its files name."""
+    if find_spec("peft") is None:
+        raise ValueError(f"{adapter} is an adapter, which needs PEFT: pip install -e '.[lora]'")
+    if not (adapter / ADAPTER).is_file():
+        raise ValueError(f"{adapter} has no {ADAPTER}, the only format of adapters that is loaded")
+    named = json.loads((adapter / SETTINGS).read_text()).get("base_model_name_or_path")
+    base = config.policy.model if "model" in config.policy.model_fields_set else named
+    if not base:
+        raise ValueError(f"{adapter} does not name the model that it belongs to; set policy.model")
+    return str(base)
+
+
+def _checked(config: Config, completions: Path | None) -> Parts:
+    if completions is not None and (completions.exists() or not completions.parent.is_dir()):
+        raise ValueError(f"--completions {completions}: give a new file in a folder that exists")
     parts = check(config)
     if not parts.held_out:
         raise ValueError(
             "there are no held-out prompts; set eval.prompts=128, and a held-out set in [task]"
         )
+    return parts
+
+
+def _place(config: Config) -> tuple[str, bool]:
+    """Return the device, and whether to compute in bf16 there."""
     device = "cuda:0" if gpu_count() else "cpu"
-    bf16 = computes_in_bf16(config.policy, device)
-    model = config.policy.model
-    with closing(parts.search_setup().build(device, bf16)) as searcher:
-        if generation is not None:
-            model = str(generation / MODEL)
-            tensors, rounded = read_model(generation), parts.config.engine.computes_in_bf16(bf16)
-            arrays = {name: as_array(tensor, rounded) for name, tensor in tensors.items()}
-            version = int(generation.name.removeprefix("step-"))
-            searcher.engine.load_weights(Weights(version, arrays))
-            changed = read_weights(generation / REFERENCE)
-            if changed is not None:
-                searcher.reference.load_weights(changed)
-        scores = evaluate_held_out(searcher).scores
-    return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
+    return device, computes_in_bf16(config.policy, device)
 
 
-def export_responses(run: Path, out: Path) -> Path:
-    """Write the distinct responses in the newest undamaged replay buffer as JSONL, the best first.
+def _rounded(tensors: Mapping[str, Tensor], config: Config, version: int) -> Weights:
+    """Return weights as the engine computes."""
+    bf16 = config.engine.computes_in_bf16(_place(config)[1])
+    arrays = {name: as_array(tensor.detach(), bf16) for name, tensor in tensors.items()}
+    return Weights(version, arrays)
+
+
+def _evaluate(
+    parts: Parts, weights: Weights | None, reference: Weights | None, completions: Path | None
+) -> dict[str, float]:
+    """Evaluate these weights, or policy.model's own; append all answers to `completions`."""
+
+    def write(answers: Sequence[Scored]) -> None:
+        if completions is not None:
+            with completions.open("a") as file:
+                file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
+
+    with closing(parts.search_setup().build(*_place(parts.config))) as searcher:
+        if weights is not None:
+            searcher.engine.load_weights(weights)
+        if reference is not None:
+            searcher.reference.load_weights(reference)
+        return evaluate_held_out(searcher, write).scores
+
+
+def export_responses(run: Path, out: Path, step: int | str | None = None) -> Path:
+    """Write the distinct responses in a checkpoint's replay buffer as JSONL, the best first.
 
     Responses with the same text but other tokens are written once, with the highest reward.
     """
@@ -68,7 +158,7 @@ def export_responses(run: Path, out: Path) -> Path:
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
     config = parse(read_config(run))
     text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
-    buffer.load(newest(run / CHECKPOINTS, drop_damaged_replay=True), drop_damaged=True)
+    buffer.load(choose(run, step), drop_damaged=True)
     rows: dict[str, dict[str, Any]] = {}
     held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
     for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):
@@ -79,17 +169,40 @@ def export_responses(run: Path, out: Path) -> Path:
     return out
 
 
-def export_run(run: Path, out: Path, adapter: bool = False) -> Path:
-    """Write the newest undamaged model to a folder: with LoRA, merged, or the `adapter` alone."""
-    if out.exists() and any(out.iterdir()):
+def export_run(
+    run: Path, out: Path, adapter: bool = False, step: int | str | None = None
+) -> Path:
+    """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
+    check_export(run, out, adapter)
+    return write_model(run, choose(run, step), out, adapter)
+
+
+def check_export(run: Path, out: Path | None, adapter: bool) -> None:
+    """Raise ValueError if the folder is not new, or there is no adapter."""
+    if out is not None and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    policy = parse(read_config(run)).policy
-    if adapter and policy.lora is None:
+    if parse(read_config(run)).policy.lora is None and adapter:
         raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
-    model = newest(run / CHECKPOINTS, drop_damaged_replay=True) / MODEL
+
+
+def write_model(run: Path, generation: Path, out: Path, adapter: bool) -> Path:
+    """Write the model of this checkpoint to a folder, as `export_run` says."""
+    policy = parse(read_config(run)).policy
     if policy.lora is None or adapter:
-        shutil.copytree(model, out, dirs_exist_ok=True)
+        shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
         return out
-    merged(policy, model).save_pretrained(out)
+    merged(policy, generation / MODEL).save_pretrained(out)
     load_text(policy).tokenizer.save_pretrained(out)
     return out
+
+
+def load_trained(run: Path, step: int | str | None = None) -> Any:
+    """Return a checkpoint's model in fp32, with its adapter merged."""
+    policy, folder = parse(read_config(run)).policy, choose(run, step) / MODEL
+    if policy.lora is not None:
+        return merged(policy, folder)
+    return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
+
+
+def load_tokenizer(run: Path) -> Any:
+    return load_text(parse(read_config(run)).policy).tokenizer

@@ -160,8 +160,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if not isinstance(task, SamplesAgain):
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
         prompts, trained_on = _without_held_out(prompts, trained_on, apart)
-    if config.eval.sets and not held_out:
-        raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
+    if not held_out:
+        _check_unevaluated(config)
     sets, longest = evaluation_sets(config, memory, task, text, set(trained_on))
     longest = max(longest, *map(len, tokens)) + config.sampling.max_tokens
     config = _with_attention(config, longest)
@@ -222,6 +222,17 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
             " environment cannot go back there; choose another objective, such as tb"
         )
     check_tools(tools, prompt, config.reward.isolate)
+
+
+def _check_unevaluated(config: Config) -> None:
+    """Raise ValueError for settings that need held-out prompts, of which there are none."""
+    if config.eval.sets:
+        raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
+    if config.checkpoint.keep_best:
+        raise ValueError(
+            "checkpoint.keep_best needs held-out prompts, but there are none; set eval.prompts=128,"
+            " and a held-out set in [task], or checkpoint.keep_best=false"
+        )
 
 
 def _with_attention(config: Config, longest: int) -> Config:

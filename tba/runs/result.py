@@ -1,29 +1,51 @@
-"""The result of a run that was started from Python."""
+"""The result of a run, as Python sees it: tables of what it wrote, and the trained model."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pandas import DataFrame
 
-from tba.runs.log import METRICS, read
+from tba.runs.log import METRICS, SAMPLES, read
+from tba.runs.offline import load_tokenizer, load_trained
 from tba.runs.summary import Summary
+
+EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
 
 
 @dataclass(frozen=True)
 class Result:
-    """The summary of a run, and the folder with everything that it wrote."""
+    """Everything that a run has written to its folder, read when it is asked for."""
 
-    summary: Summary
     folder: Path
+
+    @property
+    def summary(self) -> Summary:
+        """The totals, and the scores before and after; ValueError until the run has ended."""
+        return Summary.read(self.folder)
 
     def metrics(self) -> DataFrame:
         """Return the metrics of each training step, in order, with a column `step`."""
-        return self._table(evaluations=False)
+        return DataFrame([row for row in read(self.folder / METRICS) if EVALUATED not in row])
 
     def evaluations(self) -> DataFrame:
-        """Return the scores of each evaluation as it ended; `step` is the version evaluated."""
-        return self._table(evaluations=True)
-
-    def _table(self, evaluations: bool) -> DataFrame:
+        """Return the scores of each evaluation, in order; `step` is the version evaluated."""
         rows = read(self.folder / METRICS)
-        return DataFrame([row for row in rows if ("eval/sampled_reward" in row) == evaluations])
+        # a resumed run may have repeated one
+        by_step = {row["step"]: row for row in rows if EVALUATED in row}
+        return DataFrame([by_step[step] for step in sorted(by_step)])
+
+    def samples(self) -> DataFrame:
+        """Return the stored prompts with their completions and rewards, in the order written."""
+        return DataFrame(read(self.folder / SAMPLES))
+
+    def model(self, step: int | str | None = None) -> Any:
+        """Return the trained model in fp32, for transformers, with a LoRA adapter merged into it.
+
+        It is that of the newest checkpoint, of a `step`, or the "best" (see docs/tasks.md).
+        """
+        return load_trained(self.folder, step)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model."""
+        return load_tokenizer(self.folder)

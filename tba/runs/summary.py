@@ -1,5 +1,6 @@
 """Per-step metrics and the final summary of a run."""
 
+import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,15 @@ class Summary:
         plain = asdict(self)
         plain["eval/first"], plain["eval/last"] = plain.pop("first"), plain.pop("last")
         write_json(run / SUMMARY, plain)
+
+    @classmethod
+    def read(cls, run: Path) -> "Summary":
+        """Return the summary in the folder of a run; ValueError if the run has not ended."""
+        if not (run / SUMMARY).is_file():
+            raise ValueError(f"{run} has no {SUMMARY} yet: it is written when the run ends")
+        plain = json.loads((run / SUMMARY).read_text())
+        plain["first"], plain["last"] = plain.pop("eval/first"), plain.pop("eval/last")
+        return cls(**plain)
 
 
 class Tracker:

@@ -116,7 +116,7 @@ class LocalSearchers:
         self._reference = weights
 
     def evaluate(self) -> int:
-        evaluation = self._do(lambda searcher: evaluate_held_out(searcher, self._job.tell))
+        evaluation = self._do(lambda searcher: evaluate_held_out(searcher, tell=self._job.tell))
         self._evaluations.append(evaluation)
         return self._searcher.engine.version
 

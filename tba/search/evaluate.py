@@ -19,6 +19,7 @@ from jaxtyping import Float
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
+from tba.search.scored import Keep, scored, shown
 from tba.search.searcher import Searcher, SearchSetup, task_seed
 from tba.tasks import Itemized, part_of
 from tba.types import Completion, Prompt, Sampling
@@ -60,18 +61,23 @@ def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     return divided
 
 
-def evaluate_held_out(searcher: Searcher, tell: Callable[[str], None] | None = None) -> Evaluation:
-    """Evaluate the weights that a searcher has; `tell` is told how far it is before each piece."""
+def evaluate_held_out(
+    searcher: Searcher, keep: Keep | None = None, tell: Callable[[str], None] | None = None
+) -> Evaluation:
+    """Evaluate the weights that a searcher has.
+
+    `keep` receives every answer, and `tell` is told how far it is before each piece.
+    """
     done: list[EvaluatedPiece] = []
     count = len(pieces(searcher.setup))
     for number in range(count):
         if tell is not None:
             tell(f"evaluating {100 * number // count} %")
-        done.append(evaluate_piece(searcher, number))
+        done.append(evaluate_piece(searcher, number, keep))
     return join(searcher.engine.version, done)
 
 
-def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
+def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) -> EvaluatedPiece:
     """Answer the prompts of one piece, greedily and by sampling, as `[eval]` says.
 
     The random numbers of a piece depend on `eval.seed` and its number only.
@@ -85,6 +91,9 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
     greedy, greedy_judged, verdicts = _answer(searcher, name, prompts, one, seed)
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
     sampled, judged, _ = _answer(searcher, name, prompts, several, seed)
+    if keep is not None:
+        keep(scored(searcher.text, stop, (name, "greedy"), prompts, greedy, greedy_judged))
+        keep(scored(searcher.text, stop, (name, "sampled"), prompts, sampled, judged))
     task = searcher.guard.tasks[name]
     parts, tasks = zip(*(part_of(task, p) for p in prompts), strict=True)
     least = np.array([nan if t.pass_reward is None else t.pass_reward for t in tasks])
@@ -102,8 +111,8 @@ def evaluate_piece(searcher: Searcher, number: int) -> EvaluatedPiece:
     for k in settings.k:
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
         scores[f"pass@{k}"] = np.where(np.isnan(least), nan, chances)
-    shown = range(max(0, min(len(prompts), EXAMPLES - first)))
-    examples = [_example(searcher, prompts[i], greedy, i, verdicts[i][0]) for i in shown]
+    first_ones = range(max(0, min(len(prompts), EXAMPLES - first)))
+    examples = [_example(searcher, prompts[i], greedy, i, verdicts[i][0]) for i in first_ones]
     seconds = time.perf_counter() - started
     return EvaluatedPiece(name, list(parts), scores, version, examples, seconds)
 
@@ -240,16 +249,12 @@ def _likelihood(
 def _example(
     searcher: Searcher, prompt: Prompt, greedy: Responses, place: int, verdict: Verdict
 ) -> Example:
-    text, shown, (completion,) = searcher.text, prompt.text, greedy.completions[place]
-    answer = greedy.answers[place][0]
-    if isinstance(answer, Rejected) or answer.messages is not None:  # with its tools
-        shown = text.decode(greedy.prompts[place])
-    elif not isinstance(shown, str):
-        shown = "\n".join(f"{m['role']}: {m['content']}" for m in shown)
-    written = text.shown(completion, searcher.setup.sampling.stop)
+    (completion,) = greedy.completions[place]
+    written = searcher.text.shown(completion, searcher.setup.sampling.stop)
+    asked = shown(searcher.text, prompt, greedy, place)
     if isinstance(verdict, Rejected):
-        return Example(shown, written, None)
+        return Example(asked, written, None)
     notes: dict[str, Any] = {}
     if isinstance(verdict, Itemized):
         notes = {**verdict.items, **verdict.notes}
-    return Example(shown, written, float(verdict), notes)
+    return Example(asked, written, float(verdict), notes)

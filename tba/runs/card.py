@@ -1,0 +1,113 @@
+"""Model cards: what was trained, on what data, and how well it does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+
+import tba
+from tba.runs.choice import score_of
+from tba.runs.log import METRICS, read, read_config, read_evaluations
+
+TEMPLATE = Path(__file__).with_name("card.md")
+SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
+"""Tables of the config that a card shows."""
+
+
+def write_card(run: Path, folder: Path, step: int, name: str, adapter: bool) -> None:
+    """Write README.md and a figure beside the model of a step; `name` is where others load it."""
+    config, evaluations = read_config(run), read_evaluations(run)
+    by_step = {int(scores["step"]): _texts(scores) for scores in evaluations}
+    before, after = by_step.get(0, {}), by_step.get(step, {})
+    steps = [row for row in read(run / METRICS) if "loss" in row]
+    _draw(steps, evaluations, folder / "training.png")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata=_metadata(config, after, name, adapter),
+        config=config,
+        reference=_reference(config["policy"]),
+        name=name,
+        step=step,
+        adapter=adapter,
+        version=tba.__version__,
+        counts=[row for row in steps if row["step"] == step],
+        scores=[(score, before.get(score, "–"), value) for score, value in after.items()],
+        settings=indent(json.dumps({table: config[table] for table in SHOWN}, indent=1), "    "),
+        code=_code,
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _texts(scores: Mapping[str, float]) -> dict[str, str]:
+    """Return each score that has a standard error, as `0.921 ± 0.007`."""
+    texts = {}
+    for error in scores:
+        name = error.removesuffix("_stderr")
+        if name != error:
+            name = name if name in scores else f"{name}_pass@1"  # that of `sampled_stderr`
+            texts[name] = f"{scores[name]:.3f} ± {scores[error]:.3f}"
+    return texts
+
+
+def _metadata(
+    config: Mapping[str, Any], scores: Mapping[str, str], name: str, adapter: bool
+) -> str:
+    """Return the YAML at the head of the card, which the hub reads."""
+    task, model = config["task"]["use"], config["policy"]["model"]
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=f"{task}, held-out prompts",
+            metric_type=score,
+            metric_value=value,
+        )
+        for score, value in scores.items()
+        if "/" not in score  # else of an evaluation set
+    ]
+    local = model.startswith(("bundled:", ".", "/", "~")) or Path(model).exists()
+    return ModelCardData(
+        base_model=None if local or model.count("/") > 1 else model,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "trajectory-balance", "tba"],
+        model_name=name.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+    ).to_yaml()
+
+
+def _reference(policy: Mapping[str, Any]) -> str:
+    """Return in words the reference that rewards are balanced against."""
+    if policy["reset_reference_every"]:
+        return f"the policy as it was after every {policy['reset_reference_every']} steps"
+    if "from" in policy.get("lora", {}):
+        return "the model with the adapter that training began with"
+    return "the model before training"
+
+
+def _code(value: Any) -> str:
+    """Return text, or another value as JSON, as code within a line of Markdown."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"
+
+
+def _draw(
+    steps: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, float]], file: Path
+) -> None:
+    """Draw the reward of each training batch, and the held-out scores with their errors."""
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["step"] for row in steps], [row["reward"] for row in steps])
+    left.set(title="reward of the training batches", xlabel="step")
+    if evaluations:
+        scores, errors = [score_of(e) for e in evaluations], [e["stderr"] for e in evaluations]
+        right.errorbar([e["step"] for e in evaluations], scores, errors, marker="o", capsize=3)
+    right.set(title="held-out score ± standard error", xlabel="step")
+    figure.savefig(file, dpi=150)

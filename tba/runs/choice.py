@@ -1,0 +1,68 @@
+"""Choice of a checkpoint: the newest one, that of a step, or the best one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tba.replay.files import SEGMENTS
+from tba.runs.checkpoint import damage, generations, newest
+from tba.runs.log import CHECKPOINTS, read_evaluations
+
+BEST = "best"
+
+
+def score_of(scores: Mapping[str, float]) -> float:
+    """Return the held-out score that decides: sampled pass@1, or the reward where there is none."""
+    return scores["sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"]
+
+
+def read_scores(run: Path) -> dict[int, float]:
+    """Return the score of each evaluation of a run, by the step that it evaluated."""
+    return {int(scores["step"]): score_of(scores) for scores in read_evaluations(run)}
+
+
+def best_step(scores: Mapping[int, float]) -> int | None:
+    """Return the step with the highest score, the first of equal ones; None if there is none.
+
+    Step 0 is the model that training begins with, which has no checkpoint.
+    """
+    return max(sorted(scores.keys() - {0}), key=scores.__getitem__, default=None)
+
+
+def generation_of(run: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step, which may not exist."""
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def step_of(generation: Path) -> int:
+    return int(generation.name.removeprefix("step-"))
+
+
+def choose(run: Path, step: int | str | None = None) -> Path:
+    """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.
+
+    Damaged segments of the replay buffer are accepted. ValueError if there is no such checkpoint,
+    or if it is damaged.
+    """
+    if step is None:
+        return newest(run / CHECKPOINTS, drop_damaged_replay=True)
+    kept = [step_of(generation) for generation in generations(run / CHECKPOINTS)]
+    there = f"the checkpoints in {run} are those of steps {', '.join(map(str, kept)) or '(none)'}"
+    number = best_step(read_scores(run)) if step == BEST else _number(step)
+    if number is None:
+        raise ValueError(f"--step best: no checkpoint has been evaluated; give --step N: {there}")
+    if number not in kept:
+        scored = f"step {number} has the best score, but its checkpoint was not kept"
+        what = f"{scored}; set checkpoint.keep_best=true" if step == BEST else "no such checkpoint"
+        raise ValueError(f"--step {step}: {what}; {there}")
+    chosen = generation_of(run, number)
+    problems = {n: p for n, p in damage(chosen).items() if not n.startswith(SEGMENTS)}
+    if problems:
+        name, problem = min(problems.items())
+        raise ValueError(f"--step {step}: {chosen} is damaged: {name} {problem}; {there}")
+    return chosen
+
+
+def _number(step: int | str) -> int:
+    if not str(step).isdecimal():
+        raise ValueError(f"--step {step}: give the number of a step, or best")
+    return int(step)

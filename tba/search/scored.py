@@ -1,0 +1,63 @@
+"""Answers of an evaluation as text, with their scores."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+
+import numpy as np
+from jaxtyping import Float
+
+from tba.models.pretrained import Text
+from tba.search.dialogue import Responses
+from tba.search.result import Rejected
+from tba.types import Prompt
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer to a held-out prompt; its reward or a measure is None if it has none."""
+
+    set: str  # name of the evaluation set; "" for the held-out prompts
+    mode: str  # greedy or sampled
+    id: str  # of the prompt
+    prompt: str
+    completion: str
+    tokens: int
+    finished: bool
+    reward: float | None
+    measures: dict[str, float | None]
+
+
+Keep = Callable[[Sequence[Scored]], None]
+"""Receives the answers to the prompts of a piece, of one mode."""
+
+
+def scored(
+    text: Text,
+    stop: Sequence[str],
+    kind: tuple[str, str],
+    prompts: Sequence[Prompt],
+    responses: Responses,
+    judged: Mapping[str, Float[np.ndarray, "P S"]],
+) -> list[Scored]:
+    """Return the answers to every prompt; `kind` is the name of their set, and their mode."""
+    answers = []
+    for i, (prompt, group) in enumerate(zip(prompts, responses.completions, strict=True)):
+        asked = shown(text, prompt, responses, i)
+        for j, c in enumerate(group):
+            values = {name: float(table[i, j]) for name, table in judged.items()}
+            scores = {name: None if isnan(value) else value for name, value in values.items()}
+            reward = scores.pop("reward")
+            made = prompt.id, asked, text.shown(c, stop), c.length, c.finished, reward, scores
+            answers.append(Scored(*kind, *made))
+    return answers
+
+
+def shown(text: Text, prompt: Prompt, responses: Responses, place: int) -> str:
+    """Return the prompt of the responses at this place, for a person to read."""
+    answer = responses.answers[place][0]
+    if isinstance(answer, Rejected) or answer.messages is not None:  # with its tools
+        return text.decode(responses.prompts[place])
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)

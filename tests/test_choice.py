@@ -1,0 +1,228 @@
+"""Which checkpoint is kept, evaluated and exported; evaluations of models without a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from test_lora import small
+from test_loop import config
+
+import tba
+from tba.config.schema import load
+from tba.run import open_run, run
+from tba.runs.checkpoint import generations
+from tba.runs.choice import best_step, choose, generation_of, step_of
+from tba.runs.log import METRICS, read
+from tba.runs.offline import evaluate_model, evaluate_run, export_responses, export_run
+from tba.runtime.local import LocalSearchers
+from tba.search.result import Evaluation
+
+EVERY_TWO = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=1")
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with checkpoints of steps 2, 4, 6 and 8, all evaluated but never equal."""
+    folder = tmp_path_factory.mktemp("choice") / "run"
+    run(config(tiny_model, folder, "eval.every=2", "checkpoint.every=2", "checkpoint.keep=4"))
+    return folder
+
+
+def rescored(folder: Path, copy: Path, scores: dict[int, float]) -> Path:
+    """Copy a run, with these scores for its evaluations."""
+    shutil.copytree(folder, copy)
+    rows = read(copy / METRICS)
+    for row in rows:
+        if "eval/sampled_pass@1" in row:
+            row["eval/sampled_pass@1"] = scores[row["step"]]
+    (copy / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return copy
+
+
+def kept(folder: Path) -> list[int]:
+    return [step_of(generation) for generation in generations(folder / "checkpoints")]
+
+
+def test_the_best_step_has_the_highest_score_and_a_checkpoint() -> None:
+    assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}) == 2
+    assert best_step({0: 0.9}) is None
+    assert best_step({}) is None
+
+
+def test_a_step_is_chosen_for_evaluation_and_export(ended: Path, tmp_path: Path) -> None:
+    folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
+    assert [step_of(choose(folder, step)) for step in (None, "best", "6", 2)] == [8, 4, 6, 2]
+    scores = evaluate_run(folder, [], reference=False, step="best")
+    assert scores["model"].endswith("step-00000004/model")
+    (row,) = (r for r in read(ended / METRICS) if r["step"] == 4 and "eval/sampled_reward" in r)
+    for name in ("sampled_pass@1", "greedy_reward", "sampled_reward"):
+        assert scores[name] == row[f"eval/{name}"]
+    own = load_file(generation_of(folder, 6) / "model" / "model.safetensors")
+    out = load_file(export_run(folder, tmp_path / "out", step="6") / "model.safetensors")
+    newest = load_file(generation_of(folder, 8) / "model" / "model.safetensors")
+    assert all(out[name].equal(tensor) for name, tensor in own.items())
+    assert not all(out[name].equal(tensor) for name, tensor in newest.items())
+    with_step = export_responses(folder, tmp_path / "step.jsonl", step=2).read_text()
+    assert with_step != export_responses(folder, tmp_path / "newest.jsonl").read_text()
+    model = tba.result(folder).model("best")
+    assert all(model.state_dict()[n].equal(t) for n, t in load_file(
+        generation_of(folder, 4) / "model" / "model.safetensors"
+    ).items())  # fmt: skip
+
+
+def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_path: Path) -> None:
+    folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
+    steps = f"the checkpoints in {folder} are those of steps 2, 4, 6, 8"
+    with pytest.raises(ValueError, match=f"--step 3: no such checkpoint; {steps}"):
+        choose(folder, 3)
+    with pytest.raises(ValueError, match="--step last: give the number of a step, or best"):
+        choose(folder, "last")
+    with pytest.raises(ValueError, match="--reference evaluates .* leave out --step"):
+        evaluate_run(folder, [], reference=True, step="best")
+    model = generation_of(folder, 6) / "model" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="--step 6: .* is damaged: model/model.safetensors"):
+        choose(folder, "6")
+    shutil.rmtree(generation_of(folder, 4))
+    with pytest.raises(ValueError, match="step 4 has the best score, .*keep_best=true"):
+        choose(folder, "best")
+    (folder / METRICS).write_text("")
+    with pytest.raises(ValueError, match="no checkpoint has been evaluated; give --step N"):
+        choose(folder, "best")
+
+
+@pytest.mark.parametrize("best", [2, 6])
+def test_the_best_checkpoint_is_kept(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
+) -> None:
+    """Beside the newest one, in a run that is stopped and resumed; without the key it is not."""
+    give = LocalSearchers.evaluations
+
+    def scored(searchers: LocalSearchers, finish: bool = False) -> list[Evaluation]:
+        evaluations = give(searchers, finish)
+        for e in evaluations:
+            e.scores["sampled_pass@1"] = 0.9 if e.version == best else 0.1 + e.version / 100
+        return evaluations
+
+    monkeypatch.setattr(LocalSearchers, "evaluations", scored)
+    for keep_best, expected in (("true", {best, 8}), ("false", {8})):
+        folder = tmp_path / keep_best
+        settings = (*EVERY_TWO, f"checkpoint.keep_best={keep_best}")
+        run(config(tiny_model, folder, *settings, "run.steps=4"))
+        run(config(tiny_model, folder, *settings), folder)
+        assert set(kept(folder)) == expected
+    assert step_of(choose(tmp_path / "true", "best")) == best
+
+
+def test_a_checkpoint_is_kept_until_its_evaluation_has_ended(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Ray, where evaluations end later: here none does before the end."""
+    give = LocalSearchers.evaluations
+
+    def late(searchers: LocalSearchers, finish: bool = False) -> list[Evaluation]:
+        return give(searchers, finish) if finish else []
+
+    monkeypatch.setattr(LocalSearchers, "evaluations", late)
+    folder = tmp_path / "run"
+    run(config(tiny_model, folder, *EVERY_TWO, "checkpoint.keep_best=true"))
+    assert kept(folder) == [2, 4, 6, 8]
+    assert choose(folder, "best") in generations(folder / "checkpoints")
+
+
+REFUSED = {
+    ("eval.every=3", "checkpoint.every=2"): "checkpoint.every = 2 does not divide eval.every = 3;"
+    " set checkpoint.every=3",
+    ("checkpoint.every=0",): "checkpoint.every = 0 does not divide eval.every = 2",
+    ("runtime.publish_every=4",): "runtime.publish_every = 4 does not divide eval.every = 2",
+    ("eval.prompts=0",): "needs held-out prompts, but there are none; set eval.prompts=128",
+}
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_the_best_cannot_be_kept_without_checkpoints_of_what_is_evaluated(
+    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    with (
+        pytest.raises(ValueError, match="checkpoint.keep_best needs") as error,
+        open_run(
+            config(
+                tiny_model, tmp_path / "run", *EVERY_TWO, "checkpoint.keep_best=true", *settings
+            )
+        ),
+    ):
+        pass
+    assert REFUSED[settings] in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_all_completions_are_written(ended: Path, tmp_path: Path) -> None:
+    more = ["eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3", "eval.prompts_per_task=2"]
+    path = tmp_path / "completions.jsonl"
+    scores = evaluate_run(ended, more, reference=False, completions=path)
+    rows = written(path)
+    assert len(rows) == (5 + 3) * (1 + 2)  # prompts, with a greedy and two sampled answers
+    for name, start in (("", ""), ("more", "more/")):
+        for mode, count in (("greedy", 1), ("sampled", 2)):
+            own = [row for row in rows if (row["set"], row["mode"]) == (name, mode)]
+            assert scores[f"{start}{mode}_reward"] == pytest.approx(fmean(r["reward"] for r in own))
+            assert scores[f"{start}{mode}_length"] == pytest.approx(fmean(r["tokens"] for r in own))
+            assert {row["reward"] == float("1" in row["completion"]) for row in own} == {True}
+            prompts = [row["prompt"] for row in own]
+            assert prompts == sorted(prompts) and len(prompts) == count * len(set(prompts))
+    assert rows[0].keys() >= {"id", "finished", "measures"}
+    with pytest.raises(ValueError, match="--completions .*: give a new file in a folder"):
+        evaluate_run(ended, [], reference=False, completions=path)
+
+
+def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path) -> None:
+    """With the scores of the run that it comes from; it is its own reference."""
+    of_run = evaluate_run(ended, [], reference=False)
+    model = export_run(ended, tmp_path / "model")
+    settings = ["policy.lora.r=4", "policy.model=./not-used"]
+    plain = {name: keys for name, keys in load(ended).nested().items() if name != "policy"}
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    path = tmp_path / "completions.jsonl"
+    scores = evaluate_model(str(model), load(tmp_path / "run.json", settings), path)
+    timed = {"run", "model", "seconds", "sampled_kl"}
+    assert scores.keys() == of_run.keys() - {"run", "sampled_kl"}
+    for name in of_run.keys() - timed:
+        assert scores[name] == of_run[name], name
+    assert (len(written(path)), scores["model"]) == (15, str(model))
+    with pytest.raises(ValueError, match=r"a model needs a config with \[task\]: type `tba eval "):
+        evaluate_model(str(model), load(None, ["eval.samples=5"]))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
+def test_an_adapters_folder_is_evaluated_with_a_config(
+    toy_model: Path, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As in its run, also in its KL to the model that it was trained on, which its files name."""
+    run(small(toy_model, tmp_path / "run", "eval.prompts=1", "eval.samples=64", "eval.k=[]"))
+    of_run = evaluate_run(tmp_path / "run", [], reference=False)
+    adapter = export_run(tmp_path / "run", tmp_path / "adapter", adapter=True)
+    plain = load(tmp_path / "run").nested()
+    del plain["policy"]["model"]
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    scores = evaluate_model(str(adapter), load(tmp_path / "run.json"))
+    assert scores.keys() == of_run.keys() - {"run"}
+    assert abs(scores["sampled_kl"]) > 1e-3
+    for name in ("sampled_reward", "greedy_reward", "sampled_kl"):
+        assert scores[name] == pytest.approx(of_run[name], abs=1e-4)
+    other = [f"policy.model={make_model()}"]
+    with pytest.raises(ValueError, match="the adapter in .* does not fit"):
+        evaluate_model(str(adapter), load(tmp_path / "run.json", other))
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no adapter_model.safetensors, the only format"):
+        evaluate_model(str(adapter), load(tmp_path / "run.json"))
