@@ -16,8 +16,10 @@ from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.console import Console, open_console
+from tba.runs.generations import recover
+from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed
+from tba.runs.resumed import check_resumed, read_config
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
@@ -163,14 +165,20 @@ def open_run(
     drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    parts, generation = check(config, memory), None
-    if resume is None:
-        folder = log.create_folder(parts.config)
-    else:
-        folder = resume
-        check_resumed(parts.config, before=parse(log.read_config(folder)))
-        generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
     with ExitStack() as closing:
+        generation = None
+        if resume is None:
+            parts = check(config, memory)
+            folder = log.folder_of(parts.config)
+            closing.enter_context(locked(folder))
+            log.begin(folder, parts.config)
+        else:
+            folder, before = resume, parse(read_config(resume))
+            closing.enter_context(locked(folder))  # first: a second process is refused at once
+            parts = check(config, memory)
+            check_resumed(parts.config, before)
+            recover(folder / log.CHECKPOINTS)
+            generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
         yield _assemble(parts, folder, generation, closing)
 
 
@@ -178,7 +186,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = parts.config
     stop = closing.enter_context(Stop())
-    console = open_console(c)
+    console = open_console(c, stop.print)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
     place, cluster = _places(c, stop, closing)
@@ -208,7 +216,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
     keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
-    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
+    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline, c.nested())
     closing.enter_context(checkpoints)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)

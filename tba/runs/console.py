@@ -38,12 +38,12 @@ PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
 PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
 
 
-def open_console(config: Config) -> "Console":
-    """Return the console that `log.console` names."""
+def open_console(config: Config, write: Callable[[str], None]) -> "Console":
+    """Return the console that `log.console` names; `write` prints a line."""
     kind, steps = config.log.console, config.run.steps
     if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveConsole(steps)
-    return Console(steps, (lambda line: None) if kind == "off" else partial(print, flush=True))
+    return Console(steps, (lambda line: None) if kind == "off" else write)
 
 
 class Console:

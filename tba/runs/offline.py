@@ -13,8 +13,10 @@ from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE, newest, read_weights
-from tba.runs.log import CHECKPOINTS, read_config
+from tba.runs.generations import step_of
+from tba.runs.log import CHECKPOINTS
 from tba.runs.parts import check
+from tba.runs.resumed import read_config
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.tasks._memory import refuse
@@ -50,7 +52,7 @@ def evaluate_run(run: Path, settings: Sequence[str], reference: bool) -> dict[st
             model = str(generation / MODEL)
             tensors, rounded = read_model(generation), parts.config.engine.computes_in_bf16(bf16)
             arrays = {name: as_array(tensor, rounded) for name, tensor in tensors.items()}
-            version = int(generation.name.removeprefix("step-"))
+            version = step_of(generation)
             searcher.engine.load_weights(Weights(version, arrays))
             changed = read_weights(generation / REFERENCE)
             if changed is not None:

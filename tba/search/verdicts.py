@@ -1,13 +1,16 @@
 """Verdicts on answers, and waiting for them with a deadline. This module needs no torch."""
 
 import asyncio
-import math
+import reprlib
 import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from tba.tasks import LeftOut, WrongLength
+from tba.tasks import LeftOut, WrongLength, listed
+
+LARGEST = 1e12
+"""Largest absolute value of a reward: losses square it, in float32."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,10 @@ def verdict_on(score: Any) -> Verdict:
     try:
         value = float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
-        return Rejected("not_a_number", f"a reward is {score!r}")
-    return value if math.isfinite(value) else Rejected("not_finite", f"a reward is {value}")
+        return Rejected("not_a_number", f"a reward is {reprlib.repr(score)}")
+    if abs(value) <= LARGEST:
+        return value
+    return Rejected("not_finite", f"a reward is {value}; it must be between ±{LARGEST:g}")
 
 
 def is_none(score: Any) -> bool:
@@ -60,7 +65,7 @@ def rejection(error: BaseException) -> Rejected:
 async def finished(scores: Awaitable[Any]) -> list[Any] | Rejected:
     """Await the scores of an async function."""
     try:
-        return list(await scores)
+        return listed(await scores)
     except BaseException as error:  # untrusted: even SystemExit must not end the event loop
         return rejection(error)
 

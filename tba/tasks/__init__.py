@@ -1,8 +1,9 @@
 """Tasks provide prompts and score answers. This is their contract; each other file is one task."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+import reprlib
+from collections.abc import Awaitable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools
@@ -146,3 +147,13 @@ def tools_of(task: Task) -> Tools | None:
 
 class WrongLength(ValueError):
     """A reward function returned a different number of rewards than it received completions."""
+
+
+def listed(scores: Any) -> list[Any]:
+    """Return the rewards of a group as a list; TypeError for what has no order or is text."""
+    if isinstance(scores, Mapping | Set | str | bytes):
+        raise TypeError(
+            f"the scoring function returned a {type(scores).__name__}, {reprlib.repr(scores)};"
+            " return a list with one number for each completion"
+        )
+    return list(scores)

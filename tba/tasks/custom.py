@@ -11,7 +11,7 @@ from typing import Any
 from tba.config.plugins import GIVEN
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Prepares, Scores, WrongLength
+from tba.tasks import Prepares, Scores, WrongLength, listed
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory, name_of
 from tba.tasks._rendering import Rendering, columns_of
@@ -108,6 +108,7 @@ class Custom(Rendering):
         return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], count)
 
     def _weighted(self, scores: Sequence[Scores], count: int) -> list[float | None]:
+        scores = [listed(of_function) for of_function in scores]
         for function, of_function in zip(self.functions, scores, strict=True):
             if len(of_function) != count:
                 name, returned = _short_name(function), len(of_function)
