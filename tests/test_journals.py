@@ -89,7 +89,7 @@ def test_a_damaged_config_without_a_sound_copy_is_named_with_its_line(folder: Pa
     with pytest.raises(ValueError, match=rf"config\.json is damaged in line {line}: "):
         _config([], folder)
     path.write_bytes(b'{\n"run": {\n"steps" 4}}')
-    with pytest.raises(ValueError, match=r"config\.json is damaged: .* line 3 column 9"):
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .* line 3 column"):
         _config([], folder)
 
 

@@ -159,7 +159,8 @@ class ScoringProcess:
         """Receive replies until the process ends."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_REPLY)
         self._writer.write(setup)
-        with suppress(OSError, ValueError):  # killed with unread requests, or within a reply
+        # killed with unread requests or within a reply, or the function wrote to the socket
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             while line := await reader.readline():
                 self._receive(*json.loads(line))
 
