@@ -25,9 +25,16 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
-from tba.runs.generations import MANIFEST, REPLACED, files_of, saved, sha256_of, step_of
-from tba.runs.generations import damage as damage
-from tba.runs.generations import generations as generations
+from tba.runs.generations import (
+    MANIFEST,
+    REPLACED,
+    damage,
+    files_of,
+    generations,
+    saved,
+    sha256_of,
+    step_of,
+)
 from tba.runs.log import CONFIG
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
