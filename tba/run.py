@@ -171,7 +171,8 @@ def open_run(
             parts = check(config, memory)
             folder = log.folder_of(parts.config)
             closing.enter_context(locked(folder))
-            log.begin(folder, parts.config)
+            log.check_unused(folder)
+            log.write_json(folder / log.CONFIG, parts.config.nested())
         else:
             folder, before = resume, parse(read_config(resume))
             closing.enter_context(locked(folder))  # first: a second process is refused at once
@@ -215,8 +216,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         console.note(f"resumed from {generation.name}")
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
-    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline, c.nested())
+    saves, table = folder / log.CHECKPOINTS, c.checkpoint
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, log.read_config(folder))
     closing.enter_context(checkpoints)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)

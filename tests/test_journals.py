@@ -94,6 +94,8 @@ def test_a_damaged_config_without_a_sound_copy_is_named_with_its_line(folder: Pa
 
 
 def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path: Path) -> None:
-    rows = ['{"step": 1, "eval/sampled_rewird": 1.0}', '{"step": 2, "eval/sampled_stderr": 0.5}']
+    scores = '"eval/sampled_reward": 1.0'
+    rows = ['{"step": 1, "eval/sampled_stderr": 0.5}', f'{{"step": 2, {scores}}}']
+    rows.append(f'{{"step": 3, {scores}, "eval/sampled_stderr": 0.5}}')
     (tmp_path / METRICS).write_text("".join(f"{row}\n" for row in rows))
-    assert read_evaluations(tmp_path) == [{"sampled_stderr": 0.5, "step": 2.0, "stderr": 0.5}]
+    assert [row["step"] for row in read_evaluations(tmp_path)] == [3]

@@ -56,8 +56,8 @@ def folder_of(config: Config) -> Path:
     return Path(config.run.folder or default).expanduser()
 
 
-def begin(run: Path, config: Config) -> None:
-    """Write the config of a new run into its folder; ValueError if it holds a run already."""
+def check_unused(run: Path) -> None:
+    """Raise ValueError if a folder holds a run already."""
     if generations(run / CHECKPOINTS):
         raise ValueError(
             f"run.folder = {str(run)!r} holds a run already;"
@@ -69,7 +69,6 @@ def begin(run: Path, config: Config) -> None:
             f" complete, so that it cannot be resumed; remove it (`rm -r {run}`), or choose another"
             " folder"
         )
-    write_json(run / CONFIG, config.nested())
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def read_evaluations(run: Path) -> list[dict[str, float]]:
     for row in read(run / METRICS):
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
         errors = [scores[n] for n in ("sampled_stderr", "sampled_reward_stderr") if n in scores]
-        if errors:
+        if errors and "sampled_reward" in scores:
             evaluations.append({**scores, "step": float(row["step"]), "stderr": errors[0]})
     return sorted(evaluations, key=lambda scores: scores["step"])
 
