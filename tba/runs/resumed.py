@@ -27,7 +27,8 @@ def read_config(run: Path) -> dict[str, Any]:
             copy = generation / log.CONFIG
             if copy.is_file() and not damage(generation).keys() & {log.CONFIG, MANIFEST}:
                 name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
-                logger.error("DAMAGED CONFIG %s: %s; going on with %s", run / log.CONFIG, error, name)
+                damaged = run / log.CONFIG
+                logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
                 return _valid(read_json(copy))
         raise
 
