@@ -78,6 +78,7 @@ def score(completions, fault, **columns):
     return [float("1" in c) for c in completions]
 """
 KINDS = [line.split('"')[1] for line in REWARD.splitlines() if line.startswith('    "')]
+QUICK = ["exit", "garbage", "interrupt", "closed", "dict", "huge"]
 
 
 def misbehaving(model: Path, folder: Path, kinds: list[str], *settings: str) -> Config:
@@ -93,14 +94,20 @@ def misbehaving(model: Path, folder: Path, kinds: list[str], *settings: str) -> 
     )  # fmt: skip
 
 
-def test_a_local_run_goes_on_whatever_its_reward_does(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", [QUICK, pytest.param(KINDS, marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_a_local_run_goes_on_whatever_its_reward_does(
+    tiny_model: Path, tmp_path: Path, kinds: list[str]
+) -> None:
     """Each of the faults costs samples of its own group, or of those beside it, and no restart."""
     threads = set(threading.enumerate())
-    summary = tba.train(misbehaving(tiny_model, tmp_path, KINDS, "run.steps=9")).summary
+    summary = tba.train(misbehaving(tiny_model, tmp_path, kinds, "run.steps=9")).summary
     met = {path.name.removeprefix("once-") for path in tmp_path.glob("once-*")}
-    assert met == set(KINDS)
+    assert met == set(kinds)
     assert (summary.finished, summary.steps, summary.searcher_restarts) == (True, 9, 0)
-    assert {"timeout", "died", "not_finite"} <= summary.rejected.keys()
+    assert {"died", "not_finite"} <= summary.rejected.keys()
+    assert ("timeout" in summary.rejected) == ("hang" in kinds)
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
         assert not thread.is_alive()
