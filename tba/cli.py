@@ -1,5 +1,6 @@
 """Post-training of language models with Trajectory Balance with Asynchrony (TBA)."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -180,6 +181,8 @@ def list_plugins(as_json: Annotated[bool, Option("--json", help="Print JSON.")] 
 
 def main() -> None:
     """Run the command. Errors in the user's input are printed without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))
     try:

@@ -18,8 +18,10 @@ from tba.runs import checkpoint, log
 from tba.runs.base import working_in
 from tba.runs.choice import best_step, generation_of, read_scores, score_of
 from tba.runs.console import Console, open_console
+from tba.runs.generations import recover
+from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed, check_step
+from tba.runs.resumed import check_resumed, check_step, read_config
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Warnings
@@ -192,14 +194,22 @@ def open_run(
     drop_damaged_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    folder = resume and resume.resolve()
+    resume = resume and resume.resolve()
     with ExitStack() as closing:
         closing.enter_context(working_in(config.run.base))
-        parts, generation = check(config, memory), None
-        if folder is None:
-            folder = log.create_folder(parts.config)
+        generation = None
+        if resume is None:
+            parts = check(config, memory)
+            folder = log.folder_of(parts.config)
+            closing.enter_context(locked(folder))
+            log.check_unused(folder)
+            log.write_config(folder, parts.config)
         else:
-            check_resumed(parts.config, before=parse(log.read_config(folder)))
+            folder, before = resume, parse(read_config(resume))
+            closing.enter_context(locked(folder))  # first: a second process is refused at once
+            parts = check(config, memory)
+            check_resumed(parts.config, before)
+            recover(folder / log.CHECKPOINTS)
             generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
         yield _assemble(parts, folder, generation, closing)
 
@@ -208,7 +218,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = parts.config
     stop = closing.enter_context(Stop())
-    console = open_console(c)
+    console = open_console(c, stop.print)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
     place, cluster = _places(c, console, stop, closing)
@@ -233,8 +243,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         console.note(f"resumed from {generation.name}")
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
-    checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
+    saves, table = folder / log.CHECKPOINTS, c.checkpoint
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, log.read_config(folder))
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))

@@ -99,7 +99,7 @@ def names(folder: Path) -> list[str]:
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """Nothing has its final name before it is complete; the state is that of the call."""
     trainer = Slow()
-    checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1)
+    checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1, config={})
     save(checkpoints, trainer, 1)
     trainer.state = "changed"
     assert names(tmp_path) == [".step-00000001"]
@@ -127,7 +127,7 @@ def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path, call: str) -> 
     """The generation before stays, and what was left behind goes with the next save."""
     trainer = Slow()
     trainer.go.set()
-    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE)
+    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={})
     save(checkpoints, trainer, 1)
     checkpoints.wait()
     trainer.error = OSError("no space left on device")
@@ -156,7 +156,7 @@ def test_the_end_waits_for_a_save_unless_interrupted(
     trainer = Slow()
     threading.Timer(0.3, trainer.go.set).start()
     try:
-        with Checkpoints(tmp_path, keep=1, deadline=DEADLINE) as checkpoints:
+        with Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={}) as checkpoints:
             save(checkpoints, trainer, 1)
             if error is not None:
                 raise error

@@ -111,7 +111,7 @@ def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Pat
 
 
 WRONG = {
-    "one": "one returned 0.5, and not a list with 2 rewards; return a list with a number",
+    "one": "the scoring function returned a float, 0.5; return a list with one number",
     "short": "short returned 1 rewards for 2 completions",
     "words": "a reward is '0.5'; return a list with a number or None for each completion",
 }

@@ -23,7 +23,8 @@ def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[s
     """Return the files of the uninterrupted run; those of the resumed one must be the same."""
     resumes_exactly(model, folder, f"objective={objective}", *OPTIONS.get(objective, ()), *settings)
     whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
-    others = ("state.json", "manifest.json", "replay/")  # `resumes_exactly` compares their content
+    # `resumes_exactly` compares the content of most of them; the config names the folder
+    others = ("state.json", "manifest.json", "config.json", "replay/")
     names = [{name for name in files if not name.startswith(others)} for files in (whole, part)]
     assert names[0] == names[1]
     assert not [name for name in names[0] if whole[name] != part[name]]

@@ -134,6 +134,13 @@ def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
     guard.close()
 
 
+def test_a_system_that_is_short_of_memory_ends_the_scoring_process_first() -> None:
+    file = "/proc/self/oom_score_adj"
+    guard = guard_of(lambda completions: [float(Path(file).read_text()) for _ in completions])
+    assert judge(guard, ["a"]) == [[1000.0]]
+    guard.close()
+
+
 def process_id() -> Callable[[list[str]], list[float]]:
     return lambda completions: [float(os.getpid()) for _ in completions]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -17,11 +16,12 @@ from pathlib import Path
 import pytest
 from toy import Ones
 
+from tba.runs.lock import locked
 from tba.runs.log import read
 from tba.runtime.placement import available_cores
 from tba.studies.results import FAILED, read_ledger, write_results
 from tba.studies.study import Study, check_study, read_study
-from tba.studies.sweep import INTERRUPTED, Sweep, sweep
+from tba.studies.sweep import INTERRUPTED, Sweep, prepare, sweep
 from tba.types import Answer, Prompt
 
 STEPS = 40
@@ -162,7 +162,7 @@ SCRIPT = """
 import json, os, pathlib, signal, sys, time
 run, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 run.mkdir(parents=True, exist_ok=True)
-(run / "checkpoints" / "step-1").mkdir(parents=True, exist_ok=True)
+(run / "checkpoints" / "step-00000001").mkdir(parents=True, exist_ok=True)
 ready, once = run.parent / "ready", run.parent / f"once-{seed}"
 if seed == 1 or seed == 2 and not once.exists():
     once.touch()
@@ -290,11 +290,27 @@ def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path, tiny_model, capsys):
 def test_two_sweeps_do_not_share_a_folder(tmp_path, tiny_model):
     path = write(tmp_path, tiny_model, SEEDS.format([0]))
     (tmp_path / "runs").mkdir()
-    with (tmp_path / "runs" / ".lock").open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        problem = "another `tba sweep` uses .*choose another folder with study.folder="
+    with locked(tmp_path / "runs"):
+        problem = rf"in use by process {os.getpid()} on .*choose another folder with study\.folder="
         with pytest.raises(ValueError, match=problem):
             sweep(path)
+
+
+def test_a_sweep_waits_for_a_run_that_another_one_has_left(tmp_path):
+    """It saves before it ends: what it has written is resumed and not removed."""
+    held = threading.Event()
+
+    def end() -> None:
+        with locked(tmp_path):
+            held.set()
+            time.sleep(0.3)
+            (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    held.wait(10)
+    assert prepare(tmp_path)
+    ending.join()
 
 
 def test_a_sweep_reads_no_torch(tmp_path):

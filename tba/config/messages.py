@@ -20,6 +20,9 @@ EXPECTED = {
 GIVEN = {bool: "a boolean", int: "an integer", float: "a decimal number", str: "text"}
 GIVEN |= {list: "a list", dict: "a table", type(None): "null"}
 
+DEEPEST = 64
+"""Most levels of lists and tables in a config or a data set."""
+
 
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
@@ -57,5 +60,29 @@ def _is_quoted(value: object) -> bool:
     """Return whether a value is text that would be another kind of value without quotes."""
     try:
         return isinstance(value, str) and json.loads(value) is not None
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
+
+
+def check_depth(what: str, value: object) -> None:
+    """Raise ValueError, which begins with `what`, if lists and tables are nested too deeply.
+
+    What walks through them, such as a copy or an encoder, needs several calls for each level.
+    """
+    level = [value]
+    for _ in range(DEEPEST):
+        inside = (inner for each in level for inner in _inside(each))
+        level = list({id(inner): inner for inner in inside}.values())  # one may hold itself
+        if not level:
+            return
+    raise ValueError(f"{what} is nested more than {DEEPEST} levels deep; flatten it")
+
+
+def _inside(value: object) -> list[object]:
+    """Return the lists and tables that a list or a table holds."""
+    values: Iterable[object] = ()
+    if isinstance(value, dict):
+        values = value.values()
+    elif isinstance(value, list | tuple):
+        values = value
+    return [each for each in values if isinstance(each, dict | list | tuple)]

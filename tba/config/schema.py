@@ -16,7 +16,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from tba.config import tables
-from tba.config.messages import choices, explain, reason
+from tba.config.messages import check_depth, choices, explain, reason
 from tba.config.tables import Table, Use
 from tba.config.watch import LogTable, WarnTable
 
@@ -168,7 +168,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
         is_json = file.suffix == ".json" and file.is_file()
-        plain = json.loads(file.read_text()) if is_json else read_toml(file, "config")
+        plain = read_json(file) if is_json else read_toml(file, "config")
     override_all(plain, overrides)
     return parse(plain)
 
@@ -178,9 +178,25 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no such {what} file: {path}")
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply; flatten it") from error
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; ValueError, which names the file and the line, if it is not JSON."""
+    content = path.read_bytes()
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} is damaged in line {line}: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def parse(plain: Mapping[str, Any]) -> Config:
@@ -190,6 +206,7 @@ def parse(plain: Mapping[str, Any]) -> Config:
 
 def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
     """Validate plain tables as a `model`, whose fields are tables."""
+    check_depth("the config", plain)
     try:
         return model.model_validate(plain)
     except ValidationError as error:
@@ -254,7 +271,7 @@ def _value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -259,6 +259,11 @@ class Policy(nn.Module):
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         plain = self.model.get_output_embeddings()(hidden).float()
         sampled = self.model(input_ids=ids, use_cache=False).logits.float()
+        if not plain.isfinite().all():
+            raise ValueError(
+                "policy.model: its logits are not finite, so its weights hold NaN or inf; use"
+                " another copy of the model"
+            )
         if not torch.allclose(plain, sampled, atol=1e-4, rtol=1e-3):
             raise ValueError(
                 f"{type(self.model).__name__} changes its logits after the head (soft-capping or"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import load_empty_model, load_model, place
+from tba.models.pretrained import check_weights, load_empty_model, load_model, place
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # files of a PEFT adapter
@@ -144,6 +144,7 @@ def check_adapter(policy: PolicyTable) -> None:
     if policy.lora.start is not None:
         folder = Path(policy.lora.start).expanduser()
         _check_settings(folder, policy.lora)
+        check_weights("policy.lora.from", folder)
         _inject(model, _settings(policy, model), TRAINED)
         _check_tensors(model, folder, policy.lora)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
@@ -147,6 +148,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
     from transformers import AutoConfig, AutoTokenizer
 
     path = model_path(name, key)
+    check_weights(key, Path(path))
     options = sources(path, remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
@@ -159,6 +161,18 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
                 " the cache; give a folder, or connect to the hub once"
             )
         raise ValueError(f"{key} = {name!r} cannot be loaded: {reason}") from error
+
+
+def check_weights(key: str, folder: Path) -> None:
+    """Raise ValueError if a file of weights in a folder is cut short; it reads their headers."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{key}: {file} is damaged or cut short ({error}); download or save it again"
+            ) from error
 
 
 def load_text(policy: PolicyTable) -> Text:
@@ -251,8 +265,10 @@ def load_model(policy: PolicyTable, dtype: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, **options
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         problem = "no weights in safetensors, the only format that is loaded"
+        if isinstance(error, SafetensorError):
+            problem = "its weights are damaged; download them again"
         raise ValueError(f"policy.model = {policy.model!r}: {problem}: {error}") from error
     if model._is_stateful:
         problem = "it keeps a recurrent state, which is not supported; use a model with attention"

@@ -1,6 +1,5 @@
 """The folder that the relative paths of a run's config start from: `run.base`."""
 
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,12 +7,12 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 
 from tba.runs.log import CONFIG
+from tba.runs.resumed import read_config
 
 
 def base_of(run: Path) -> str:
     """Return the base of a run; empty if its folder does not have one."""
-    file = run / CONFIG
-    tables = json.loads(file.read_text()) if file.is_file() else {}
+    tables = read_config(run) if (run / CONFIG).is_file() else {}
     return str(tables.get("run", {}).get("base", ""))
 
 

@@ -4,7 +4,6 @@ A generation is a folder `step-00000100`; docs/architecture.md lists its files. 
 and renamed when it is complete. Safetensors and JSON only, no pickles.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -26,11 +25,22 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
+from tba.runs.generations import (
+    MANIFEST,
+    REPLACED,
+    damage,
+    files_of,
+    generations,
+    saved,
+    sha256_of,
+    step_of,
+)
+from tba.runs.log import CONFIG
 from tba.runtime import SearchState
 from tba.search.result import SearchStats
 from tba.weights import Probe, Weights
 
-MANIFEST, STATE, HELD = "manifest.json", "state.json", "held.safetensors"
+STATE, HELD = "state.json", "held.safetensors"
 SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
 
 FORMAT = 6  # version of a generation's files; those of another are not resumed
@@ -54,11 +64,12 @@ class Checkpoints:
 
     Used as a context, it waits at the end for a save that is being written, except after a
     KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds to wait for one save.
+    is the most seconds to wait for one save. Each has a copy of the `config`.
     """
 
-    def __init__(self, folder: Path, keep: int, deadline: float):
+    def __init__(self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any]):
         self._folder, self._keep, self._deadline = folder, keep, deadline
+        self._config = config
         self._step: int | None = None
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
         self._error: BaseException | None = None
@@ -87,7 +98,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write_trainer = trainer.save(aside)
-        older = [g for g in generations(self._folder) if g < target]
+        older = [g for g in generations(self._folder) if step_of(g) < progress.step]
         write_buffer = buffer.save(aside, older[-1] if older else None)
         copied = time.perf_counter()
 
@@ -97,6 +108,7 @@ class Checkpoints:
                 segments = write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
+                (aside / CONFIG).write_text(json.dumps(self._config))
                 _commit(aside, target, known=segments)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
@@ -170,12 +182,12 @@ def _metadata(weights: Weights) -> dict[str, str]:
 
 def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
     """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
-    digests = {name: known.get(name) or _sha256(path) for name, path in _files(aside).items()}
+    digests = {name: known.get(name) or sha256_of(path) for name, path in files_of(aside).items()}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
     if target.exists():
-        replaced = target.with_name(f".replaced-{target.name}")
+        replaced = target.with_name(f"{REPLACED}{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     aside.rename(target)
@@ -185,20 +197,9 @@ def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
 def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
     """Keep `newest`, the keep - 1 before it, and `beside`; a resumed run abandons later ones."""
     folder = newest.parent
-    complete = [g for g in generations(folder) if g <= newest]
-    for path in {*folder.glob("step-*"), *folder.glob(".*step-*")} - {*complete[-keep:], *beside}:
+    complete = [g for g in generations(folder) if step_of(g) <= step_of(newest)]
+    for path in saved(folder) - {*complete[-keep:], *beside}:
         shutil.rmtree(path)
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the files under the folder by their relative names."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path for path in sorted(paths)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -207,35 +208,15 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def generations(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"))
-
-
-def damage(generation: Path) -> dict[str, str]:
-    """Return the problem of each file that is not as the manifest says, by its name."""
-    try:
-        digests = dict(json.loads((generation / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        return {MANIFEST: f"cannot be read ({error})"}
-    files = _files(generation)
-    problems = dict.fromkeys(files.keys() - {MANIFEST} - digests.keys(), "is not listed")
-    for name, digest in digests.items():
-        if name not in files:
-            problems[name] = "is missing"
-        elif _sha256(files[name]) != digest:
-            problems[name] = "differs from what was written"
-    return problems
-
-
 def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
     """Return the newest undamaged generation, or if allowed one with damaged replay segments."""
     without_segments = []
     complete = generations(folder)
     if not complete:
         raise ValueError(
-            f"no checkpoint in {folder}: nothing to resume; start a new run with"
-            " `tba train CONFIG.toml`, or its study with study.keep_checkpoints=true"
+            f"no complete checkpoint in {folder}: nothing to resume; to start the run again, remove"
+            f" its folder (`rm -r {folder.parent}`) and type `tba train CONFIG.toml`. A study keeps"
+            " checkpoints with study.keep_checkpoints=true"
         )
     for generation in reversed(complete):
         problems = damage(generation)

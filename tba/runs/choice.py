@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tba.replay.files import SEGMENTS
-from tba.runs.checkpoint import damage, generations, newest
+from tba.runs.checkpoint import newest
+from tba.runs.generations import damage, generations, step_of
 from tba.runs.log import CHECKPOINTS, read_evaluations
 
 BEST = "best"
@@ -31,10 +32,6 @@ def best_step(scores: Mapping[int, float]) -> int | None:
 def generation_of(run: Path, step: int) -> Path:
     """Return the path of the checkpoint of a step, which may not exist."""
     return run / CHECKPOINTS / f"step-{step:08d}"
-
-
-def step_of(generation: Path) -> int:
-    return int(generation.name.removeprefix("step-"))
 
 
 def choose(run: Path, step: int | str | None = None) -> Path:

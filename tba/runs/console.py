@@ -36,12 +36,12 @@ def announce(config: Config) -> None:
         print(FIRST_LINE, flush=True)
 
 
-def open_console(config: Config) -> "Console":
-    """Return the console that `log.console` names."""
+def open_console(config: Config, write: Callable[[str], None]) -> "Console":
+    """Return the console that `log.console` names; `write` prints a line."""
     kind, steps = config.log.console, config.run.steps
     if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveConsole(steps)
-    return Console(steps, (lambda line: None) if kind == "off" else partial(print, flush=True))
+    return Console(steps, (lambda line: None) if kind == "off" else write)
 
 
 class Console:

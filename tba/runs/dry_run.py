@@ -12,8 +12,9 @@ from tba.config.plugins import find, options_of, resolve
 from tba.config.schema import PLUGGED, Config, parse
 from tba.config.tables import Use
 from tba.runs import checkpoint, log
+from tba.runs.generations import step_of
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed, check_step
+from tba.runs.resumed import check_resumed, check_step, read_config
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
@@ -40,11 +41,11 @@ def dry_run(
     """
     parts = check(config)
     if resume is None:
-        log.new_folder(parts.config)
+        log.check_unused(log.folder_of(parts.config))
     else:
-        check_resumed(parts.config, before=parse(log.read_config(resume)))
+        check_resumed(parts.config, before=parse(read_config(resume)))
         newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
-        check_step(int(newest.name.removeprefix("step-")), parts.config)
+        check_step(step_of(newest), parts.config)
     firsts: dict[str, Prompt] = {}
     for prompt in parts.prompts:
         firsts.setdefault(part_of(parts.task, prompt)[0], prompt)

@@ -1,25 +1,42 @@
 """Files of a run: config, metrics and sample completions, which sinks show as well."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tba.config.schema import Config
+from tba.config.schema import Config, read_json
+from tba.runs.generations import generations
 from tba.runs.sinks import open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
 CHECKPOINTS = "checkpoints"
 
+log = logging.getLogger(__name__)
+
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file, if there is one, without a line that a crash cut short."""
+    """Return the rows of a JSONL file, if there is one, without a line that a crash cut short.
+
+    A damaged line is left out, too, and named in the log.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line.decode())
+            if not isinstance(row["step"], int | float):
+                raise TypeError("its step is no number")
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("%s, line %d is damaged and left out: %r", path, number, error)
+    return rows
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -33,24 +50,26 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def new_folder(config: Config) -> Path:
-    """Return the folder of a new run; ValueError if it holds a run already."""
+def folder_of(config: Config) -> Path:
+    """Return the folder of a new run."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
     run = Path(config.run.folder or default).expanduser()
-    if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
+    return run.absolute() if config.run.base else run
+
+
+def check_unused(run: Path) -> None:
+    """Raise ValueError if a folder holds a run already."""
+    if generations(run / CHECKPOINTS):
         raise ValueError(
             f"run.folder = {str(run)!r} holds a run already;"
             f" continue it with --resume {run}, or choose another folder"
         )
-    return run.absolute() if config.run.base else run
-
-
-def create_folder(config: Config) -> Path:
-    """Create the folder of a new run; ValueError if it holds a run already."""
-    run = new_folder(config)
-    run.mkdir(parents=True, exist_ok=True)
-    write_config(run, config)
-    return run
+    if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
+        raise ValueError(
+            f"run.folder = {str(run)!r} holds a run that ended before its first checkpoint was"
+            f" complete, so that it cannot be resumed; remove it (`rm -r {run}`), or choose another"
+            " folder"
+        )
 
 
 def write_config(run: Path, config: Config) -> None:
@@ -64,7 +83,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
-    return json.loads((run / CONFIG).read_text())
+    return read_json(run / CONFIG)
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:
@@ -72,9 +91,9 @@ def read_evaluations(run: Path) -> list[dict[str, float]]:
     evaluations = []
     for row in read(run / METRICS):
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
-        if scores:
-            stderr = scores.get("sampled_stderr", scores["sampled_reward_stderr"])
-            evaluations.append({**scores, "step": float(row["step"]), "stderr": stderr})
+        errors = [scores[n] for n in ("sampled_stderr", "sampled_reward_stderr") if n in scores]
+        if errors and "sampled_reward" in scores:
+            evaluations.append({**scores, "step": float(row["step"]), "stderr": errors[0]})
     return sorted(evaluations, key=lambda scores: scores["step"])
 
 

@@ -18,9 +18,11 @@ from tba.models.lora import ADAPTER, SETTINGS, merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE, read_weights
-from tba.runs.choice import choose, step_of
-from tba.runs.log import CHECKPOINTS, METRICS, read_config
+from tba.runs.choice import choose
+from tba.runs.generations import step_of
+from tba.runs.log import CHECKPOINTS, METRICS
 from tba.runs.parts import Parts, check
+from tba.runs.resumed import read_config
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.scored import Scored

@@ -1,10 +1,42 @@
-"""Checks of what may not change when a run is resumed."""
+"""The config that a run is resumed with, and checks of what may not change in it."""
+
+import logging
+from pathlib import Path
+from typing import Any
 
 from tba.config.plugins import resolve_all
-from tba.config.schema import Config
+from tba.config.schema import Config, parse, read_json
 from tba.config.tables import LoraTable
 from tba.objectives import head_of, value_rollouts_of
+from tba.runs import log
+from tba.runs.generations import MANIFEST, damage, generations
 from tba.tasks._memory import check_same
+
+logger = logging.getLogger(__name__)
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the config of a run as plain tables: if it is damaged, the copy in a checkpoint.
+
+    ValueError if there is no sound one.
+    """
+    try:
+        return _valid(log.read_config(run))
+    except ValueError as error:
+        for generation in reversed(generations(run / log.CHECKPOINTS)):
+            copy = generation / log.CONFIG
+            if copy.is_file() and not damage(generation).keys() & {log.CONFIG, MANIFEST}:
+                name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
+                damaged = run / log.CONFIG
+                logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
+                return _valid(read_json(copy))
+        raise
+
+
+def _valid(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables; ValueError if they are no config."""
+    parse(tables)
+    return tables
 
 
 def check_resumed(config: Config, before: Config) -> None:

@@ -101,7 +101,10 @@ class LocalSearchers:
         log.warning("%s: the searcher is rebuilt", why)
         self.stats.replaced(why.gap if isinstance(why, LogpGapError) else 0.0)
         self._searcher.close()  # first: two engines may not fit, and share state of their process
-        self._searcher = self._build()
+        try:
+            self._searcher = self._build()
+        except RuntimeError as error:  # as an EngineError, before which the run is saved
+            raise EngineError(f"{why}; a new searcher cannot start: {error}") from error
         if self._reference is not None:
             self._searcher.reference.load_weights(self._reference)
         if self._weights is None:

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable
+from contextlib import suppress
 from functools import cached_property
 from inspect import isawaitable
 from pathlib import Path
@@ -32,7 +33,7 @@ from tba.search.verdicts import (
     verdict_on,
     within,
 )
-from tba.tasks import Itemized, Task, scorer_of
+from tba.tasks import Itemized, Task, listed, scorer_of
 
 LONGEST = 10_000
 """Longest error message to send, in characters."""
@@ -45,6 +46,8 @@ def main(end: int) -> None:
     """Score for the searcher at the other end of a socket, until that is closed."""
     _end_with_searcher()
     _limit(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         Scoring(socket.socket(fileno=end)).serve()
     except (EOFError, OSError):  # the searcher has ended
@@ -124,7 +127,7 @@ class Scoring:
         try:
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
-            return scores if isawaitable(scores) else list(scores)
+            return scores if isawaitable(scores) else listed(scores)
         except BaseException as error:  # untrusted: only the searcher ends this process
             return rejection(error)
 

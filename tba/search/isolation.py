@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from tba.engines import EngineError
 from tba.prompt import Answer, Prompt
 from tba.search.verdicts import Rejected, Verdict, rejection
 from tba.tasks import REWARD, Itemized, ScorerName, Task
@@ -60,23 +61,36 @@ class InProcess:
         self._start_deadline = start_deadline
         self._process: ScoringProcess | None = None
         self._failure: Rejected | None = None
+        self._worked = False
 
     async def ready(self) -> None:
-        """Wait until there is a process that can score; RuntimeError if it cannot start."""
+        """Wait until there is a process that can score; RuntimeError if it cannot start.
+
+        EngineError, which restarts the searcher, if there has been one before.
+        """
         if self._failure is None:
-            if self._process is None or self._process.ended:
-                self._process = ScoringProcess(self._setup)
-            started = self._process.started
-            if not started.done():
-                await asyncio.wait([started], timeout=self._start_deadline)
-            limit = f"runtime.start_deadline = {self._start_deadline:g} s"
-            late = Rejected("timeout", f"not within {limit}; raise it if models load so long")
-            self._failure = started.result() if started.done() else late
+            self._failure = await self._started()
         if self._failure is not None:
-            raise RuntimeError(
+            raise (EngineError if self._worked else RuntimeError)(
                 f"the scoring process did not start: {self._failure.detail}\nIf the task works in"
                 " the searcher's own process, set reward.isolate=thread"
             )
+        self._worked = True
+
+    async def _started(self) -> Rejected | None:
+        """Start a process unless there is one, and return why it cannot score."""
+        if self._process is None or self._process.ended:
+            try:
+                self._process = ScoringProcess(self._setup)
+            except OSError as error:  # no memory, or too many processes or open files
+                return rejection(error)
+        started = self._process.started
+        if not started.done():
+            await asyncio.wait([started], timeout=self._start_deadline)
+        if started.done():
+            return started.result()
+        limit = f"runtime.start_deadline = {self._start_deadline:g} s"
+        return Rejected("timeout", f"not within {limit}; raise it if models load so long")
 
     def begin(
         self, prompt: Prompt, answers: Sequence[Answer], seconds: float, name: ScorerName = REWARD
@@ -98,9 +112,13 @@ class ScoringProcess:
             end = theirs.fileno()
             command = [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), str(end)]
             # a session of its own: Ctrl-C is for the run, and a kill reaches what it has started
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[end], start_new_session=True
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, pass_fds=[end], start_new_session=True
+                )
+            except OSError:
+                self._socket.close()
+                raise
         self.ended = False
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -141,7 +159,8 @@ class ScoringProcess:
         """Receive replies until the process ends."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_REPLY)
         self._writer.write(setup)
-        with suppress(OSError, ValueError):  # killed with unread requests, or within a reply
+        # killed with unread requests or within a reply, or the function wrote to the socket
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             while line := await reader.readline():
                 self._receive(*json.loads(line))
 

@@ -28,7 +28,7 @@ from tba.search.verdicts import (
     verdict_on,
     within,
 )
-from tba.tasks import REWARD, Measured, ScorerName, Task, scorer_of
+from tba.tasks import REWARD, LeftOut, Measured, ScorerName, Task, listed, scorer_of
 
 TIMEOUTS = 2
 """Timeouts in a row after which the remaining groups are not tried."""
@@ -70,7 +70,7 @@ class InThread:
         def run() -> None:
             try:
                 scores = scorer_of(self.tasks, name).score(prompt, answers)
-                future.set_result(finished(scores) if isawaitable(scores) else list(scores))
+                future.set_result(finished(scores) if isawaitable(scores) else listed(scores))
             except BaseException as error:  # a daemon thread must not end silently
                 future.set_result(rejection(error))
 

@@ -1,14 +1,17 @@
 """Verdicts on answers, and waiting for them with a deadline. This module needs no torch."""
 
 import asyncio
-import math
+import reprlib
 import traceback
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tba.prompt import Answer
-from tba.tasks import Itemized, LeftOut, WrongLength
+from tba.tasks import Itemized, LeftOut, WrongLength, listed
+
+LARGEST = 1e12
+"""Largest absolute value of a reward: losses square it, in float32."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ def verdict_on(score: Any) -> Verdict:
     try:
         value = float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
-        return Rejected("not_a_number", f"a reward is {score!r}")
-    if not math.isfinite(value):
-        return Rejected("not_finite", f"a reward is {value}")
+        return Rejected("not_a_number", f"a reward is {reprlib.repr(score)}")
+    if not abs(value) <= LARGEST:  # NaN is not, either
+        return Rejected("not_finite", f"a reward is {value}; it must be between ±{LARGEST:g}")
     return score if isinstance(score, Itemized) else value
 
 
@@ -80,7 +83,7 @@ def rejection(error: BaseException) -> Rejected:
 async def finished(scores: Awaitable[Any]) -> list[Any] | Rejected:
     """Await the scores of an async function."""
     try:
-        return list(await scores)
+        return listed(await scores)
     except BaseException as error:  # untrusted: even SystemExit must not end the event loop
         return rejection(error)
 

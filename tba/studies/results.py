@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import TypeAdapter
 
+from tba.config.schema import read_json as read_whole
 from tba.runs.log import CONFIG, METRICS, SUMMARY, read, write_json
 
 STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
@@ -69,7 +70,7 @@ def read_ledger(folder: Path) -> Ledger:
 
 def read_json(path: Path) -> Any:
     """Return the contents of a JSON file; None if there is no file."""
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_whole(path) if path.is_file() else None
 
 
 def standing(run: Path) -> tuple[Status, str | None]:

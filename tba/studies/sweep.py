@@ -1,6 +1,5 @@
 """Run a study: all runs of all grids, several at once. A second call continues the first."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,13 +9,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, parse
+from tba.runs.generations import generations, recover
+from tba.runs.lock import locked
 from tba.runs.log import CHECKPOINTS, CONFIG
 from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
@@ -26,6 +27,7 @@ from tba.studies.study import Study, check_study, read_study
 
 Worker = subprocess.Popen[str]
 INTERRUPTED = 130  # exit status of a command that was ended by a signal, as in shells
+ORPHAN = 60.0  # seconds to wait for a run that a killed sweep has left
 
 
 @dataclass
@@ -76,9 +78,7 @@ class Sweep:
         idle = [number for number in range(parallel) if number not in self.running]
         for number, trial in zip(idle, waiting, strict=False):
             path = self.study.path(trial)
-            resume = any((path / CHECKPOINTS).glob("step-*"))
-            if not resume:
-                shutil.rmtree(path, ignore_errors=True)
+            resume = prepare(path)
             first = each * (number % (len(cores) // each))
             share, config = cores[first : first + each], self.configs[trial.folder]
             self.running[number] = trial, start_worker(config, resume, share, self.log(number))
@@ -138,7 +138,7 @@ def sweep(
         print(*configs, sep="\n")
         print(f"config OK (dry run): {len(configs)} runs in {study.folder}")
         return 0
-    with _lock(study.folder):
+    with locked(study.folder, "study.folder"):
         for trial in study.trials:
             if retry_failed and (study.path(trial) / FAILED).is_file():
                 shutil.rmtree(study.path(trial))
@@ -174,6 +174,20 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     return replace(trial, status=status, error=error)
 
 
+def prepare(path: Path) -> bool:
+    """Return whether there is a run to resume in a folder; remove the rest of one that is none.
+
+    A run that a killed sweep has left saves before it ends: it is waited for.
+    """
+    if path.exists():
+        with locked(path, wait=ORPHAN):
+            recover(path / CHECKPOINTS)
+    resume = bool(generations(path / CHECKPOINTS))
+    if not resume:
+        shutil.rmtree(path, ignore_errors=True)
+    return resume
+
+
 def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) -> Worker:
     """Start or resume a run; its output goes to the file `log`.
 
@@ -195,20 +209,6 @@ def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) 
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
     return process
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of the folder: they would restart the runs of this one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another `tba sweep` uses {folder}; choose another folder with study.folder=…"
-            ) from error
-        yield
 
 
 def _farewell(carried: Sweep, command: str) -> int:

@@ -1,8 +1,9 @@
 """Tasks provide prompts and score answers. This is their contract; each other file is one task."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+import reprlib
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools
@@ -160,4 +161,14 @@ def tools_of(task: Task) -> Tools | None:
 
 
 class WrongLength(ValueError):
-    """A reward function returned a different number of rewards than it received completions."""
+    """A reward function did not return a list with one reward for each completion."""
+
+
+def listed(scores: Any) -> list[Any]:
+    """Return the rewards of a group as a list; WrongLength for what has no order or is text."""
+    if isinstance(scores, Mapping | Set | str | bytes) or not isinstance(scores, Iterable):
+        raise WrongLength(
+            f"the scoring function returned a {type(scores).__name__}, {reprlib.repr(scores)};"
+            " return a list with one number for each completion"
+        )
+    return list(scores)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tba.config.messages import check_depth
+
 Rows = list[dict[str, Any]]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -35,7 +37,7 @@ def rows(
         raise ValueError(f"{key} = {str(path)!r}: {suffix} is not one of {', '.join(SUFFIXES)}")
     try:
         table = _from_file(path) if path.is_file() else _from_hub(source, subset, split, columns)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"{key} = {source!r} cannot be read: {why};"
@@ -51,8 +53,11 @@ def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
     """
     if not table:
         raise ValueError(f"{origin} has no rows")
+    check_depth(origin, table)
     try:
-        table = json.loads(json.dumps(table, default=_plain))
+        text = json.dumps(table, default=_plain, ensure_ascii=False)
+        text.encode()  # raises for a lone surrogate, half a character, which no tokenizer takes
+        table = json.loads(text)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{origin}: {error}; keep only columns of text, numbers, lists and tables"

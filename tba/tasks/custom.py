@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 from tba.config.plugins import GIVEN
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Prepares, Scores, WrongLength
+from tba.tasks import Itemized, Prepares, Scores, WrongLength, listed
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory
@@ -117,11 +117,8 @@ class Custom(Rendering):
         return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], log)
 
     def _weighted(self, scores: Sequence[Scores], log: RewardLog) -> list[float | None]:
-        names = metric_names(self.functions)
+        names, scores = metric_names(self.functions), [listed(s) for s in scores]
         for name, of_function in zip(names, scores, strict=True):
-            if not isinstance(of_function, Sized):
-                wanted = f"a list with {log.count} rewards"
-                raise WrongLength(f"{name} returned {of_function!r}, and not {wanted}")
             if len(of_function) != log.count:
                 returned = f"{len(of_function)} rewards for {log.count} completions"
                 raise WrongLength(f"{name} returned {returned}")

@@ -1,0 +1,79 @@
+"""Generations of checkpoints on disk: which ones are complete and sound. It needs no torch.
+
+A generation is written as `.step-N` and renamed to `step-N` when it is complete. One that it
+replaces is `.replaced-step-N` meanwhile.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+REPLACED = ".replaced-"
+NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
+"""Names of the folders that a save makes; all others belong to somebody else."""
+
+
+def step_of(generation: Path) -> int:
+    return int(generation.name.rpartition("-")[2])
+
+
+def generations(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first.
+
+    A kill between the two renames of a replacement leaves `.step-N`, which is complete then.
+    """
+    names = {path.name for path in saved(folder)}
+    complete = {name for name in names if name.startswith("step-")}
+    for name in names:
+        target = name.removeprefix(REPLACED)
+        if name.startswith(REPLACED) and target not in names:
+            complete.add(f".{target}" if f".{target}" in names else name)
+    return sorted((folder / name for name in complete), key=step_of)
+
+
+def saved(folder: Path) -> set[Path]:
+    """Return the folders of all saves, complete or not."""
+    return {p for p in folder.glob("*step-*") if NAME.fullmatch(p.name) and p.is_dir()}
+
+
+def recover(folder: Path) -> None:
+    """Finish a replacement that a kill interrupted, and remove unfinished saves.
+
+    Only for the process that writes checkpoints to this folder.
+    """
+    for generation in generations(folder):
+        if generation.name.startswith("."):
+            name = generation.name.removeprefix(REPLACED).removeprefix(".")
+            generation.rename(folder / name)
+    for path in saved(folder) - {*generations(folder)}:
+        shutil.rmtree(path)
+
+
+def damage(generation: Path) -> dict[str, str]:
+    """Return the problem of each file that is not as the manifest says, by its name."""
+    try:
+        digests = dict(json.loads((generation / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return {MANIFEST: f"cannot be read ({error})"}
+    files = files_of(generation)
+    problems = dict.fromkeys(files.keys() - {MANIFEST} - digests.keys(), "is not listed")
+    for name, digest in digests.items():
+        if name not in files:
+            problems[name] = "is missing"
+        elif sha256_of(files[name]) != digest:
+            problems[name] = "differs from what was written"
+    return problems
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Return the files under the folder by their relative names."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path for path in sorted(paths)}
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

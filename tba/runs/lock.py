@@ -1,0 +1,67 @@
+"""The lock of a folder: one process at a time writes to it."""
+
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+LOCK = ".lock"
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator[None]:
+    """Create the folder if needed, and keep other processes out of it.
+
+    ValueError, which names the holder, if another process has it and keeps it for `wait` seconds.
+    The kernel releases the lock when the process ends, however it ends.
+    """
+    deadline = time.monotonic() + wait
+    with _opened(folder, key) as file:
+        while not _take(file, folder):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ValueError(
+                    f"{folder} is in use by {holder}; wait until it ends, stop it, or choose"
+                    f" another folder with {key}=…"
+                )
+            time.sleep(0.1)
+        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+
+
+def _opened(folder: Path, key: str) -> IO[str]:
+    """Open the lock file of a folder; ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / LOCK).open("a+", errors="replace")  # not "w": it names the holder
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(
+            f"{key} = {str(folder)!r} cannot be used as a folder: {why}; choose another one"
+        ) from error
+
+
+def _take(file: IO[str], folder: Path) -> bool:
+    """Lock the file, unless another process has; warn on a file system without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # such as NFS without a lock server
+        log.warning("%s cannot be locked (%s); start no second run in it", folder, error)
+    return True

@@ -1,0 +1,101 @@
+"""Damaged metrics, samples and configs are named; a sound checkpoint is resumed all the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_loop import config
+
+from tba.cli import _config
+from tba.config.schema import read_json
+from tba.run import run
+from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations
+from tba.runs.offline import export_run
+
+LINES: dict[str, Callable[[bytes], bytes]] = {
+    "bad byte": lambda line: line[:9] + b"\xff" + line[10:],
+    "cut": lambda line: line[: len(line) // 2],
+    "joined": lambda line: line + line,
+    "no table": lambda line: b"[1, 2]",
+    "no step": lambda line: line.replace(b'"step"', b'"stap"'),
+    "nested": lambda line: b"[" * 100_000,
+}
+
+CONFIGS: dict[str, Callable[[bytes], bytes]] = {
+    "bad byte": lambda text: text.replace(b'"steps"', b'"st\xffps"'),
+    "cut": lambda text: text[: len(text) // 2],
+    "unknown key": lambda text: text.replace(b'"steps"', b'"stips"'),
+    "no table": lambda text: b"[]",
+    "empty": lambda text: b"",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run(config(tiny_model, folder, "run.steps=4", "log.sample_every=1"))
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.mark.parametrize("damage", LINES)
+def test_a_damaged_line_is_named_and_left_out(
+    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = {}
+    for file in (METRICS, SAMPLES):
+        path = folder / file
+        rows, lines = read(path), path.read_bytes().split(b"\n")
+        kept[file] = [rows[0], *rows[2:]]
+        lines[1] = LINES[damage](lines[1])
+        path.write_bytes(b"\n".join(lines))
+    assert run(_config(["run.steps=5"], folder), folder).steps == 5
+    for file, rows in kept.items():
+        assert f"{folder / file}, line 2 is damaged and left out" in caplog.text
+        assert read(folder / file)[: len(rows)] == rows
+    caplog.clear()
+    assert [row["step"] for row in read(folder / METRICS) if "loss" in row][-1] == 5
+    assert not caplog.text  # the files are sound again
+
+
+@pytest.mark.parametrize("damage", CONFIGS)
+def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(
+    folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / CONFIG
+    sound = read_json(path)
+    path.write_bytes(CONFIGS[damage](path.read_bytes()))
+    export_run(folder, tmp_path / "exported")
+    assert f"DAMAGED CONFIG {path}" in caplog.text
+    assert "going on with checkpoints/step-00000004/config.json" in caplog.text
+    assert run(_config(["run.steps=5"], folder), folder).steps == 5
+    sound["run"]["steps"] = 5
+    assert read_json(path) == sound
+
+
+def test_a_damaged_config_without_a_sound_copy_is_named_with_its_line(folder: Path) -> None:
+    path = folder / CONFIG
+    text = path.read_bytes()
+    line = text[: text.index(b'"steps"')].count(b"\n") + 1
+    (folder / "checkpoints" / "step-00000004" / CONFIG).write_text("{}")  # not as the manifest says
+    path.write_bytes(CONFIGS["bad byte"](text))
+    with pytest.raises(ValueError, match=rf"config\.json is damaged in line {line}: "):
+        _config([], folder)
+    path.write_bytes(b'{\n"run": {\n"steps" 4}}')
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .* line 3 column"):
+        _config([], folder)
+
+
+def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path: Path) -> None:
+    scores = '"eval/sampled_reward": 1.0'
+    rows = ['{"step": 1, "eval/sampled_stderr": 0.5}', f'{{"step": 2, {scores}}}']
+    rows.append(f'{{"step": 3, {scores}, "eval/sampled_stderr": 0.5}}')
+    (tmp_path / METRICS).write_text("".join(f"{row}\n" for row in rows))
+    assert [row["step"] for row in read_evaluations(tmp_path)] == [3]

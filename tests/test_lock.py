@@ -1,0 +1,76 @@
+"""One process at a time writes to the folder of a run, and a killed one leaves it free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_loop import ENVIRONMENT, config
+
+from tba.run import open_run, run
+from tba.runs.lock import LOCK, locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tba.runs.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("second", ["start", "resume"])
+def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
+    tiny_model: Path, tmp_path: Path, second: str
+) -> None:
+    folder = tmp_path / "run"
+    chosen = config(tiny_model, folder, "run.steps=1", "eval.prompts=0")
+    holder = rf"{re.escape(str(folder))} is in use by process {os.getpid()} on \S+ since \d{{4}}-"
+    with open_run(chosen):
+        before = sorted(folder.iterdir())
+        with pytest.raises(ValueError, match=holder):
+            run(chosen, folder if second == "resume" else None)
+        assert sorted(folder.iterdir()) == before
+    assert run(chosen).finished
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        told = f"in use by process {holder.pid} on "
+        with pytest.raises(ValueError, match=told), locked(tmp_path):
+            pass
+        holder.kill()
+    with locked(tmp_path, wait=5.0):
+        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("tba.runs.lock.fcntl.flock", refuse)
+    with locked(tmp_path):
+        assert f"{tmp_path} cannot be locked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"), [("/dev/null", "File exists"), ("/dev/null/run", "Not a directory")]
+)
+def test_a_path_that_cannot_be_a_folder_is_refused(
+    tiny_model: Path, folder: str, why: str
+) -> None:
+    told = f"run.folder = '{folder}' cannot be used as a folder: {why}; choose another one"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        run(config(tiny_model, Path(folder)))

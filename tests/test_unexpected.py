@@ -1,0 +1,249 @@
+"""Values that nobody expects are refused in words, before anything starts or at their own cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loop import ENVIRONMENT, as_settings, config
+from test_rewards import ANSWERS, Asynchronous, Scored, judge, reasons
+from toy import Ones
+
+from tba.config.messages import DEEPEST
+from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
+from tba.models.pretrained import load_model
+from tba.replay.files import load_groups, save_groups
+from tba.run import run
+from tba.runs.checkpoint import newest
+from tba.runs.log import METRICS, read
+from tba.runs.parts import check
+from tba.runs.stop import Stop
+from tba.search.result import Rejected
+from tba.search.verdicts import LARGEST
+from tba.tasks._data import checked, rows
+from tba.tasks import WrongLength
+from tba.tasks._memory import InMemory
+from tba.tasks.custom import Custom
+from tba.types import Answer, Group, Prompt
+
+# Rewards
+
+
+@pytest.mark.parametrize("kind", [Scored, Asynchronous])
+@pytest.mark.parametrize(
+    "returned", [dict.fromkeys(range(5), 1.0), {1.0, 2.0, 3.0, 4.0, 5.0}, "12345", b"12345"]
+)
+def test_rewards_that_are_no_list_are_not_taken_for_one(returned: Any, kind: type[Scored]) -> None:
+    """The keys of a dict are no rewards, nor are the digits of a text."""
+    verdicts = judge(lambda texts: returned, kind=kind)
+    assert reasons(verdicts) == ["wrong_length"] * len(ANSWERS)
+    told = f"the scoring function returned a {type(returned).__name__}"
+    assert all(told in v.detail for v in verdicts if isinstance(v, Rejected))
+
+
+def test_a_reward_function_that_returns_a_dict_is_told() -> None:
+    def score(completions: list[str]) -> dict[int, float]:
+        return dict.fromkeys(range(len(completions)), 1.0)
+
+    task = Custom(data="", reward="", memory=InMemory(reward=(score,)))
+    with pytest.raises(WrongLength, match="returned a dict, {0: 1.0, 1: 1.0}; return a list with"):
+        task.score(Prompt("0", "count"), [Answer("a", True), Answer("b", True)])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_reward_whose_square_overflows_is_rejected(sign: int) -> None:
+    rewards = [sign * r for r in (1e308, 1e39, 1.1 * LARGEST, LARGEST, 1.0)]
+    verdicts = judge(lambda texts: rewards)
+    rejected = ["not_finite"] * 3
+    assert reasons(verdicts) == [*rejected, sign * LARGEST, float(sign)]
+
+
+class Large(Ones):
+    """Rewards are the largest that are accepted, or 1."""
+
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        return [LARGEST if "1" in a.text else 1.0 for a in answers]
+
+
+@pytest.mark.parametrize("objective", ["tb", "grpo", "ppo"])
+def test_the_largest_reward_can_be_trained_on(
+    tiny_model: Path, tmp_path: Path, objective: str
+) -> None:
+    settings = ("task=test_unexpected.Large", f"objective={objective}", "run.steps=2")
+    assert run(config(tiny_model, tmp_path / "run", *settings, "eval.prompts=0")).finished
+
+
+class Hostile:
+    """Score that raises whatever is done with it."""
+
+    def __float__(self) -> float:
+        raise ValueError("no number")
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_a_score_without_a_text_costs_its_own_sample() -> None:
+    scores = [1.0, Hostile(), 2.0, 3.0, 4.0]
+    assert reasons(judge(lambda texts: scores)) == [1.0, "not_a_number", 2.0, 3.0, 4.0]
+
+
+# Models
+
+
+def test_weights_that_are_not_finite_are_named(tiny_model: Path) -> None:
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"logits are not finite, so its weights hold NaN or inf"):
+        Policy(model, 1.0)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -10], ids=str)
+def test_weights_that_are_cut_short_are_refused_before_they_are_read(
+    tiny_model: Path, tmp_path: Path, size: int
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"policy\.model: .*model\.safetensors is damaged or cut"):
+        check(config(model, tmp_path / "run"))
+
+
+# Data
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('{"prompt": "1\\ud83d"}', "surrogates not allowed"),
+        (f'{{"prompt": "1", "x": {nested(500)}}}', f"nested more than {DEEPEST} levels deep"),
+        (f'{{"prompt": "1", "x": {nested(100_000)}}}', "cannot be read: maximum recursion depth"),
+    ],
+    ids=["half a character", "500 levels", "100,000 levels"],
+)
+def test_rows_that_nothing_could_be_done_with_are_refused(
+    tmp_path: Path, row: str, told: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(f"{row}\n")
+    with pytest.raises(ValueError, match=r"task\.data = ") as error:
+        rows("task.data", str(tmp_path / "data.jsonl"), "train")
+    assert told in str(error.value)
+
+
+def test_rows_that_hold_themselves_are_refused() -> None:
+    row: dict[str, Any] = {"prompt": "1"}
+    row["x"] = [row, row]
+    with pytest.raises(ValueError, match="nested more than"):
+        checked("data=", [row])
+
+
+def test_what_is_nested_less_deeply_can_be_saved(tmp_path: Path, groups: list[Group]) -> None:
+    text = f'{{"prompt": "1", "x": {nested(DEEPEST - 2)}}}'
+    (row,) = checked("data=", [json.loads(text)])
+    prompt = Prompt("0", "1", {"x": row["x"]})
+    save_groups([Group(prompt, groups[0].prompt_tokens, ())], tmp_path / "file")
+    assert load_groups(tmp_path / "file")[0].prompt == prompt
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"task = {nested(5000)}", "run.toml is nested too deeply; flatten it"),
+        (f"[task]\nuse = 'custom'\ndata = {nested(100)}", "the config is nested more than"),
+        (f"[{'task.' * 5000}x]\ny = 1", "the config is nested more than"),
+        (f"[run]\nfolder.{'a.' * 300}b = 1", "the config is nested more than"),
+    ],
+    ids=["lists", "some lists", "tables", "keys"],
+)
+def test_a_config_that_is_nested_deeply_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "run.toml")
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (f"run.steps={nested(5000)}", "expected an integer, got text"),
+        (f"run.{'a.' * 5000}b=1", "the config is nested more than"),
+    ],
+    ids=["value", "key"],
+)
+def test_a_setting_that_is_nested_deeply_is_refused(setting: str, told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load(None, [setting])
+    assert told in str(error.value)
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"[run]\nfolder = '\xff'\n")
+    with pytest.raises(ValueError, match=r"run\.toml: 'utf-8' codec can't decode byte 0xff"):
+        load(tmp_path / "run.toml")
+
+
+# Standard output
+
+
+def test_a_run_whose_output_nobody_reads_saves_and_ends_cleanly(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As `tba train | head -n 2` does."""
+    folder = tmp_path / "run"
+    chosen = config(tiny_model, folder, "run.steps=100000", "log.console=plain")
+    command = [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            told = process.stderr.read()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert "standard output was closed" in told and "Traceback" not in told
+    saved = json.loads((newest(folder / "checkpoints") / "state.json").read_text())["progress"]
+    steps = [row["step"] for row in read(folder / METRICS) if "loss" in row]
+    assert saved["step"] == max(steps, default=0)
+
+
+def test_output_that_would_block_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward may start a program that sets the pipe they share to non-blocking, as node does."""
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    received: list[str] = []
+
+    def receive() -> None:
+        with os.fdopen(source) as file:
+            received.extend(file)
+
+    lines = [f"{i} {'x' * 1000}" for i in range(300)]  # more than a pipe holds
+    reader = threading.Timer(0.3, receive)
+    reader.start()
+    with os.fdopen(sink, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        stop = Stop()
+        for line in lines:
+            stop.print(line)
+    reader.join(10)
+    assert received == [f"{line}\n" for line in lines] and not stop.requested
