@@ -17,6 +17,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.console import Console, open_console
 from tba.runs.parts import Parts, check
+from tba.runs.provenance import record_session
 from tba.runs.resumed import check_resumed
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
@@ -71,7 +72,7 @@ class Run:
         self.searchers.reset_reference(self.trainer.reference(version=self.step))
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Write the metrics of a step, finished evaluations, and a sample if one is due."""
+        """Write the metrics of a step, finished evaluations, and a group if one is due."""
         totals = self.tracker.step(self.step - 1, groups, self.buffer, self.searchers.stats)
         parts = by_part(self.parts.task, groups)
         row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
@@ -80,12 +81,17 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            t, text = groups[0].trajectories[0], self.parts.text
-            prompt = text.decode(groups[0].prompt_tokens)
-            completion = text.shown(t, self.config.sampling.stop)
+            self._log_group(groups[0])
+
+    def _log_group(self, group: Group) -> None:
+        """Write the completions of a group, each once however often it was drawn."""
+        text, stop = self.parts.text, self.config.sampling.stop
+        prompt = text.decode(group.prompt_tokens)
+        for t in {id(t): t for t in group.trajectories}.values():
+            completion = text.shown(t, stop)
             self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-            if not self.parts.held_out:  # else the console follows a held-out prompt
-                self.console.sample(prompt, completion, t.reward)
+        if not self.parts.held_out:  # else the console follows a held-out prompt
+            self.console.sample(prompt, completion, t.reward)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -210,6 +216,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     keep, deadline = c.checkpoint.keep, c.checkpoint.deadline
     checkpoints = checkpoint.Checkpoints(folder / log.CHECKPOINTS, keep, deadline)
     closing.enter_context(checkpoints)
+    record_session(folder, progress.step, trainer.policy.model)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     job = SearchJob(parts.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed)

@@ -29,7 +29,7 @@ RAY = ("ray", "actor", "handle", "cluster", "bind")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/log.py"},
-    "matplotlib": {"report/draw.py", "report/runs.py", "report/study.py"},
+    "matplotlib": {"report/draw.py", "report/study.py"},
     "peft": {"models/lora.py"},
     "liger_kernel": {"models/acceleration.py"},
     "math_verify": {"tasks/math.py"},

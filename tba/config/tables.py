@@ -294,4 +294,4 @@ class LogTable(Table):
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
     wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = key("tba", "name of the Weights & Biases project")
-    sample_every: Count = key(20, "write a sample to samples.jsonl every N steps; 0: none")
+    sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")

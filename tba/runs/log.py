@@ -11,7 +11,7 @@ from typing import Any
 from tba.config.schema import Config
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
-CHECKPOINTS = "checkpoints"
+SESSIONS, CHECKPOINTS = "sessions.jsonl", "checkpoints"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
