@@ -43,13 +43,16 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart("loss", ("loss",)),
             Chart("gradient norm", ("grad_norm",), "positive"),
             Chart("learning rate", ("learning_rate",), "positive"),
-            Chart("KL to the reference (nats per token)", ("kl",)),
+            Chart("KL to the reference (k3, nats per token)", ("kl",), "positive"),
             Chart("log(pi / ref) of the batches (nats per response)", ("log_ratio",)),
             Chart("entropy (nats per token)", ("entropy",), "positive"),
             Chart("effective sample size (share of K)", ("off_policy/ess",), "share"),
             Chart("ratios pi / mu outside the clip range", ("clip_ratio",), "share"),
             Chart("|log(pi / mu)| (nats per response)", ("off_policy/log_ratio",), "positive"),
-            Chart("log-prob gap, engine − trainer, after a sync", ("sync/logp_gap",), "positive"),
+            Chart(
+                "log-prob gap, engine to trainer (nats)", ("sync/logp_gap", "sync/logp_gap_max"),
+                "positive", ("mean", "worst"),
+            ),
         ),
     ),
     "Training batches": (
@@ -59,7 +62,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart("lag (steps)", LAG, "positive", ("mean", "max")),
             Chart("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
             Chart("response length (tokens)", ("completions/mean_length",), "positive"),
-            Chart("responses cut off", ("completions/clipped_ratio",), "share"),
+            Chart("cut-off responses", ("completions/clipped_ratio",), "share"),
             Chart("groups with equal rewards", ("frac_reward_zero_std",), "share"),
         ),
     ),
@@ -86,6 +89,12 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart(
                 "waits (share of the time)", ("wait/trainer", "wait/searchers"), "share",
                 ("trainer", "searchers"),
+            ),
+            Chart("samples per second", ("samples_per_second",), "positive"),
+            Chart(
+                "samples per second of an engine",
+                ("engine/samples_per_second", "engine/samples_per_second_min"), "positive",
+                ("mean", "slowest"),
             ),
             Chart("optimizer step (s)", ("step_time",), "positive"),
             Chart(

@@ -70,6 +70,7 @@ class Record:
             trained_on = s["kind"] == "train"
             own = groups.setdefault((s["kind"], s["prompt"], s["step"] if trained_on else None), {})
             shown = {name: s[name] for name in ("step", "version", "reward", "completion")}
+            shown["notes"] = s.get("notes", {})  # of reward functions
             own[len(own) if trained_on else s["step"]] = shown  # an evaluation may be repeated
         return [
             {"kind": kind, "prompt": prompt, "completions": list(own.values())}

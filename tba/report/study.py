@@ -55,7 +55,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         shown = {kind: figure for kind, figure in drawn.items() if figure is not None}
         figures |= {f"{grid}_{kind}": figure for kind, figure in shown.items()}
         runs = layout.rows[["folder", "status"]].to_dict("records")
-        links = [{**run, "link": _link(folder / run["folder"], page)} for run in runs]
+        links = [{**run, "link": link_to(folder / run["folder"], page)} for run in runs]
         sections.append({"name": grid, "figures": list(shown), "runs": links, **section(layout)})
     metric = rows["metric"][0].replace("_", " ")
     facts = {
@@ -68,7 +68,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     return write_page(page, "study.html", values, figures)
 
 
-def _link(run: Path, page: Path) -> str:
+def link_to(run: Path, page: Path) -> str:
     """Return the link from the study to the page of a run or, if it has none, to its folder."""
     own = run / "report" / "index.html"
     return quote(relpath(own if own.is_file() else run, page))

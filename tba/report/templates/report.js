@@ -185,7 +185,8 @@ const filter = document.getElementById("filter");
 const more = document.getElementById("more");
 let matching = [], shownGroups = 0;
 
-const ageOf = (completion) => completion.step - completion.version;
+// Steps between the weights that began a completion and those that the batch trained.
+const ageOf = (completion) => Math.max(0, completion.step - 1 - completion.version);
 
 // The groups of which a completion passes the filter, with those that do.
 function matches() {
@@ -217,8 +218,9 @@ function shownCompletion(completion, kind, kept) {
   const reward = completion.reward === null ? "not scored" : `reward ${short(completion.reward)}`;
   const held = completion.step === 0 ? "before training" : `at step ${completion.step}`;
   const when = kind === "eval" ? held : `age ${ageOf(completion)}, weights of step ${completion.version}`;
+  const notes = Object.entries(completion.notes).map(([name, value]) => ` · ${name} ${typeof value === "number" ? short(value) : value}`);
   return element("div", { className: kept ? "completion" : "completion other" },
-    element("p", { className: "chip" }, `${reward} · ${when}${kept ? "" : " · does not match"}`),
+    element("p", { className: "chip" }, `${reward} · ${when}`, ...notes, kept ? "" : " · does not match"),
     element("div", { className: "text" }, completion.completion));
 }
 
