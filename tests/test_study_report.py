@@ -159,7 +159,8 @@ def test_the_page_loads_nothing(folder, page):
 
 def test_the_page_links_to_its_runs(folder, page, tmp_path):
     """To the page of a run, where there is one, or else to its folder."""
-    name, link = "lags/use=tb,publish_every=1,seed=0", "../lags/use%3Dtb%2Cpublish_every%3D1%2Cseed%3D0"
+    name = "lags/use=tb,publish_every=1,seed=0"
+    link = "../lags/use%3Dtb%2Cpublish_every%3D1%2Cseed%3D0"
     assert f'<li><a href="{link}">{name}</a>: finished</li>' in page
     assert (folder / "report" / unquote(link)).samefile(folder / name)
     assert "<li>lags/use=rloo,publish_every=4,seed=1: pending</li>" in page

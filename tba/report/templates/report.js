@@ -25,7 +25,7 @@ function short(value, form) {
   if (form === "share") return `${+(100 * value).toPrecision(4)}%`;
   const size = Math.abs(value);
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
-  return size > 0 && size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(5)}`;
+  return size > 0 && size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(size >= 1e4 ? 7 : 5)}`;
 }
 
 // Means over a centred window of a twenty-fifth of the run; gaps are left out.
