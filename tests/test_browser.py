@@ -33,8 +33,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the demo, in this process."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     settings = [
-        f"run.folder={folder}", "runtime.use=local", "run.steps=30", "eval.prompts=16", "eval.every=10",
-        "log.sample_every=5", "log.console=off", "log.tensorboard=false", "reward.isolate=thread",
+        f"run.folder={folder}", "runtime.use=local", "run.steps=30", "eval.prompts=16",
+        "eval.every=10", "log.sample_every=5", "log.console=off", "log.tensorboard=false",
+        "reward.isolate=thread",
     ]  # fmt: skip
     run(load(DEFAULT, settings))
     return folder
