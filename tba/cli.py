@@ -122,9 +122,9 @@ def evaluate(
 @app.command()
 def report(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
-    out: Annotated[Path | None, Option(help="Folder for the page and its figures.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
 ) -> None:
-    """Write a self-contained HTML report, and its figures as PNG."""
+    """Write a report: one HTML page that needs no network; of a study, also its figures as PNG."""
     from tba.report import report as draw
 
     print(draw(runs, out))

@@ -21,6 +21,7 @@ from tba.runs.console import Console, open_console
 from tba.runs.generations import recover
 from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
+from tba.runs.provenance import record_session
 from tba.runs.resumed import check_resumed, check_step, read_config
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
@@ -79,7 +80,7 @@ class Run:
         self.searchers.reset_reference(self.trainer.reference(version=self.step))
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Write the metrics of a step, finished evaluations, and a sample if one is due."""
+        """Write the metrics of a step, finished evaluations, and a group if one is due."""
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
@@ -92,12 +93,17 @@ class Run:
         self.log_evaluations()
         every = self.config.log.sample_every
         if loop.due(self.step, every) or (every and self.step == 1):
-            t, text = groups[0].trajectories[0], self.parts.text
-            prompt = text.decode(groups[0].prompt_tokens)
-            completion = text.shown(t, self.config.sampling.stop)
+            self._log_group(groups[0])
+
+    def _log_group(self, group: Group) -> None:
+        """Write the completions of a group, each once however often it was drawn."""
+        text, stop = self.parts.text, self.config.sampling.stop
+        prompt = text.decode(group.prompt_tokens)
+        for t in {id(t): t for t in group.trajectories}.values():
+            completion = text.shown(t, stop)
             self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
-            if not self.parts.held_out:  # else the console follows a held-out prompt
-                self.console.sample(prompt, completion, t.reward)
+        if not self.parts.held_out:  # else the console follows a held-out prompt
+            self.console.sample(prompt, completion, t.reward)
 
     def warn(self, texts: list[str]) -> None:
         """Show warnings."""
@@ -248,6 +254,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))
+    record_session(folder, progress.step, trainer.policy.model)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     setup, groups = parts.search_setup(), c.trainer.groups

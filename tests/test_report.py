@@ -1,8 +1,12 @@
 """The report of runs: one page without links, for a run in any state."""
 
+import base64
+import hashlib
 import json
 import re
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,11 +14,19 @@ import pytest
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.runs import FIGURES, smooth
-from tba.runs.log import CONFIG, SAMPLES, SUMMARY, Journal
+from tba.report.charts import POINTS, columns
+from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, Journal
 
 SCRIPT = "<script>alert('7')</script>"
 HALF_A_PAIR = "\ud83d"
+STARTED = {
+    "started": "2026-01-02T03:04:05+00:00", "step": 0, "command": "tba train 'run.folder=a b'",
+    "commit": "1a2b3c-dirty", "versions": {"python": "3.12.1", "torch": "2.9.1"},
+    "system": "Linux", "hardware": ["2 cores", "24 GiB"],
+    "parameters": 1_234_567, "trained_parameters": 89,
+}  # fmt: skip
+RESUMED = {**STARTED, "step": 7, "commit": None}
+QUIET = Config.model_validate({"log": {"tensorboard": False}})
 
 
 def write(
@@ -99,11 +111,10 @@ def summarize(path: Path, finished: bool, steps: int) -> None:
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = write(tmp_path_factory.mktemp("runs") / "alone")
     summarize(run, finished=True, steps=12)
+    (run / SESSIONS).write_text("".join(json.dumps(s) + "\n" for s in (STARTED, RESUMED)))
     drawn = report([run])
     assert drawn == run / "report" / "index.html"
-    assert {p.name for p in drawn.parent.glob("*.png")} == {
-        f"{name}.png" for name in ("reward", *FIGURES)
-    }
+    assert [p.name for p in drawn.parent.iterdir()] == ["index.html"]
     return drawn.read_text()
 
 
@@ -143,28 +154,107 @@ def fact(html: str, label: str) -> list[str]:
     return re.findall(r"<td>(.*?)</td>", row[1].replace("\N{NO-BREAK SPACE}", " "))
 
 
-def test_the_page_loads_nothing(page, comparison):
-    for html, figures in ((page, len(FIGURES) + 1), (comparison, len(FIGURES) + 2)):
-        assert not re.search(r"https?://|<script|<link|@import", html)
-        assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", html)) == {
-            "data:image/png;base64"
-        }
-        assert html.count("<img") == figures
+def data(html: str) -> list[dict[str, Any]]:
+    """The runs as the script of the page reads them."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
+    return json.loads(text)["runs"]
 
 
-def test_early_and_late_completions_of_a_prompt_stand_side_by_side(page):
-    row = re.search(r"<tr><td><div class=\"text\">17\+5=</div></td>(.*?)</tr>", page, re.DOTALL)
-    assert row and re.findall(r"<div class=\"text\">(.*?)</div>", row[1], re.DOTALL) == [
-        "held out\n  0",
-        "held out\n  12",
+def charts(html: str) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in re.findall(r"data-chart='(.*?)'", html)]
+
+
+def test_the_page_loads_nothing_and_runs_no_script_but_its_own(page, comparison):
+    for html in (page, comparison):
+        assert not re.search(r"<link|<img|@import|url\(|\ssrc\s*=|\shref\s*=", html)
+        *_, own = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', html)
+        assert policy.startswith("default-src 'none'; ")
+        assert policy.endswith(f"; script-src 'sha256-{digest}'")
+        assert "Permission is hereby granted" in html  # the licence of uPlot
+
+
+def test_all_stored_completions_of_a_prompt_stand_together(page):
+    held_out, trained_on = data(page)[0]["groups"]
+    assert (held_out["kind"], held_out["prompt"]) == ("eval", "17+5=")
+    shown = [(c["step"], c["completion"]) for c in held_out["completions"]]
+    assert shown == [(v, f"held out\n  {v}") for v in (0, 5, 12)]
+    assert (trained_on["kind"], trained_on["prompt"]) == ("train", "8+9=")
+    assert trained_on["completions"] == [
+        {"step": 3, "version": 2, "reward": None, "completion": SCRIPT, "notes": {}}
     ]
-    assert "Before training" in page and "At step 12" in page
+
+
+def test_completions_of_a_batch_are_a_group_and_of_another_step_another(tmp_path):
+    run = write(tmp_path / "run", evaluations=())
+    journal = Journal(run, QUIET)
+    for step, completion in ((4, "a"), (4, "b"), (8, "a")):
+        journal.sample(step, "train", "8+9=", completion, 1.0, step - 1)
+    groups = data(report([run]).read_text())[0]["groups"]
+    texts = [[c["completion"] for c in group["completions"]] for group in groups]
+    assert texts == [[SCRIPT], ["a", "b"], ["a"]]
 
 
 def test_a_completion_is_text_and_never_markup(page, comparison):
-    assert "&lt;script&gt;alert(&#39;7&#39;)&lt;/script&gt;" in page
-    assert "not scored" in page
-    assert f"&#{ord(HALF_A_PAIR)};" in comparison
+    assert "<script>alert" not in page and r"\u003cscript\u003ealert" in page
+    assert data(comparison)[1]["groups"][-1]["completions"][0]["completion"] == HALF_A_PAIR
+
+
+def test_charts_are_those_that_have_data(page, comparison):
+    shown = {metric for chart in charts(page) for metric in chart["metrics"]}
+    assert {"reward", "kl", "entropy", "off_policy/lag_mean", "eval/sampled_pass@1"} <= shown
+    assert shown.isdisjoint({"sync/logp_gap", "buffer/short_groups", "eval/sampled_win_rate"})
+    assert "searchers/restarts" not in data(page)[0]["steps"]
+    steps = data(page)[0]["steps"]
+    assert steps["reward"] == [step / 10 for step in range(1, 13)]
+    assert "sync/logp_gap" not in steps  # no step has it
+
+
+def test_each_reward_function_and_each_unknown_metric_has_a_chart(tmp_path):
+    run = write(tmp_path / "run", evaluations=())
+    row = {"time": 30.0, "samples_generated": 500, "samples_trained": 400, "ppo/value_error": 0.5}
+    row |= {"rewards/format/mean": 0.5, "rewards/format/std": 0.25, "reward": 1.0}
+    Journal(run, QUIET).row(13, row)
+    html = report([run]).read_text()
+    by_title = {chart["title"]: chart for chart in charts(html)}
+    assert by_title["format, mean ± standard deviation"]["spread"] == ["rewards/format/std"]
+    assert "ppo/value_error" in by_title and "rewards/format/std" not in by_title
+    assert html.index("<h2>Reward functions") < html.index("<h2>All other metrics")
+
+
+def test_a_long_run_is_drawn_as_means_of_neighbouring_steps():
+    table = pd.DataFrame({"step": np.arange(1.0, 4001), "reward": np.tile([0.0, 1.0], 2000)})
+    drawn = columns(table)
+    assert len(drawn["step"]) == POINTS and drawn["step"][:2] == [2.5, 6.5]
+    assert set(drawn["reward"]) == {0.5}
+    assert columns(pd.DataFrame({"a": [1.0, nan], "b": [nan, nan]})) == {"a": [1.0, None]}
+
+
+def test_the_page_tells_how_each_session_was_started(page):
+    for text in (
+        "2026-01-02T03:04:05+00:00",
+        "Resumed at step 7",
+        "tba train &#39;run.folder=a b&#39;",
+        "1a2b3c-dirty",
+        "not in a repository",
+        "python 3.12.1, torch 2.9.1",
+        "2 cores, 24 GiB; Linux",
+        "1,234,567, of which 89 are trained",
+    ):
+        assert text in page, text
+
+
+def test_warnings_of_the_summary_are_shown(tmp_path):
+    run = write(tmp_path / "run")
+    summarize(run, finished=True, steps=12)
+    assert "Warnings" not in report([run]).read_text()
+    told = ["62% of the groups had equal rewards; <b>raise</b> sampling.samples"]
+    summary = json.loads((run / SUMMARY).read_text())
+    (run / SUMMARY).write_text(json.dumps({**summary, "warnings": told}))
+    html = report([run]).read_text()
+    assert "<h2>Warnings</h2>" in html
+    assert "&lt;b&gt;raise&lt;/b&gt; sampling.samples" in html
 
 
 def test_the_facts_of_a_finished_run_are_those_of_its_summary(page):
@@ -185,6 +275,8 @@ def test_several_runs_are_compared(comparison):
         name in comparison
         for name in ("Comparison of 4 runs", "steady", "_costs_$5", "ungraded", "resumed")
     )
+    differences = comparison.index("objective.beta<")
+    assert differences < comparison.index(">Training reward, first")
     assert fact(comparison, "Training reward, first → last tenth") == [
         "0.150 → 1.150",
         "0.100 → 0.400",
@@ -212,11 +304,12 @@ def test_runs_are_compared_by_reward_where_one_has_no_pass_rate(comparison):
     assert "Held-out pass@1" not in comparison
 
 
-def test_an_evaluation_set_has_its_own_scores_and_figure(page, comparison):
+def test_an_evaluation_set_has_its_own_scores_and_chart(page, comparison):
     """Its pass rate is shown, though one of the other runs has none."""
     passed = "10.0% ± 10.0% → 70.0% ± 70.0%"
     assert fact(comparison, "hard pass@1, sampled") == [passed, "–", "–", "–"]
-    assert "Evaluation sets and parts" in comparison and "Evaluation sets" not in page
+    titles = [[chart["title"] for chart in charts(html)] for html in (page, comparison)]
+    assert "hard pass@1" not in titles[0] and "hard pass@1" in titles[1]
 
 
 def test_the_facts_of_an_unfinished_run_are_those_of_its_steps(comparison):
@@ -242,8 +335,3 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
     with pytest.raises(ValueError, match="no metrics yet; type"):
         report([run])
 
-
-def test_smoothing_keeps_a_constant_and_leaves_gaps_out():
-    values = pd.Series(np.where(np.arange(200) % 7 == 3, np.nan, 2.5))
-    np.testing.assert_allclose(smooth(values), 2.5)
-    assert smooth(pd.Series([np.nan] * 3)).isna().all()

@@ -7,13 +7,14 @@ import re
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from urllib.parse import unquote
 
 import pandas as pd
 import pytest
 
 from tba.report import report
 from tba.report.layout import Layout, lay_out, panels
-from tba.report.study import pareto, report_study, styles_for
+from tba.report.study import link_to, pareto, report_study, styles_for
 from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
 from tba.studies.study import read_study
 
@@ -146,9 +147,7 @@ def cells(page: str, *begin: str) -> list[str]:
 
 def test_the_page_loads_nothing(folder, page):
     assert not re.search(r"https?://|<script|<link|@import", page)
-    assert set(re.findall(r"""(?:src|href)\s*=\s*["']([^"',]*)""", page)) == {
-        "data:image/png;base64"
-    }
+    assert set(re.findall(r"""src\s*=\s*["']([^"',]*)""", page)) == {"data:image/png;base64"}
     names = {
         f"{grid}_{figure}"
         for grid in ("lags", "rates", "faulty")
@@ -156,6 +155,19 @@ def test_the_page_loads_nothing(folder, page):
     } - {"faulty_against", "faulty_fronts"}
     assert {p.stem for p in (folder / "report").glob("*.png")} == names
     assert page.count("<img") == len(names)
+
+
+def test_the_page_links_to_its_runs(folder, page, tmp_path):
+    """To the page of a run, where there is one, or else to its folder."""
+    name = "lags/use=tb,publish_every=1,seed=0"
+    link = "../lags/use%3Dtb%2Cpublish_every%3D1%2Cseed%3D0"
+    assert f'<li><a href="{link}">{name}</a>: finished</li>' in page
+    assert (folder / "report" / unquote(link)).samefile(folder / name)
+    assert "<li>lags/use=rloo,publish_every=4,seed=1: pending</li>" in page
+    drawn = tmp_path / "a b" / "report" / "index.html"
+    drawn.parent.mkdir(parents=True)
+    drawn.touch()
+    assert link_to(tmp_path / "a b", tmp_path / "report") == "../a%20b/report/index.html"
 
 
 def test_a_grid_without_finished_runs_has_a_table_and_no_curves(tmp_path):

@@ -15,7 +15,7 @@ class LogTable(Table):
     trackio: bool = key(
         False, "log to trackio as well, a local dashboard (pip install -e '.[trackio]')"
     )
-    sample_every: Count = key(20, "write a sample to samples.jsonl every N steps; 0: none")
+    sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")
 
 
 class WarnTable(Table):

@@ -1,4 +1,4 @@
-"""Reports of runs and of studies: an HTML page without external files, and its figures as PNGs.
+"""Reports of runs and of studies: an HTML page without external files.
 
 This package imports no torch, so that a report is drawn within seconds.
 """
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.report.runs import report_runs
-from tba.report.study import report_study
 from tba.studies.results import STUDY
 
 __all__ = ["report"]
@@ -23,4 +22,6 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
             f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`,"
             " and report the other folders separately"
         )
+    from tba.report.study import report_study  # imports matplotlib
+
     return report_study(studies[0].expanduser(), out)

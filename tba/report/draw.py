@@ -1,14 +1,14 @@
-"""Parts that all reports share: colours, axes, numbers, pictures and the HTML page."""
+"""Parts that all figures of a study share: colours, axes, and the page that contains them."""
 
 import base64
 from collections.abc import Mapping
-from math import isnan
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from tba.report import page
 
 # after Okabe and Ito, for colour-blind readers
 COLOURS = (
@@ -46,17 +46,6 @@ def short(value: float, _: float) -> str:
     return f"{value / 1e3:g}k" if size >= 1e3 else f"{value:g}"
 
 
-def number(value: float, form: str) -> str:
-    """Format a number that may be missing (NaN)."""
-    return "–" if isnan(value) else form.format(value)
-
-
-def with_stderr(mean: float, stderr: float, form: str) -> str:
-    """Format a mean and its standard error, each of which may be missing (NaN)."""
-    error = "" if isnan(stderr) else f" ± {form.format(stderr)}"
-    return number(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
-
-
 def write_page(folder: Path, template: str, values: Mapping[str, Any], figures: Figures) -> Path:
     """Write `index.html`, which contains the figures, and each figure as `NAME.png`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,11 +54,4 @@ def write_page(folder: Path, template: str, values: Mapping[str, Any], figures: 
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=150)
         pictures[name] = base64.b64encode(path.read_bytes()).decode()
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    text = environment.get_template(template).render(**values, pictures=pictures)
-    page = folder / "index.html"
-    page.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # for half surrogate pairs
-    return page
+    return page.write_page(folder, template, {**values, "pictures": pictures})

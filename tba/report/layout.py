@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tba.report.draw import with_stderr
+from tba.report.page import with_stderr
 from tba.studies.results import SEED, curve, phrase, read_metrics
 
 COLUMNS = {

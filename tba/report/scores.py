@@ -8,7 +8,7 @@ from math import nan
 
 import pandas as pd
 
-from tba.report.draw import with_stderr
+from tba.report.page import with_stderr
 from tba.studies.results import Row
 
 MODES = ("sampled", "greedy")

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
+from os.path import relpath
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -32,7 +34,7 @@ STYLES: list[dict[str, Any]] = [
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
     """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
-    ledger, rows = read_ledger(folder), write_results(folder)
+    ledger, rows, page = read_ledger(folder), write_results(folder), out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
     if begun.empty:
         raise ValueError(
@@ -52,7 +54,9 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         }
         shown = {kind: figure for kind, figure in drawn.items() if figure is not None}
         figures |= {f"{grid}_{kind}": figure for kind, figure in shown.items()}
-        sections.append({"name": grid, "figures": list(shown), **section(layout)})
+        runs = layout.rows[["folder", "status"]].to_dict("records")
+        links = [{**run, "link": link_to(folder / run["folder"], page)} for run in runs]
+        sections.append({"name": grid, "figures": list(shown), "runs": links, **section(layout)})
     metric = rows["metric"][0].replace("_", " ")
     facts = {
         "Runs": str(len(rows)),
@@ -61,7 +65,13 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
     }
     values = {"name": ledger.name, "facts": facts, "sections": sections, "metric": metric}
-    return write_page(out or folder / "report", "study.html", values, figures)
+    return write_page(page, "study.html", values, figures)
+
+
+def link_to(run: Path, page: Path) -> str:
+    """Return the link from the study to the page of a run or, if it has none, to its folder."""
+    own = run / "report" / "index.html"
+    return quote(relpath(own if own.is_file() else run, page))
 
 
 def styles_for(values: Iterable[Any]) -> Styles:

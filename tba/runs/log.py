@@ -13,7 +13,7 @@ from tba.runs.generations import generations
 from tba.runs.sinks import open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
-CHECKPOINTS = "checkpoints"
+SESSIONS, CHECKPOINTS = "sessions.jsonl", "checkpoints"
 
 log = logging.getLogger(__name__)
 

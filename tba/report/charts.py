@@ -1,0 +1,185 @@
+"""Charts on the page of runs: which metrics stand together, and their numbers as JSON."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isnan, nan
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from tba.report.scores import MODES, names
+
+AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
+"""Columns that the chart of rewards is drawn over, and their names on the switch."""
+POINTS = 1000
+"""Largest number of points of a line. Those of longer runs are means over several steps."""
+EACH_REWARD = re.compile(r"rewards/(.+)/mean")
+OTHERS = "All other metrics"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a few metrics, each with its own dashes, and ± its `spread`.
+
+    The axis of `number` fits the values; others begin at 0. Metrics of steps are smoothed, unless
+    they are counts. Evaluations are points.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    form: Literal["number", "positive", "share", "count"] = "number"
+    labels: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
+
+
+LAG = ("off_policy/lag_mean", "off_policy/lag_max")
+SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
+    "Optimisation": (
+        "Each step of the optimizer. In a sound run the effective sample size stays high, and"
+        " neither KL nor gradient norm runs away.",
+        (
+            Chart("loss", ("loss",)),
+            Chart("gradient norm", ("grad_norm",), "positive"),
+            Chart("learning rate", ("learning_rate",), "positive"),
+            Chart("KL to the reference (k3, nats per token)", ("kl",), "positive"),
+            Chart("log(pi / ref) of the batches (nats per response)", ("log_ratio",)),
+            Chart("entropy (nats per token)", ("entropy",), "positive"),
+            Chart("effective sample size (share of K)", ("off_policy/ess",), "share"),
+            Chart("ratios pi / mu outside the clip range", ("clip_ratio",), "share"),
+            Chart("|log(pi / mu)| (nats per response)", ("off_policy/log_ratio",), "positive"),
+            Chart(
+                "log-prob gap, engine to trainer (nats)", ("sync/logp_gap", "sync/logp_gap_max"),
+                "positive", ("mean", "worst"),
+            ),
+        ),
+    ),
+    "Training batches": (
+        "The trajectories in the batch of each step. Lag is the age, in steps, of the weights that"
+        " generated them.",
+        (
+            Chart("lag (steps)", LAG, "positive", ("mean", "max")),
+            Chart("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
+            Chart("response length (tokens)", ("completions/mean_length",), "positive"),
+            Chart("cut-off responses", ("completions/clipped_ratio",), "share"),
+            Chart("groups with equal rewards", ("frac_reward_zero_std",), "share"),
+        ),
+    ),
+    "Replay buffer": (
+        "Distinct responses in the buffer. Of duplicates only the newest is kept; evicted responses"
+        " made room for new ones.",
+        (
+            Chart("responses held", ("buffer/size",), "count"),
+            Chart("prompts held", ("buffer/prompts",), "count"),
+            Chart(
+                "samples", ("buffer/added", "buffer/duplicates"), "count", ("added", "duplicates")
+            ),
+            Chart(
+                "evicted", ("buffer/evicted_per_prompt", "buffer/evicted_capacity"), "count",
+                ("limit of a prompt", "capacity"),
+            ),
+            Chart("groups with repeated samples", ("buffer/short_groups",), "count"),
+            Chart("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),
+        ),
+    ),
+    "Waits and timing": (
+        "Search and training should not wait for each other: both shares should stay near zero.",
+        (
+            Chart(
+                "waits (share of the time)", ("wait/trainer", "wait/searchers"), "share",
+                ("trainer", "searchers"),
+            ),
+            Chart("samples per second", ("samples_per_second",), "positive"),
+            Chart(
+                "samples per second of an engine",
+                ("engine/samples_per_second", "engine/samples_per_second_min"), "positive",
+                ("mean", "slowest"),
+            ),
+            Chart("optimizer step (s)", ("step_time",), "positive"),
+            Chart(
+                "publishing the weights (s)", ("sync/blocked", "sync/adopted"), "positive",
+                ("trainer blocked", "until adopted"),
+            ),
+            Chart(
+                "searchers restarted, samples rejected",
+                ("searchers/restarts", "searchers/rejected"), "count", ("restarted", "rejected"),
+            ),
+        ),
+    ),
+}  # fmt: skip
+
+
+def reward_chart() -> Chart:
+    """Return the chart of rewards, of training batches and of held-out prompts."""
+    values, stderrs = zip(*(names("reward", mode) for mode in MODES), strict=True)
+    labels = ("training batches", *(f"held-out, {mode}" for mode in MODES))
+    return Chart("reward", ("reward", *values), "number", labels, ("", *stderrs))
+
+
+def sections(
+    tables: Sequence[pd.DataFrame], measures: Mapping[str, str]
+) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+    """Return for each section a sentence and the charts that have data, as JSON.
+
+    `measures` is that of `measures_of`. The last section has each metric that no other shows.
+    """
+    filled = {name for table in tables for name in table.dropna(axis=1, how="all")}
+    # a count that is always 0 has nothing to show
+    counted = {name for t in tables for name in t.replace(0, nan).dropna(axis=1, how="all")}
+    rewards = []
+    for name in sorted(filled):
+        if match := EACH_REWARD.fullmatch(name):
+            std = f"rewards/{match[1]}/std"
+            title = f"{match[1]}, mean ± standard deviation"
+            rewards.append(Chart(title, (name,), spread=(std,)))
+    held_out = _held_out(measures)
+    planned: dict[str, tuple[str, Sequence[Chart]]] = {
+        "Reward functions": ("Each reward function alone, before its weight.", rewards),
+        "Held-out prompts": ("Evaluations, with standard errors over prompts.", held_out),
+        **SECTIONS,
+    }
+    used = {*AXES, "samples_trained"}
+    for chart in (reward_chart(), *(c for _, charts in planned.values() for c in charts)):
+        used.update(chart.metrics, chart.spread)
+    others = [name for name in sorted(filled - used) if not name.endswith("stderr")]
+    planned[OTHERS] = (
+        "docs/architecture.md describes them.", [Chart(name, (name,)) for name in others]
+    )  # fmt: skip
+    shown = {}
+    for title, (about, charts) in planned.items():
+        known = [c for c in charts if {*c.metrics} & (counted if c.form == "count" else filled)]
+        if known:
+            shown[title] = (about, [asdict(chart) for chart in known])
+    return shown
+
+
+def _held_out(measures: Mapping[str, str]) -> list[Chart]:
+    """Return the charts of evaluations: of all held-out prompts, then of sets and parts."""
+    scores = []
+    for subset, measure in measures.items():
+        if subset or measure != "reward":  # else it is the chart of rewards
+            values, stderrs = zip(*(names(measure, mode, subset) for mode in MODES), strict=True)
+            form: Any = "share" if measure == "pass@1" else "number"
+            scores.append(Chart(f"{subset} {measure}".strip(), values, form, MODES, stderrs))
+    perplexity = ("eval/sampled_perplexity", "eval/greedy_perplexity")
+    wins = ("eval/sampled_win_rate", "eval/greedy_win_rate")
+    errors = tuple(f"{name}_stderr" for name in wins)
+    return [
+        *scores,
+        Chart("KL to the reference (nats per response)", ("eval/sampled_kl",), "positive"),
+        Chart("perplexity of answers", perplexity, "number", MODES),
+        Chart("win rate", wins, "share", MODES, errors),
+        Chart("distance of answers (cosine)", ("eval/sampled_distance",), "positive"),
+    ]
+
+
+def columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
+    """Return the columns of a table that have values, with at most `POINTS` rows."""
+    if len(table) > POINTS:
+        table = table.groupby(np.arange(len(table)) * POINTS // len(table)).mean()
+    filled = table.dropna(axis=1, how="all")
+    return {
+        str(name): [None if isnan(v) else float(f"{v:.6g}") for v in values.tolist()]
+        for name, values in filled.items()
+    }
