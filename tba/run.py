@@ -16,7 +16,7 @@ from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
-from tba.runs.choice import best_step, generation_of, read_scores, score_of
+from tba.runs.choice import kept_beside, read_scores, score_of
 from tba.runs.console import Console, open_console
 from tba.runs.generations import recover
 from tba.runs.lock import locked
@@ -136,15 +136,11 @@ class Run:
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
         progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
         search = self.searchers.state()
-        text, beside = self.parts.text, self.beside()
-        self.checkpoints.save(self.trainer, text, self.buffer, search, progress, beside)
-
-    def beside(self) -> set[Path]:
-        """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
-        if not self.config.checkpoint.keep_best:
-            return set()
-        steps = {best_step(self.scores), *(self.requested.keys() - self.scores.keys())}
-        return {generation_of(self.folder, step) for step in steps if step}
+        beside: set[Path] = set()
+        if self.config.checkpoint.keep_best:
+            beside = kept_beside(self.folder, self.scores, self.requested.keys())
+        parts = self.trainer, self.parts.text, self.buffer, search, progress
+        self.checkpoints.save(*parts, beside)
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
@@ -168,9 +164,8 @@ class Run:
             raise RuntimeError(f"the run failed: {error}") from error
         self.warn(self.warnings.end())
         finished = complete and self.evaluating == 0
-        stats, evaluations = self.searchers.stats, log.read_evaluations(self.folder)
-        summary = self.tracker.summary(self.step, stats, finished, evaluations)
-        summary = replace(summary, warnings=self.warnings.texts)
+        told = self.searchers.stats, finished, log.read_evaluations(self.folder)
+        summary = replace(self.tracker.summary(self.step, *told), warnings=self.warnings.texts)
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
@@ -194,11 +189,9 @@ def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = 
 
 @contextmanager
 def open_run(
-    config: Config,
-    resume: Path | None = None,
-    memory: InMemory | None = None,
+    config: Config, resume: Path | None = None, memory: InMemory | None = None,
     drop_damaged_replay: bool = False,
-) -> Iterator[Run]:
+) -> Iterator[Run]:  # fmt: skip
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     resume = resume and resume.resolve()
     with ExitStack() as closing:
@@ -230,8 +223,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     place, cluster = _places(c, console, stop, closing)
     if place.device == "cpu":
         reuse_memory()
-    compiling = "loading and compiling the model, which takes a minute or more"
-    console.phase(compiling if c.trainer.compile else "loading the model")
+    console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
@@ -249,8 +241,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         console.note(f"resumed from {generation.name}")
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    saves, table = folder / log.CHECKPOINTS, c.checkpoint
-    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, log.read_config(folder))
+    saves, table, stored = folder / log.CHECKPOINTS, c.checkpoint, log.read_config(folder)
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored)
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))
@@ -303,7 +295,6 @@ def _searchers(
     job.tell("loading the models of the searcher")
     from tba.runtime.local import LocalSearchers
 
-    if search.weights is None and step >= job.settings.publish_every:
-        newest = trainer.weights(version=step)  # a run on Ray saves none
-        search = replace(search, weights=newest)
+    if search.weights is None and step >= job.settings.publish_every:  # a run on Ray saves none
+        search = replace(search, weights=trainer.weights(version=step))
     return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)

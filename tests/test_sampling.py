@@ -23,8 +23,8 @@ from tba.models.pretrained import load_text
 from tba.run import run
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import TRUNCATED_AT_MOST, SearchStats
-from tba.search.rewards import WINDOW, RejectionMonitor
+from tba.search.rejections import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
+from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
 from tba.types import Completion, Prompt, Sampling, Trajectory, collate_tokens
 

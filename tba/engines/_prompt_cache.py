@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tba.models.cache import EVERYONE, NOBODY, takes_masks, visible
-from tba.models.pretrained import positions
+from tba.models.forward import positions
 
 IDLE = -3
 """A slot without a response."""

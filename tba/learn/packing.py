@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tba.models.cache import EVERYONE, NOBODY
-from tba.models.pretrained import positions
+from tba.models.forward import positions
 from tba.types import TokenBatch
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from tba.config.tables import PolicyTable
 from tba.types import Answer, Completion, Prompt, Trajectory
@@ -22,8 +21,6 @@ BUNDLED = Path(__file__).parent
 log = logging.getLogger(__name__)
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
-LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
-"""Logits in a chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -51,12 +48,8 @@ class Text:
             )
         else:
             try:
-                encoded = self.tokenizer.apply_chat_template(
-                    list(prompt.text),
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    **self.template_kwargs,
-                )
+                given = {**self.template_kwargs, "add_generation_prompt": True, "return_dict": True}
+                encoded = self.tokenizer.apply_chat_template(list(prompt.text), **given)
             except TemplateError as error:  # such as a system message where there is no such role
                 raise ValueError(
                     f"prompt {prompt.id!r}: the tokenizer's chat template refuses it: {error}"
@@ -304,14 +297,3 @@ def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
         return torch.cuda.is_bf16_supported()
     wide = load_config(policy).get_text_config().hidden_size >= 256
     return wide and torch.cpu._is_avx512_bf16_supported()
-
-
-def states_at_once(model: Any) -> int:
-    """Return the number of hidden states over which the LM head may run at one time."""
-    vocabulary = model.config.get_text_config().vocab_size
-    return max(1, LOGITS_AT_ONCE[model.device.type] // vocabulary)
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Return the position of each token, counted from the first real one; padding gets 0."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -1,6 +1,6 @@
 """Choice of a checkpoint: the newest one, that of a step, or the best one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from tba.replay.files import SEGMENTS
@@ -32,6 +32,12 @@ def best_step(scores: Mapping[int, float]) -> int | None:
 def generation_of(run: Path, step: int) -> Path:
     """Return the path of the checkpoint of a step, which may not exist."""
     return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:
+    """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
+    steps = {best_step(scores), *(evaluating - scores.keys())}
+    return {generation_of(run, step) for step in steps if step}
 
 
 def choose(run: Path, step: int | str | None = None) -> Path:

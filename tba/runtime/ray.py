@@ -23,7 +23,7 @@ from tba.runtime.evaluations import Evaluations, phase
 from tba.runtime.handle import Handle, Starter, Task, deadlines
 from tba.runtime.publisher import Publisher
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.rewards import RejectionMonitor
+from tba.search.rejections import RejectionMonitor
 from tba.search.searcher import LogpGapError, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Sent, Source, Weights

@@ -9,14 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tba.search.verdicts import ON_PURPOSE, TRUNCATED
+from tba.search.verdicts import ON_PURPOSE
 from tba.search.verdicts import Rejected as Rejected
 from tba.search.verdicts import Verdict as Verdict
 from tba.tasks import Itemized
 from tba.types import Group
-
-TRUNCATED_AT_MOST = 256
-"""Samples in a row that may be rejected because they are cut off, before the run stops."""
 
 
 @dataclass
@@ -113,23 +110,6 @@ class SearchStats:
     def from_counts(cls, counts: Mapping[str, Any]) -> "SearchStats":
         """Continue from what `counts` returned."""
         return TypeAdapter(cls).validate_python(counts)
-
-
-def truncated_in_a_row(before: int, stats: SearchStats) -> int:
-    """Return how many samples in a row were cut off by the token limit, and rejected for that.
-
-    RuntimeError if there are so many that nothing is left to train on.
-    """
-    count = stats.samples + stats.rollouts
-    if count == 0 or stats.rejected[TRUNCATED.reason] < count:
-        return 0
-    if before + count >= TRUNCATED_AT_MOST:
-        raise RuntimeError(
-            f"the last {before + count} samples were all cut off by sampling.max_tokens, and"
-            " rejected (sampling.truncated = reject), so that nothing is left to train on; raise"
-            " sampling.max_tokens, or set sampling.truncated=keep"
-        )
-    return before + count
 
 
 @dataclass(frozen=True)

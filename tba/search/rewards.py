@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from asyncio import run_coroutine_threadsafe
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,7 @@ from typing import Any
 
 from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess, Lost
-from tba.search.result import SearchStats, truncated_in_a_row
 from tba.search.verdicts import (
-    ON_PURPOSE,
     Rejected,
     Verdict,
     finished,
@@ -28,7 +25,7 @@ from tba.search.verdicts import (
     verdict_on,
     within,
 )
-from tba.tasks import REWARD, LeftOut, Measured, ScorerName, Task, listed, scorer_of
+from tba.tasks import REWARD, Measured, ScorerName, Task, listed, scorer_of
 
 TIMEOUTS = 2
 """Timeouts in a row after which the remaining groups are not tried."""
@@ -36,8 +33,6 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past a call's deadline after which the event loop itself counts as blocked."""
 
-WINDOW = 64
-"""Samples that must have been scored before their rejections count."""
 
 BLOCKED = Rejected(
     "timeout",
@@ -268,36 +263,3 @@ class Guard:
         """End the process, if there is one."""
         self._events.end()
         self._events.thread.join(10)
-
-
-class RejectionMonitor:
-    """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
-
-    Samples that are left out on purpose do not count, neither as rejected nor as samples.
-    """
-
-    def __init__(self, max_share: float):
-        self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
-
-    def add(self, stats: SearchStats) -> None:
-        """Add the statistics of one search; RuntimeError if too many samples were rejected."""
-        self._truncated = truncated_in_a_row(self._truncated, stats)
-        if not stats.scored:
-            return
-        self._recent.append(stats)
-        total = sum(one.scored for one in self._recent)
-        while total - self._recent[0].scored >= WINDOW:
-            total -= self._recent.popleft().scored
-        recent = SearchStats()
-        for one in self._recent:
-            recent.add(one)
-        for reason in ON_PURPOSE:
-            del recent.rejected[reason]
-        rejected = recent.rejected.total()
-        if total >= WINDOW and rejected > self._max_share * total:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
-            raise RuntimeError(
-                f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
-                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
-                f" error was:\n{recent.last_rejection}"
-            )

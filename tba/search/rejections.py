@@ -1,0 +1,61 @@
+"""When rejected samples end a run."""
+
+from collections import deque
+
+from tba.search.result import SearchStats
+from tba.search.verdicts import ON_PURPOSE, TRUNCATED
+
+WINDOW = 64
+"""Samples that must have been scored before their rejections count."""
+TRUNCATED_AT_MOST = 256
+"""Samples in a row that may be rejected because they are cut off, before the run stops."""
+
+
+class RejectionMonitor:
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
+
+    Samples that are left out on purpose do not count, neither as rejected nor as samples.
+    """
+
+    def __init__(self, max_share: float):
+        self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
+
+    def add(self, stats: SearchStats) -> None:
+        """Add the statistics of one search; RuntimeError if too many samples were rejected."""
+        self._truncated = truncated_in_a_row(self._truncated, stats)
+        if not stats.scored:
+            return
+        self._recent.append(stats)
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
+        recent = SearchStats()
+        for one in self._recent:
+            recent.add(one)
+        for reason in ON_PURPOSE:
+            del recent.rejected[reason]
+        rejected = recent.rejected.total()
+        if total >= WINDOW and rejected > self._max_share * total:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
+            raise RuntimeError(
+                f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
+                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
+                f" error was:\n{recent.last_rejection}"
+            )
+
+
+def truncated_in_a_row(before: int, stats: SearchStats) -> int:
+    """Return how many samples in a row were cut off by the token limit, and rejected for that.
+
+    RuntimeError if there are so many that nothing is left to train on.
+    """
+    count = stats.samples + stats.rollouts
+    if count == 0 or stats.rejected[TRUNCATED.reason] < count:
+        return 0
+    if before + count >= TRUNCATED_AT_MOST:
+        raise RuntimeError(
+            f"the last {before + count} samples were all cut off by sampling.max_tokens, and"
+            " rejected (sampling.truncated = reject), so that nothing is left to train on; raise"
+            " sampling.max_tokens, or set sampling.truncated=keep"
+        )
+    return before + count
