@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from test_lora import small
 from test_loop import config
+from test_lora import small
 
 import tba
 from tba.config.schema import load
@@ -153,9 +153,7 @@ def test_the_best_cannot_be_kept_without_checkpoints_of_what_is_evaluated(
     with (
         pytest.raises(ValueError, match="checkpoint.keep_best needs") as error,
         open_run(
-            config(
-                tiny_model, tmp_path / "run", *EVERY_TWO, "checkpoint.keep_best=true", *settings
-            )
+            config(tiny_model, tmp_path / "run", *EVERY_TWO, "checkpoint.keep_best=true", *settings)
         ),
     ):
         pass

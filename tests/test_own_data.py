@@ -106,7 +106,7 @@ def test_examples_from_a_file_have_the_same_columns(data: dict[str, Any], tmp_pa
     assert task.prompts()[0].text == "7+7? 14\n\n0+0?"
     (tmp_path / "shots.jsonl").write_text('{"question": "7+7?"}\n')
     with pytest.raises(ValueError, match=r"shots_data = .* has no column 'solution'"):
-        task.examples(lambda: [])
+        task.examples(list)
 
 
 def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:

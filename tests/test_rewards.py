@@ -20,8 +20,8 @@ import tba
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Rejected, SearchStats, Verdict
 from tba.search.rejections import RejectionMonitor
+from tba.search.result import Rejected, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.tasks import NEAR_DUPLICATE
 from tba.types import Answer, Prompt

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import toy_config
 from torch import Tensor
+from toy import toy_config
 
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable

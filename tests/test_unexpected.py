@@ -31,8 +31,8 @@ from tba.runs.parts import check
 from tba.runs.stop import Stop
 from tba.search.result import Rejected
 from tba.search.verdicts import LARGEST
-from tba.tasks._data import checked, rows
 from tba.tasks import WrongLength
+from tba.tasks._data import checked, rows
 from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 from tba.types import Answer, Group, Prompt

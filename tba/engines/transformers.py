@@ -19,8 +19,8 @@ from tba.config.tables import PolicyTable
 from tba.engines._choose import choose, seen_in
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
-from tba.models.lora import load_placed
 from tba.models.forward import states_at_once
+from tba.models.lora import load_placed
 from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights

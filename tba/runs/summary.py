@@ -138,6 +138,7 @@ class Tracker:
         self._arrived.append((self.seconds, samples))
         (since, before), (until, now) = self._arrived[0], self._arrived[-1]
         return (now - before) / max(1e-9, until - since)
+
     def scored(self, stats: SearchStats) -> dict[str, float]:
         """Return what the reward functions gave and logged since the last step.
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from tba.engines import EngineError
 from tba.runtime import SearchJob, SearchState
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Evaluation, SearchResult
 from tba.search.rejections import RejectionMonitor
+from tba.search.result import Evaluation, SearchResult
 from tba.search.searcher import LogpGapError, Searcher, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Source, Weights

@@ -22,8 +22,8 @@ from tba.runtime.cluster import Cluster, ObjectStore
 from tba.runtime.evaluations import Evaluations, phase
 from tba.runtime.handle import Handle, Starter, Task, deadlines
 from tba.runtime.publisher import Publisher
-from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.rejections import RejectionMonitor
+from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Sent, Source, Weights

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Sequence, Sized
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
