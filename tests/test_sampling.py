@@ -144,7 +144,7 @@ def test_vllm_needs_raw_log_probs_and_temperature_1() -> None:
         check_sampling(config(setting, raw))
         with pytest.raises(ValueError, match=rf"{name} = .*engine\.raw_logprobs=true with"):
             check_sampling(config(setting))
-        with pytest.raises(ValueError, match="raw_logprobs = true: .* temperature 1"):
+        with pytest.raises(ValueError, match=r"raw_logprobs = true: .* temperature 1"):
             check_sampling(config(setting, raw, "sampling.temperature=0.7"))
     check_sampling(config())
 
