@@ -106,11 +106,11 @@ def test_examples_from_a_file_have_the_same_columns(data: dict[str, Any], tmp_pa
     assert task.prompts()[0].text == "7+7? 14\n\n0+0?"
     (tmp_path / "shots.jsonl").write_text('{"question": "7+7?"}\n')
     with pytest.raises(ValueError, match=r"shots_data = .* has no column 'solution'"):
-        task.examples(lambda: [])
+        task.examples(list)
 
 
 def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="has no column 'prompt'.* or set task.prompt_column"):
+    with pytest.raises(ValueError, match=r"has no column 'prompt'.* or set task\.prompt_column"):
         Custom(**data | {"prompt_column": "prompt"}).prompts()
     with pytest.raises(ValueError, match="has no column 'anser'; it has question, solution"):
         Custom(**data | {"answer_column": "anser"}).prompts()
@@ -166,7 +166,7 @@ def test_arguments_of_the_chat_template(model: Model) -> None:
     before = load(None, [f"policy.model={folder}"])
     now = load(None, [f"policy.model={folder}", "policy.chat_template_kwargs.enable_thinking=true"])
     assert now.policy.chat_template_kwargs == {"enable_thinking": True}
-    with pytest.raises(ValueError, match="chat_template_kwargs = .*leave it unchanged"):
+    with pytest.raises(ValueError, match=r"chat_template_kwargs = .*leave it unchanged"):
         check_resumed(now, before)
 
 
