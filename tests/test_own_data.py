@@ -110,7 +110,7 @@ def test_examples_from_a_file_have_the_same_columns(data: dict[str, Any], tmp_pa
 
 
 def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"has no column 'prompt'.* or set task.prompt_column"):
+    with pytest.raises(ValueError, match=r"has no column 'prompt'.* or set task\.prompt_column"):
         Custom(**data | {"prompt_column": "prompt"}).prompts()
     with pytest.raises(ValueError, match="has no column 'anser'; it has question, solution"):
         Custom(**data | {"answer_column": "anser"}).prompts()

@@ -89,11 +89,11 @@ def test_the_engine_penalises_what_prompt_and_response_have(
     text = load_text(policy)
     engine = Transformers(policy, text, "cpu", False, batch_size=batch_size)
     prompts = [text.encode(Prompt(t, t)) for t in ("1+", "23=45", "7")]
-    sampling = Sampling(3, 0.8, 6, top_k=1, repetition_penalty=3.0)
+    sampling = Sampling(3, 0.8, 6, top_k=1, repetition_penalty=100.0)
     plain = engine.generate(prompts, Sampling(3, 0.8, 6, top_k=1), seed=0)
     groups, model = engine.generate(prompts, sampling, seed=0), Policy(engine.model, 0.8)
     for prompt, group in zip(prompts, groups, strict=True):
-        expected = penalised(engine.model, prompt, 6, 3.0, text.eos_ids)
+        expected = penalised(engine.model, prompt, 6, 100.0, text.eos_ids)
         assert [c.tokens.tolist() for c in group] == [expected] * 3
         logp = model.logp(collate_tokens([prompt], [[c.tokens for c in group]]))[0]
         for row, c in zip(logp, group, strict=True):
