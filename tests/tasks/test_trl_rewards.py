@@ -22,7 +22,7 @@ from tba.tasks import Itemized, Task
 from tba.tasks._call import TrainerState, metric_names
 from tba.types import Answer, Prompt
 
-REWARDS = '''
+REWARDS = """
 calls = []
 
 def ones(completions, log_extra, **columns):
@@ -57,7 +57,7 @@ def __getattr__(name):
     if name not in late:
         raise AttributeError(name)
     return late[name]
-'''
+"""
 """A module whose last two functions are loaded when they are asked for, as those of TRL."""
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
