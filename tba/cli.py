@@ -121,9 +121,7 @@ def report(
 @app.command()
 def export(
     run: Annotated[Path, Argument(help="Folder of a run.")],
-    out: Annotated[
-        Path | None, Argument(help="New folder; with --responses, a new file.")
-    ] = None,
+    out: Annotated[Path | None, Argument(help="New folder; with --responses, a new file.")] = None,
     adapter: Annotated[bool, Option("--adapter", help="LoRA: write the adapter alone.")] = False,
     responses: Annotated[
         bool, Option("--responses", help="Write the replay buffer's responses as JSONL.")

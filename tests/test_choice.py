@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from test_lora import small
 from test_loop import config
+from test_lora import small
 
 import tba
 from tba.config.schema import load
@@ -84,14 +84,14 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_p
         choose(folder, 3)
     with pytest.raises(ValueError, match="--step last: give the number of a step, or best"):
         choose(folder, "last")
-    with pytest.raises(ValueError, match="--reference evaluates .* leave out --step"):
+    with pytest.raises(ValueError, match=r"--reference evaluates .* leave out --step"):
         evaluate_run(folder, [], reference=True, step="best")
     model = generation_of(folder, 6) / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="--step 6: .* is damaged: model/model.safetensors"):
+    with pytest.raises(ValueError, match=r"--step 6: .* is damaged: model/model.safetensors"):
         choose(folder, "6")
     shutil.rmtree(generation_of(folder, 4))
-    with pytest.raises(ValueError, match="step 4 has the best score, .*keep_best=true"):
+    with pytest.raises(ValueError, match=r"step 4 has the best score, .*keep_best=true"):
         choose(folder, "best")
     (folder / METRICS).write_text("")
     with pytest.raises(ValueError, match="no checkpoint has been evaluated; give --step N"):
@@ -151,11 +151,9 @@ def test_the_best_cannot_be_kept_without_checkpoints_of_what_is_evaluated(
     tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     with (
-        pytest.raises(ValueError, match="checkpoint.keep_best needs") as error,
+        pytest.raises(ValueError, match=r"checkpoint.keep_best needs") as error,
         open_run(
-            config(
-                tiny_model, tmp_path / "run", *EVERY_TWO, "checkpoint.keep_best=true", *settings
-            )
+            config(tiny_model, tmp_path / "run", *EVERY_TWO, "checkpoint.keep_best=true", *settings)
         ),
     ):
         pass
@@ -182,7 +180,7 @@ def test_all_completions_are_written(ended: Path, tmp_path: Path) -> None:
             prompts = [row["prompt"] for row in own]
             assert prompts == sorted(prompts) and len(prompts) == count * len(set(prompts))
     assert rows[0].keys() >= {"id", "finished", "measures"}
-    with pytest.raises(ValueError, match="--completions .*: give a new file in a folder"):
+    with pytest.raises(ValueError, match=r"--completions .*: give a new file in a folder"):
         evaluate_run(ended, [], reference=False, completions=path)
 
 
@@ -221,8 +219,8 @@ def test_an_adapters_folder_is_evaluated_with_a_config(
     for name in ("sampled_reward", "greedy_reward", "sampled_kl"):
         assert scores[name] == pytest.approx(of_run[name], abs=1e-4)
     other = [f"policy.model={make_model()}"]
-    with pytest.raises(ValueError, match="the adapter in .* does not fit"):
+    with pytest.raises(ValueError, match=r"the adapter in .* does not fit"):
         evaluate_model(str(adapter), load(tmp_path / "run.json", other))
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match="has no adapter_model.safetensors, the only format"):
+    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors, the only format"):
         evaluate_model(str(adapter), load(tmp_path / "run.json"))

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard, constants
-from test_lora import small
 from test_loop import config
+from test_lora import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
@@ -197,11 +197,13 @@ def test_nothing_is_uploaded_without_a_login(
     ended: Path, logged_in: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ValueError, match="--push-to-hub needs a token .* type `hf auth login`"):
+    with pytest.raises(ValueError, match=r"--push-to-hub needs a token .* type `hf auth login`"):
         share(ended, None, name="me/mine")
     assert not logged_in.tokens
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ValueError, match="refuses 'me/mine': .*type `hf auth login`, with a token"):
+    with pytest.raises(
+        ValueError, match=r"refuses 'me/mine': .*type `hf auth login`, with a token"
+    ):
         share(ended, None, name="me/mine")
     assert not logged_in.files
 
@@ -214,11 +216,11 @@ def test_what_the_hub_refuses_is_told(
         share(ended, out, name="me/mine", private=True)
     with pytest.raises(ValueError, match="Repo id must use alphanumeric chars"):
         share(ended, out, name="me/my model")
-    with pytest.raises(ValueError, match="give a new folder, `tba export .* FOLDER`, or"):
+    with pytest.raises(ValueError, match=r"give a new folder, `tba export .* FOLDER`, or"):
         share(ended, None)
     with pytest.raises(ValueError, match="--private is for --push-to-hub NAME"):
         share(ended, out, private=True)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="'me/mine' was not uploaded to http://127.0.0.1:9: "):
+    with pytest.raises(ValueError, match=r"'me/mine' was not uploaded to http://127.0.0.1:9: "):
         share(ended, out, name="me/mine")
     assert not out.exists()

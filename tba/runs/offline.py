@@ -169,9 +169,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     return out
 
 
-def export_run(
-    run: Path, out: Path, adapter: bool = False, step: int | str | None = None
-) -> Path:
+def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
     """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
     check_export(run, out, adapter)
     return write_model(run, choose(run, step), out, adapter)
