@@ -67,12 +67,12 @@ def open_run(
     """
     from tba.runs.console import announce
 
-    announce(config)
+    settings = config if isinstance(config, Config) else load(config)
+    announce(settings)
     from tba.run import open_run as opened
     from tba.tasks._memory import in_memory
 
     memory = in_memory(data, held_out_data, reward)
-    settings = config if isinstance(config, Config) else load(config)
     return opened(settings, None if resume is None else Path(resume), memory)
 
 

@@ -126,7 +126,7 @@ def test_a_config_file_is_trained_and_its_result_read_again(
     exported = AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", Path("model")))
     assert all(map(torch.equal, result.model().parameters(), exported.parameters()))
     assert result.tokenizer()("1+2=")["input_ids"]
-    with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config.json"):
+    with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config\.json"):
         tba.result(tmp_path)
     with tba.open_run(Path("run.toml"), resume="run") as run:
         assert run.step == 2
@@ -141,7 +141,7 @@ def test_evaluations_are_in_order_and_each_is_there_once(tmp_path: Path) -> None
     assert result.evaluations()["step"].tolist() == [0, 2, 4]
     assert result.evaluations()["eval/sampled_reward"].tolist() == [0.1, 0.2, 0.4]
     assert result.metrics().to_dict("records") == [{"step": 5, "loss": 1.0}]
-    with pytest.raises(ValueError, match=r"has no summary.json yet: it is written when"):
+    with pytest.raises(ValueError, match=r"has no summary\.json yet: it is written when"):
         _ = result.summary
 
 

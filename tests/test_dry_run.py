@@ -194,7 +194,7 @@ def test_a_used_folder_is_refused(config: Make, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / METRICS).touch()
-    with pytest.raises(ValueError, match=r"run\.folder = .* holds a run already"):
+    with pytest.raises(ValueError, match=r"run\.folder = .* holds a run"):
         dry_run(config("length"))
     (folder / "config.json").write_text(json.dumps(config("length").nested()))
     (folder / CHECKPOINTS).mkdir()

@@ -88,7 +88,9 @@ def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(
     assert prompt.text == "0+0? 0\n\n1+1?"  # the example has the answer
     assert task.score(prompt, [Answer("2", True), Answer("3", True)]) == [1.0, 0.0]
     columns = {"question": ["1+1?"] * 2, "solution": ["2"] * 2, "level": [1] * 2}
-    assert column_rewards.seen == [([prompt.text] * 2, ["2"] * 2, columns)]
+    ((prompts, answers, given),) = column_rewards.seen
+    assert (prompts, answers) == ([prompt.text] * 2, ["2"] * 2)
+    assert {name: given[name] for name in columns} == columns
     template = Custom(**data, prompt="{level}: {prompt} ({question})")
     assert template.held_out()[0].text == "4: 4+4? (4+4?)"
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
-from tba.runs.log import CONFIG
 from tba.runs.resumed import read_config
 
 
 def base_of(run: Path) -> str:
     """Return the base of a run; empty if its folder does not have one."""
-    tables = read_config(run) if (run / CONFIG).is_file() else {}
+    try:
+        tables = read_config(run)
+    except ValueError:  # no run, or a damaged one: whoever needs its config says so
+        return ""
     return str(tables.get("run", {}).get("base", ""))
 
 
