@@ -82,7 +82,8 @@ def _asking(name: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         denied = error.response.status_code in (401, 403)
         advice = "; type `hf auth login`, with a token that may write there" if denied else ""
-        raise ValueError(f"{constants.ENDPOINT} refuses {name!r}: {error}{advice}") from error
+        why = error.server_message or str(error).partition("\n")[0]
+        raise ValueError(f"{constants.ENDPOINT} refuses {name!r}: {why}{advice}") from error
     except ValueError:
         raise
     except Exception as error:  # no connection, a timeout, or offline mode: the class varies

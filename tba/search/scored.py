@@ -47,9 +47,9 @@ def scored(
         for j, c in enumerate(group):
             values = {name: float(table[i, j]) for name, table in judged.items()}
             scores = {name: None if isnan(value) else value for name, value in values.items()}
-            reward = scores.pop("reward")
-            made = prompt.id, asked, text.shown(c, stop), c.length, c.finished, reward, scores
-            answers.append(Scored(*kind, *made))
+            reward, written = scores.pop("reward"), text.shown(c, stop)
+            made = Scored(*kind, prompt.id, asked, written, c.length, c.finished, reward, scores)
+            answers.append(made)
     return answers
 
 
