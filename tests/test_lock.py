@@ -68,9 +68,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
 @pytest.mark.parametrize(
     ("folder", "why"), [("/dev/null", "File exists"), ("/dev/null/run", "Not a directory")]
 )
-def test_a_path_that_cannot_be_a_folder_is_refused(
-    tiny_model: Path, folder: str, why: str
-) -> None:
+def test_a_path_that_cannot_be_a_folder_is_refused(tiny_model: Path, folder: str, why: str) -> None:
     told = f"run.folder = '{folder}' cannot be used as a folder: {why}; choose another one"
     with pytest.raises(ValueError, match=re.escape(told)):
         run(config(tiny_model, Path(folder)))
