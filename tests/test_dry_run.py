@@ -198,7 +198,7 @@ def test_a_used_folder_is_refused(config: Make, tmp_path: Path) -> None:
         dry_run(config("length"))
     (folder / "config.json").write_text(json.dumps(config("length").nested()))
     (folder / CHECKPOINTS).mkdir()
-    with pytest.raises(ValueError, match="no checkpoint in"):
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
         dry_run(config("length"), folder)
     with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run's"):
         sampling = {"temperature": 0.5, "samples": 4, "max_tokens": 8}

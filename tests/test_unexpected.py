@@ -57,7 +57,7 @@ def test_a_reward_function_that_returns_a_dict_is_told() -> None:
         return dict.fromkeys(range(len(completions)), 1.0)
 
     task = Custom(data="", reward="", memory=InMemory(reward=(score,)))
-    with pytest.raises(WrongLength, match=r"returned a dict, {0: 1.0, 1: 1.0}; return a list with"):
+    with pytest.raises(WrongLength, match=r"returned a dict, \{0: 1\.0, 1: 1\.0\}; return a list"):
         task.score(Prompt("0", "count"), [Answer("a", True), Answer("b", True)])
 
 

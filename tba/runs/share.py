@@ -9,7 +9,8 @@ from huggingface_hub import HfApi, RepoUrl, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from tba.runs.card import write_card
-from tba.runs.choice import choose, step_of
+from tba.runs.choice import choose
+from tba.runs.generations import step_of
 from tba.runs.offline import check_export, write_model
 
 
