@@ -334,4 +334,3 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
         report([tmp_path])
     with pytest.raises(ValueError, match="no metrics yet; type"):
         report([run])
-
