@@ -25,8 +25,8 @@ SECRETS = (
     rf"""(?i)({NAME}["']?\s*[=:]\s*)(?:"[^"]*"|'[^']*'|[^\n,}}]+)""",
     rf"(?i)(\n--[\w-]*{NAME}\n)[^\n]+",
     r"(?i)(bearer )[^\s\"']+",
-    r"(//)[^/@\s]+@",  # a user and a password in a URL
-    r"\b(hf_|sk-)[\w-]+",
+    r"(//)[^/@\s]+(?=@)",  # a user and a password in a URL
+    r"\b(hf_|sk-)[\w-]{8,}",
 )
 """Secrets on a command line, whose arguments are separated by newlines."""
 

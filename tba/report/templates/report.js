@@ -20,12 +20,12 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function short(value, form) {
+function short(value, form, digits = 5) {
   if (value === null || value === undefined) return "–";
-  if (form === "share") return `${+(100 * value).toPrecision(4)}%`;
+  if (form === "share") return `${+(100 * value).toPrecision(Math.min(digits, 4))}%`;
   const size = Math.abs(value);
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
-  return size > 0 && size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(size >= 1e4 ? 7 : 5)}`;
+  return size > 0 && size < 1e-3 ? (+value.toPrecision(3)).toExponential() : `${+value.toPrecision(size >= 1e4 ? 7 : digits)}`;
 }
 
 // Means over a centred window of a twenty-fifth of the run; gaps are left out.
@@ -69,7 +69,7 @@ function addLine(line, form, series, columns, bands) {
     value: (plot, _, s, hovered) => {
       const i = hovered ?? plot.data[s].findLastIndex((value) => value != null);
       const error = high ? plot.data[s + high][i] - plot.data[s][i] : NaN;
-      return short(plot.data[s + raw][i], form) + (error >= 0 ? ` ± ${short(error, form)}` : "");
+      return short(plot.data[s + raw][i], form) + (error >= 0 ? ` ± ${short(error, form, 2)}` : "");
     },
   });
   columns.push(y);
