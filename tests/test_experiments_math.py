@@ -43,7 +43,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "policy.model": "realtreetune/rho-1b-sft-GSM8K",
         "task.use": "gsm8k",
         "task.prompt": "[MATH_TASK] Problem:\n{question}\n\nSolution:",
-        "task.chat": False,
+        "task.chat": "off",
         "task.shots": 0,
         "task.format_weight": 0.0,
         "sampling.samples": 24,
