@@ -127,7 +127,7 @@ def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock: Clock
     lines: list[str] = []
     console = Console(300, lines.append)
     console.phase("loading the model")
-    for second in range(0, 100):
+    for second in range(100):
         clock.now = 1000.0 + second
         console.phase(f"generating {min(second // 15, 3)}/8 prompts")
     assert lines == [

@@ -187,9 +187,7 @@ def _joined(outputs: Sequence[Output]) -> Output:
     return Output(logp, entropy, head)
 
 
-def _group_metrics(
-    logp: Tensor, entropy: Tensor, batch: Batch, tokens: float
-) -> dict[str, Tensor]:
+def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
     `kl` is the k3 estimate of KL(pi, ref) in nats per token; groups have `tokens` on average, so

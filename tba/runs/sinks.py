@@ -148,6 +148,7 @@ def _frame(rows: Sequence[dict[str, Any]]) -> Any:
 
     return DataFrame(rows)
 
+
 def _step(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {"step": max(row["step"] for row in rows)}
 
