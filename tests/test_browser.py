@@ -187,10 +187,11 @@ def test_completions_are_filtered_and_groups_stand_side_by_side(browser: Any, de
 
 def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_path: Path) -> None:
     for path in (report([hostile]), report([demo, hostile], tmp_path)):
-        with opened(browser, path) as page:
+        with opened(browser, path, NARROW) as page:
             page.locator("[name=reward_max]").fill("-7")
             texts = page.locator(".group .text").all_inner_texts()
             assert texts == [HOSTILE + "train", HOSTILE, HOSTILE + "eval", HOSTILE]
             assert page.locator(".warnings li").last.inner_text() == HOSTILE
+            assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
             assert page.locator("img").count() == 0 and "stolen" not in page.title()
             assert hostile.name in page.locator("body").inner_text()
