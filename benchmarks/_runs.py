@@ -40,7 +40,7 @@ BASE: dict[Side, tuple[str, ...]] = {
     "trl": (),
 }
 FULL = ("objective.tapered=true", "runtime.prompts_per_task=4")
-"""Further settings of the asynchronous side without LoRA: with fewer prompts in a task, less lag."""
+"""Further settings of the asynchronous side without LoRA: fewer prompts in a task, less lag."""
 LORA = ("policy.lora.r=16", "policy.lora.alpha=32", "objective.tapered=true")
 SPEED_ONLY = (
     "attn_implementation", "per_device_train_batch_size", "gradient_accumulation_steps", "memory",
