@@ -5,6 +5,7 @@
 const { axes, runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
 const DASHES = [[], [7, 4], [2, 3]];
+const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of the marks in a legend
 const LEAST = { positive: 1e-9, share: 0.1, count: 1 }; // top of an axis from 0: small shares look small
 const ROWS = 12; // of a line in the table of a chart
 const GROUPS = 20; // shown at once
@@ -118,6 +119,7 @@ function draw(place) {
       { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick, chart.form)) },
     ],
     cursor: { y: false, sync: { key: x === "step" ? "step" : null } },
+    legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
   }, uPlot.join(tables), place);
   charts.set(place, plot);
   const ends = shownSeries(plot).slice(1).map((s) => {
