@@ -100,9 +100,9 @@ class Warnings:
             yield (
                 "equal_rewards",
                 f"{mean[EQUAL]:.0%} of the groups have equal rewards, which do not tell better"
-                f" responses from worse (more than warn.equal_rewards = {w.equal_rewards:g}); see"
-                " whether the reward function works, choose prompts of another difficulty, or set"
-                " strategy.filter_equal=true",
+                f" responses from worse (more than warn.equal_rewards = {w.equal_rewards:g}): the"
+                " prompts are too easy by now, or too hard, or the reward function is at fault;"
+                " choose other prompts, or set strategy.filter_equal=true",
             )
         if mean[CUT_OFF] > w.cut_off:
             yield (

@@ -48,8 +48,7 @@ class RaySearchers:
         self._in_flight = job.settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._changed = threading.Condition()  # guards everything below, and the stream
-        self._stats, self._number = deepcopy(state.stats), state.tasks
-        self._owed = 0
+        self._stats, self._number, self._owed = deepcopy(state.stats), state.tasks, 0
         self._tray: list[tuple[tuple[Prompt, ...], SearchResult]] = []
         self._evaluations = Evaluations(job.setup)
         self._finishing = False
@@ -183,7 +182,8 @@ class RaySearchers:
                         continue
                 ready, _ = ray.wait(list(calls), timeout=0.1)
                 for ref in ready:
-                    self._receive(*calls[ref])
+                    if calls[ref][0] in self._handles:  # else its tasks have been issued again
+                        self._receive(*calls[ref])
                 with self._changed:
                     for handle in list(self._handles):
                         if why := handle.late(self._deadlines):
