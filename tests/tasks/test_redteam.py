@@ -403,6 +403,7 @@ def test_an_asynchronous_run_with_everything(
         "runtime.use=ray", "runtime.concurrent_searches=1",  # so that the seeds come first
         "run.steps=4", "sampling.explore=[0.5, 2.0]", "policy.lora.r=2",
         "task.near_duplicates=edit", "reward.max_rejected=0.01", "replay.first_fill=2",
+        "replay.per_prompt=100000",  # none is evicted, however late the trainer is
         f"task.judge={tmp_path}/judges.py:half", f"task.seeds={seeds_in(tmp_path, seeds)}",
     )  # fmt: skip
     with open_run(config(wide_model, tmp_path / "run", *settings, *everything)) as run:
