@@ -5,8 +5,8 @@
 The `scripted` engine waits as long as a GPU would decode, and computes nothing. The asynchronous
 side has 4 searchers. The synchronous side decodes a batch in one call, which takes as long as one
 call of a searcher: the best that a synchronous loop could do. Both generate as many samples in a
-step, and both train the same random model with the same number of threads. Its steps take half a
-second, so that the bookkeeping of the searchers, who share the two cores with the trainer, counts
+step, and both train the same random model with the same number of threads. Its steps take most of
+a second, so that the bookkeeping of the searchers, who share the two cores with the trainer, counts
 as little as beside a real model. At best, the asynchronous loop is limited by its training steps
 alone: the synchronous one then takes 1 + 3 = 4 times as long.
 """

@@ -100,7 +100,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run, or a model with a config, on held-out prompts; print the scores as JSON."""
     from tba.runs.base import base_of, from_here, working_in
-    from tba.runs.offline import evaluate_model, evaluate_run, is_run
+    from tba.runs.log import is_run
+    from tba.runs.offline import evaluate_model, evaluate_run
 
     path, settings = _divided(settings or [])
     if completions is not None:

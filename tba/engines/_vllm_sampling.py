@@ -1,4 +1,4 @@
-"""Which settings of [sampling] vLLM can sample with. This module does not import vLLM."""
+"""Settings of [sampling] that vLLM can sample with. This module does not import vLLM."""
 
 from tba.config.sampling import OFF
 from tba.config.schema import Config

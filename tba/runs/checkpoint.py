@@ -31,6 +31,7 @@ from tba.runs.generations import (
     damage,
     files_of,
     generations,
+    path_of,
     saved,
     sha256_of,
     step_of,
@@ -93,7 +94,7 @@ class Checkpoints:
             return
         started = time.perf_counter()
         self.wait()
-        target = self._folder / f"step-{progress.step:08d}"
+        target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tba.replay.files import SEGMENTS
 from tba.runs.checkpoint import newest
-from tba.runs.generations import damage, generations, step_of
+from tba.runs.generations import damage, generations, path_of, step_of
 from tba.runs.log import CHECKPOINTS, read_evaluations
 
 BEST = "best"
@@ -31,7 +31,7 @@ def best_step(scores: Mapping[int, float]) -> int | None:
 
 def generation_of(run: Path, step: int) -> Path:
     """Return the path of the checkpoint of a step, which may not exist."""
-    return run / CHECKPOINTS / f"step-{step:08d}"
+    return path_of(run / CHECKPOINTS, step)
 
 
 def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:

@@ -16,6 +16,11 @@ NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step, which may not exist."""
+    return folder / f"step-{step:08d}"
+
+
 def step_of(generation: Path) -> int:
     return int(generation.name.rpartition("-")[2])
 

@@ -57,6 +57,11 @@ def folder_of(config: Config) -> Path:
     return run.absolute() if config.run.base else run
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a run has begun in a folder."""
+    return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
+
+
 def check_unused(run: Path) -> None:
     """Raise ValueError if a folder holds a run already."""
     if generations(run / CHECKPOINTS):
@@ -64,7 +69,7 @@ def check_unused(run: Path) -> None:
             f"run.folder = {str(run)!r} holds a run already;"
             f" continue it with --resume {run}, or choose another folder"
         )
-    if (run / METRICS).exists() or (run / CHECKPOINTS).exists():
+    if is_run(run):
         raise ValueError(
             f"run.folder = {str(run)!r} holds a run that ended before its first checkpoint was"
             f" complete, so that it cannot be resumed; remove it (`rm -r {run}`), or choose another"

@@ -20,7 +20,6 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE, read_weights
 from tba.runs.choice import choose
 from tba.runs.generations import step_of
-from tba.runs.log import CHECKPOINTS, METRICS
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import read_config
 from tba.runtime.placement import gpu_count
@@ -36,10 +35,6 @@ def stored_config(run: Path, settings: Sequence[str]) -> Config:
     refuse(parse(tables).task, str(run))
     override_all(tables, settings)
     return parse(tables)
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
 
 
 def evaluate_run(

@@ -17,7 +17,7 @@ IDENTITY = "wandb_id"
 
 
 class Sink(Protocol):
-    """Where metrics, samples and warnings go."""
+    """Destination of metrics, samples and warnings."""
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step, or the scores of an evaluation of its weights."""

@@ -1,4 +1,4 @@
-"""When rejected samples end a run."""
+"""End of a run that has too many rejected samples."""
 
 from collections import deque
 

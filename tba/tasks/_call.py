@@ -1,4 +1,4 @@
-"""What reward functions are passed, as by TRL, and what they log."""
+"""Arguments of reward functions, as in TRL, and what they log."""
 
 import functools
 import math
