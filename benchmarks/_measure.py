@@ -1,7 +1,7 @@
 """Measure two sides in turn, and keep the results.
 
 A script of this folder measures one claim: it parses `arguments`, measures ours and the peer with
-`alternate` (calls in this process) or `in_turns` (processes), and keeps its rows by `record`:
+`alternate` (calls in this process) or `run_json` (processes), and keeps its rows by `record`:
 
     parser = arguments(__doc__)
     options = parser.parse_args()
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -68,7 +69,7 @@ class Row:
     cores: int
     versions: dict[str, str]
     gflops: int | None = None
-    """Speed of the machine just then: `matmul_speed`; None: not measured."""
+    """Speed of the machine before the script's first row: `matmul_speed`; None: not measured."""
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -140,25 +141,6 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def in_turns(
-    commands: Mapping[str, Sequence[str]],
-    repeats: int = 5,
-    deadline: float = 1800.0,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """Run each side's command in turn, and return the JSON objects that they print last.
-
-    RuntimeError with the end of its output if a command fails.
-    """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for turn in range(repeats):
-        for name, command in commands.items():
-            started = time.perf_counter()
-            results[name].append(run_json(command, deadline, environment))
-            progress(name, turn + 1, repeats, time.perf_counter() - started)
-    return results
-
-
 def run_json(
     command: Sequence[str],
     deadline: float,
@@ -221,6 +203,9 @@ def row(
     own, others = _measurements(ours), None if peer is None else _measurements(peer)
     if not fewer and any(1 < len(m) < 5 for m in (own, others or [])):
         raise ValueError(f"{name}: fewer than 5 measurements; give more, or fewer=True and a note")
+    if not in_bf16():
+        note = "; ".join(filter(None, (note, "GFLOP/s in fp32")))
+    cores, gflops = machine()
     value = median(own)
     other = None if others is None else median(others)
     ratio = None
@@ -233,8 +218,8 @@ def row(
         met=None if goal is None else is_met(goal, value, ratio),
         spread=(min(own), max(own)),
         peer_spread=None if others is None else (min(others), max(others)),
-        count=len(own), note=note, date=date.today().isoformat(), cores=_cores(),
-        versions=versions(), gflops=matmul_speed(),
+        count=len(own), note=note, date=date.today().isoformat(), cores=cores,
+        versions=versions(), gflops=gflops,
     )  # fmt: skip
 
 
@@ -251,8 +236,14 @@ def _measurements(numbers: float | Sequence[float]) -> list[float]:
     return [float(numbers)] if isinstance(numbers, int | float) else [float(n) for n in numbers]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+@cache
+def machine() -> tuple[int, int]:
+    """Return the number of cores and their `matmul_speed`, measured once in a process.
+
+    A script whose own process is pinned to some cores calls it before.
+    """
+    every = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return every, matmul_speed()
 
 
 def versions() -> dict[str, str]:
@@ -266,17 +257,28 @@ def versions() -> dict[str, str]:
     return versions
 
 
+def in_bf16() -> bool:
+    """Return whether what is measured in bf16 is so on this machine, on both sides; else in fp32.
+
+    A CPU without AVX-512 BF16 emulates bf16: a product of 2,048^3 then takes minutes.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return on_gpu or torch.cpu._is_avx512_bf16_supported()
+
+
 def matmul_speed() -> int:
-    """Return GFLOP/s of a bf16 matrix product on all cores, the best of 10 calls.
+    """Return GFLOP/s of a matrix product on all cores: the best call of 10, or of a second.
 
     Machines of the same name differ by a factor of two: only rows with similar speeds compare.
     """
     import torch
 
-    size = 2048
-    a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
-    seconds = []
-    for _ in range(10):
+    size, dtype = 2048, torch.bfloat16 if in_bf16() else torch.float32
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    seconds: list[float] = []
+    while len(seconds) < 10 and sum(seconds) < 1.0:
         started = time.perf_counter()
         a @ b
         seconds.append(time.perf_counter() - started)

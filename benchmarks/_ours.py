@@ -95,7 +95,7 @@ class Recorder:
 
     def __init__(self, job: Job, opened: Run):
         self.job, self.opened = job, opened
-        self.snapshots = Snapshots(Path(job.folder), job.every, job.recipe.bf16)
+        self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
         self.drawn: Counter[str] = Counter()
         self.arrived: Counter[str] = Counter()
         self.points: list[dict[str, float]] = []

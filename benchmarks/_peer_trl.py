@@ -1,7 +1,8 @@
 """Run one job of the reference run with TRL's GRPOTrainer: `python _peer_trl.py JOB`.
 
-TRL at its best on a CPU: bf16 autocast, no gradient checkpointing, eager attention (which is faster
-here than SDPA), no KL term and so no reference model, the fused AdamW.
+TRL at its best on a CPU: bf16 autocast (fp32 where the CPU has no bf16), no gradient checkpointing,
+eager attention (which is faster here than SDPA), no KL term and so no reference model, the fused
+AdamW.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     attention = options.pop("attn_implementation", "eager")
     if options.pop("memory", "") == "kept":
         reuse_memory()  # as this package does
-    dtype = torch.bfloat16 if job.lora else torch.float32
+    dtype = torch.bfloat16 if job.lora and job.bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=dtype, attn_implementation=attention
     )
@@ -75,7 +76,7 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
         "loss_type": "dr_grpo",
         "scale_rewards": "none",
         "beta": 0.0,
-        "bf16": job.recipe.bf16,
+        "bf16": job.bf16,
         "gradient_checkpointing": False,
         "use_cpu": not torch.cuda.is_available(),
         "max_steps": min(job.steps, 100_000),
@@ -101,12 +102,12 @@ class Recorder(TrainerCallback):
 
     def __init__(self, job: Job):
         self.job = job
-        self.snapshots = Snapshots(Path(job.folder), job.every, job.recipe.bf16)
+        self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
         self.points: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.snapshots = Snapshots(
-            Path(self.job.folder), self.job.every, self.job.recipe.bf16
+            Path(self.job.folder), self.job.every, self.job.bf16
         )  # loading is not timed
 
     def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -16,19 +16,24 @@ END = "<!-- End of the table. -->"
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| measure | ours | peer | ratio | goal | met |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| measure | ours | peer | peer / ours | goal | met | n | GFLOP/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         peer = "" if row["peer"] is None else f"{number(row['peer'])} ({row['peer_is']})"
-        ratio = "" if row["ratio"] is None else f"{number(row['ratio'])} ({row['ratio_is']})"
+        ratio = "" if row["ratio"] is None else number(row["ratio"])
+        if row["ratio_is"] == "ours / peer":
+            better = "more" if row["unit"].endswith("/s") else "less"
+            ratio += f" (ours / peer; {better} is better)"
         met = {True: "yes", False: "**no**", None: ""}[row["met"]]
         goal = row["goal"] or ""
         if row["limit"] is not None:
             goal += f" (limit {number(row['limit'])})"
         name = row["name"] + (f"<br><small>{row['note']}</small>" if row["note"] else "")
         ours = f"{number(row['value'])} {row['unit']}"
-        lines.append(f"| {name} | {ours} | {peer} | {ratio} | {goal} | {met} |")
+        speed = "" if row["gflops"] is None else number(row["gflops"])
+        cells = (name, ours, peer, ratio, goal, met, row["count"], speed)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -219,12 +219,13 @@ def steps_of(run: dict[str, Any]) -> list[float]:
     return [b - a for a, b in pairwise(seconds)]
 
 
-def speed_note(ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]) -> str:
-    """Return a remark if the machine was faster for one side, by its matrix products."""
+def with_speeds(note: str, ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]) -> str:
+    """Return the note with a remark if the machine was faster for one side."""
     own, other = (median(run["gflops"] for run in runs) for runs in (ours, peers))
     if max(own, other) <= SAME_SPEED * min(own, other):
-        return ""
-    return f"; the machine made {own:.0f} GFLOP/s for us, {other:.0f} for TRL"
+        return note
+    remark = f"the machine made {own:.0f} GFLOP/s beside our runs, {other:.0f} beside the peer's"
+    return "; ".join(filter(None, (note, remark)))
 
 
 def search_table(runs: Sequence[dict[str, Any]]) -> str:

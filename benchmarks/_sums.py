@@ -73,6 +73,13 @@ class Job:
     def recipe(self) -> Recipe:
         return RECIPES[self.recipe_name]
 
+    @property
+    def bf16(self) -> bool:
+        """Whether both sides compute in bf16: by the recipe, if this machine does."""
+        from _measure import in_bf16  # not where this file is imported as a reward function
+
+        return self.recipe.bf16 and in_bf16()
+
     def dump(self) -> str:
         return json.dumps(asdict(self))
 

@@ -15,7 +15,8 @@ import torch
 
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
-from tba.models.pretrained import computes_in_bf16, load_model, place
+from tba.models.lora import load_placed
+from tba.models.pretrained import computes_in_bf16
 from tba.runtime.placement import reuse_memory
 from tba.types import TokenBatch, collate_tokens
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 def load(model: str, kind: str, device: str) -> Policy:
     table = PolicyTable.model_validate({"model": model, "attention": kind})
-    loaded = place(load_model(table, torch.float32), table, device)
+    loaded = load_placed(table, device, bf16=False)
     return Policy(loaded, 1.0, computes_in_bf16(table, device))
 
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from _measure import Row, alternate, arguments, need_model, record, row
+from _measure import Row, alternate, arguments, in_bf16, need_model, record, row
 from transformers import GenerationConfig
 
 from tba.config.tables import PolicyTable
@@ -37,7 +37,7 @@ def main() -> None:
     reuse_memory()  # as a run does
     policy = PolicyTable(model=need_model(options))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = Transformers(policy, load_text(policy), device, not options.fp32)
+    engine = Transformers(policy, load_text(policy), device, in_bf16() and not options.fp32)
     rows = []
     for length, goal in GOALS.items():
         rows.append(beside_generate(engine, 2 if options.tiny else length, goal, options.repeats))

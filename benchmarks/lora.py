@@ -37,7 +37,10 @@ def main() -> None:
     batch = random_batch(model)
     sides = {side: lambda t=t: t.step(batch, 0) for side, t in trainers.items()}
     seconds = _measure.alternate(sides, options.repeats)
-    note = f"r {options.rank}, all linear layers; {PROMPTS} x {SAMPLES} x {RESPONSE} tokens"
+    note = (
+        f"r {options.rank}, all linear layers; {PROMPTS} x {SAMPLES} x {RESPONSE} tokens,"
+        f" {PROMPTS * SAMPLES} responses in a pass"
+    )
     rows = [
         _measure.row("LoRA step", seconds[LORA], "s", seconds[FULL], peer_is=FULL, note=note),
         memory(model, options),
@@ -52,9 +55,10 @@ def memory(model: str, options: object) -> _measure.Row:
     for side in (LORA, FULL):
         command = [sys.executable, __file__, "--model", model, "--alone", side]
         peaks[side] = _measure.run_json([*command, "--rank", str(options.rank)], 900)["bytes"]
-    ours, peer = (peaks[side] / 2**20 for side in (LORA, FULL))
+    ours, peer = (peaks[side] / 1e9 for side in (LORA, FULL))
     note = "of the whole process" if DEVICE == "cpu" else "of the GPU"
-    return _measure.row("LoRA peak memory", ours, "MiB", peer, peer_is=FULL, note=note)
+    note += f"; {PROMPTS * SAMPLES} responses in a pass"
+    return _measure.row("LoRA peak memory", ours, "GB", peer, peer_is=FULL, note=note)
 
 
 def published(trainers: dict[str, SingleTrainer], note: str) -> _measure.Row:

@@ -1,6 +1,6 @@
 """A paced engine: decoding takes 3 times as long as a training step, with a long tail.
 
-    python benchmarks/paced.py    # 4 minutes on two idle cores
+    python benchmarks/paced.py    # 5 minutes on two idle cores
 
 The `scripted` engine waits as long as a GPU would decode, and computes nothing. The asynchronous
 side has 4 searchers. The synchronous side decodes a batch in one call, which takes as long as one
@@ -19,9 +19,10 @@ import math
 import os
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -34,6 +35,7 @@ SLOWER = 3
 """Seconds of decoding for each second of a training step."""
 TAIL = 0.5
 """Standard deviation of the logarithm of the decoding time."""
+NAME = f"scripted engine, decoding {SLOWER} times as long as a training step, {SEARCHERS} searchers"
 WARMUP, STEPS = 5, 50
 PARTS = 5
 
@@ -77,12 +79,12 @@ def rows_of(ours: dict, peer: dict) -> list[_measure.Row]:
     few = len(ours["parts"]) < 5
     return [
         _measure.row(
-            "paced engine, 4 searchers: seconds a step", ours["parts"], "s", peer["parts"],
+            f"{NAME}: seconds a step", ours["parts"], "s", peer["parts"],
             peer_is="ours, synchronous", goal="ratio >= 3.5", limit=1 + SLOWER, note=note,
             fewer=few,
         ),
         _measure.row(
-            "paced engine, 4 searchers: share of its time that the trainer waits",
+            f"{NAME}: share of its time that the trainer waits",
             ours["waited"], "of the time", goal="value <= 0.01",
         ),
     ]  # fmt: skip
@@ -102,7 +104,6 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
         open_run(config(side, model, latency, folder)) as opened,
     ):
         log = opened.log
-        import time
 
         def recorded(metrics: dict[str, float], groups: list) -> None:
             log(metrics, groups)
@@ -115,15 +116,14 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
         opened.log = recorded
         with opened.tracker.clock():
             loop.train(opened)
-        summary = opened.tracker
-        waited = summary._total["waited"] / (samples[-1] - samples[0])
+        waited = opened.tracker._total["waited"] / (samples[-1] - samples[0])
     size = max(1, steps // PARTS)
     marks = [samples[WARMUP - 1 + i * size] for i in range(steps // size + 1)]
     return {
         "seconds": samples[-1] - samples[WARMUP - 1],
         "parts": [(b - a) / size for a, b in pairwise(marks)],
         "step_times": times[WARMUP:],
-        "samples_a_step": fmean([(generated[-1] - generated[WARMUP - 1]) / steps]),
+        "samples_a_step": (generated[-1] - generated[WARMUP - 1]) / steps,
         "waited": waited,
     }
 

@@ -4,8 +4,8 @@
     python benchmarks/publish.py --tiny     # a tiny one, in seconds
 
 A trainer with random weights publishes to one idle searcher process with the transformers engine,
-in fp32 and in bf16. The peer is publishing without a background: computing the probe's log-probs,
-converting and sending block the trainer.
+in fp32 and, if the CPU has it, in bf16. The peer is publishing without a background: computing the
+probe's log-probs, converting and sending block the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _measure import Row, arguments, progress, record, row
+from _measure import Row, arguments, in_bf16, machine, progress, record, row
 from _shapes import SMOLLM2_135M, TINY, save_random
 
 from tba.config.schema import Config, load
@@ -48,21 +48,22 @@ class Measured:
                 f"{name}: trainer blocked", self.blocked, "s", self.synchronous,
                 peer_is="without a background", goal="value <= 0.1",
             ),
-            row(f"{name}: received and loaded by an idle searcher", loaded, "s",
-                goal="value <= 0.5", note="with the check of the log-probs"),
-            row(f"{name}: from publication until adopted", self.adopted, "s",
-                note="with the probe's log-probs on the trainer's side"),
+            row(f"{name}: from publication until adopted by an idle searcher", self.adopted, "s",
+                goal="value <= 0.5", note="with the probe's log-probs on the trainer's side"),
+            row(f"{name}: of it received and loaded by the searcher", loaded, "s",
+                note="with the check of the log-probs"),
         ]  # fmt: skip
 
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
+    machine()  # before a run pins this process to the cores of its trainer
     bind_ray(None)  # before `no_searches` imports Ray
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_random(model, TINY if options.tiny else SMOLLM2_135M)
-        for name, autocast in (("fp32", "off"), ("bf16", "bf16")):
+        for name, autocast in (("fp32", "off"), ("bf16", "bf16"))[: 1 + in_bf16()]:
             given = config(model, Path(folder) / name, autocast)
             with no_searches(), open_run(given) as run:
                 rows += measure(run, options.repeats).rows(name)

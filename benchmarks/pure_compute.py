@@ -1,13 +1,15 @@
 """Pure compute: time to held-out sampled pass@1 .90 on the embedded task, beside TRL.
 
-    python benchmarks/pure_compute.py    # 20 minutes on two idle cores
+    python benchmarks/pure_compute.py    # 40 minutes on two idle cores
 
-The bundled character-level model learns to carry, in fp32, 16 prompts x 16 answers a step. Nothing
-waits here: on two cores, asynchrony cannot win by computing more. Each side's learning rate comes
-from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid extended. A
-run of the search ends when it has taken longer than the best so far. Some options of `tb` and of
-TRL are tried at the best rate. As in `reference_run.py`, weights are copied during the run and
-evaluated after it. Finished runs are lines of `runs/pure_compute.jsonl`.
+The bundled character-level model learns to carry, in fp32, 16 prompts x 16 answers a step. Rewards
+take no time, but a model this small makes little use of a second core: with a process on each,
+the asynchronous side takes 15 steps a second, the synchronous one 5. Each side's learning rate
+comes from the same grid, on seed 0; a best rate at the grid's edge is refused and the grid
+extended. A run of the search ends when it has taken longer than the best so far. Some options of
+`tb` and of TRL are tried at the best rate; none are for our other sides. As in `reference_run.py`,
+weights are copied during the run and evaluated after it. Finished runs are lines of
+`runs/pure_compute.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from pathlib import Path
 from statistics import median
 
 import _measure
-from _runs import HERE, Best, Laboratory, read_runs, time_or_length, time_to_goal
+from _runs import HERE, Best, Laboratory, read_runs, time_or_length, time_to_goal, with_speeds
 from _sums import RECIPES, Job, Side
 
 RUNS = HERE / "runs" / "pure_compute.jsonl"
 GOAL = RECIPES["arithmetic"].goal
 GRID = (1e-4, 2e-4, 5e-5)
 EDGES = 2
+EVERY = 2.0
+"""Seconds between evaluations."""
 MARGIN = 4.0
 """Seconds that a run of the search may take more than the best one so far took to the goal."""
 SEEDS = 3
@@ -51,7 +55,7 @@ VARIANTS = {
 }
 """Options that are tried at the best rate, one at a time; each that is faster stays.
 
-As many for both sides: the more are tried, the better the best one looks.
+As many for `tb` as for TRL: the more are tried, the better the best one looks.
 """
 
 
@@ -86,7 +90,7 @@ class Arithmetic(Laboratory):
         side = CASES[case][0]
         job = Job(
             "arithmetic", side, self.model, str(self.rows), str(self.scratch / "run"), rate, seed,
-            seconds=SECONDS[side], every=2.0, options=options,
+            seconds=SECONDS[side], every=EVERY, options=options,
         )  # fmt: skip
         return replace(job, steps=2, every=0.1) if self.tiny else job
 
@@ -146,7 +150,11 @@ def rows_of(lab: Arithmetic, best: dict[str, Best]) -> list[_measure.Row]:
             print(f"{case} did not reach {GOAL}: no row")
             continue
         ours = [time_or_length(run, GOAL) for run in own]
-        note = f"rate {best[case].rate:g}, TRL's {best['TRL'].rate:g}; {len(ours)} seeds"
+        note = f"rate {best[case].rate:g}, TRL's {best['TRL'].rate:g}; {len(ours)} seeds;"
+        note += f" evaluated every {EVERY:g} s"
+        if case not in VARIANTS:
+            note += "; rate searched, but no options"
+        note = with_speeds(note, own, chosen["TRL"])
         name = f"pure compute, embedded task, {case}: time to sampled pass@1 .90"
         goal = "ratio >= 1.5" if case == "tb" else None
         row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)

@@ -33,9 +33,9 @@ from _runs import (
     read_runs,
     reference_runs,
     search_table,
-    speed_note,
     time_or_length,
     time_to_goal,
+    with_speeds,
 )
 from _sums import Job, Side
 
@@ -186,7 +186,7 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
             tried = [run["rate"] for run in own[each]]
             if best[each].rate in (min(tried), max(tried)):
                 note += f"; {each}: the rate is at the edge of those tried"
-        note += speed_note(chosen[side], chosen["trl"])
+        note = with_speeds(note, chosen[side], chosen["trl"])
         name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
         goal = "ratio >= 4" if side == "asynchronous" else None
         ours = [time_or_length(run) for run in chosen[side]]

@@ -37,7 +37,7 @@ LIMITS = {
     "sample ms": ("sampling 32 groups of 16", "ms", "value <= 5"),
     "adds/s": ("trajectories added", "1/s", "value >= 50000"),
     "adds/s full": ("trajectories added to a full buffer", "1/s", "value >= 50000"),
-    "memory/payload": ("memory, as a multiple of the payload", "", "value <= 1.5"),
+    "memory/payload": ("memory, as a multiple of the payload", "times", "value <= 1.5"),
 }
 """Name, unit and goal of the measures that have one."""
 

@@ -2,7 +2,7 @@
 
     make bench                        # at most 40 minutes on two idle cores
     make bench ONLY="publish lora"    # some of them
-    make bench-long                   # the reference run and reward latency: hours
+    make bench-long                   # the reference run, reward latency and more: hours
 
 A script that fails does not stop the others. A script that cannot run here says why and is skipped:
 those that need a real model look for it in BENCH_MODEL (a folder of SmolLM2-135M-Instruct), those
@@ -37,16 +37,17 @@ class Script:
 
 
 SCRIPTS = (
-    Script("generation", 2),
+    Script("generation", 3),
     Script("training_step", 11),
-    Script("attention", 3),
     Script("publish", 2),
     Script("lora", 3),
-    Script("vllm_engine", 11, environment=".venv-vllm"),
-    Script("paced", 3),
+    Script("vllm_engine", 7, ("--parts", "raw", "search"), environment=".venv-vllm"),
+    Script("paced", 5),
     Script("searchers", 5),
     Script("replay", 2),
     Script("rewards", 1),
+    Script("attention", 3, long=True),
+    Script("vllm_engine", 5, ("--parts", "drain"), environment=".venv-vllm", long=True),
     Script("reference_run", 130, ("--parts", "full"), long=True),
     Script("reward_latency", 35, long=True),
     Script("reward_latency", 20, ("--score", "1"), long=True),
@@ -84,13 +85,14 @@ def main() -> None:
 
 def run(script: Script) -> str:
     """Run a script, and return in words how it ended."""
-    path, python = HERE / f"{script.name}.py", interpreter(script)
-    if not path.exists():
-        return "skipped: not written yet"
+    python = interpreter(script)
     if python is None:
         return f"skipped: there is no {script.environment}; `make test-vllm` builds it"
     print(f"\n{script.name}: about {script.minutes:g} minutes", flush=True)
-    started, command = time.perf_counter(), [str(python), str(path), *script.arguments]
+    started, command = (
+        time.perf_counter(),
+        [str(python), str(HERE / f"{script.name}.py"), *script.arguments],
+    )
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=common_variables()
     )

@@ -3,9 +3,9 @@
     python benchmarks/training_step.py --model FOLDER
 
 Both sides learn from the same 4 x 16 responses of 64 tokens to prompts of 100, in fp32 weights with
-bf16 autocast, clip gradients and take a step of the fused AdamW. Each side is a process of its own
-(peak memory), one after the other, with 16 responses in a micro-batch. TRL runs with eager
-attention, which is its fastest on a CPU.
+bf16 autocast (fp32 where the CPU has no bf16), clip gradients and take a step of the fused AdamW.
+Each side is a process of its own (peak memory), one after the other, with 16 responses in a
+micro-batch. TRL runs with eager attention, which is its fastest on a CPU.
 The gradients are compared in fp32 with those of the plain path: each prompt run with each response,
 no chunks of the head. Our step is also measured with layers that are compiled, and with PyTorch's
 fused head.
@@ -36,7 +36,7 @@ OURS: dict[str, tuple[str, ...]] = {
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 MICRO = SAMPLES
-"""Responses in a micro-batch, on both sides. All 64 at once need more than 23 GB with TRL."""
+"""Responses in a micro-batch, on both sides: whole groups. All 64 need more than 23 GB with TRL."""
 STEPS = 6
 """Steps of a process; the first is warm-up."""
 
@@ -55,18 +55,20 @@ def main() -> None:
 
 
 def compare(model: str, options: Any) -> None:
-    """Let both sides take turns, and record the rows."""
+    """Measure each side in a process of its own, one after the other, and record the rows."""
     python = bench_python()
-    commands = {}
+    seconds, start, peak = {}, {}, {}
     for side in (*OURS, "trl"):
-        commands[side] = [python, __file__, "--model", model, "--alone", side]
-    results = _measure.in_turns(commands, 1, 1800, common_variables())
-    seconds, peak = {}, {}
-    for side, processes in results.items():
-        seconds[side] = [step for process in processes for step in process["seconds"]]
-        peak[side] = max(process["bytes"] for process in processes)
+        command = [python, __file__, "--model", model, "--alone", side]
+        result = _measure.run_json(command, 1800, common_variables())
+        seconds[side], start[side] = result["seconds"], result["start"]
+        peak[side] = result["bytes"] / 1e9
+        _measure.progress(side, 1, 1, sum(result["seconds"]))
 
-    shape = f"{PROMPTS} x {SAMPLES} x {RESPONSE} tokens, prompts of {PROMPT}, {DEVICE}"
+    shape = (
+        f"{PROMPTS} x {SAMPLES} x {RESPONSE} tokens, prompts of {PROMPT},"
+        f" {'bf16' if _measure.in_bf16() else 'fp32'}, {DEVICE}; {MICRO} responses in a pass"
+    )
     command = [python, __file__, "--model", model, "--alone", "gradients"]
     difference = _measure.run_json(command, 900, common_variables())
     rows = [
@@ -75,17 +77,18 @@ def compare(model: str, options: Any) -> None:
             peer_is="TRL's optimisation phase", goal="ratio >= 2", note=shape,
         ),
         _measure.row(
-            "training step, peak memory", peak["ours"], "bytes", peak["trl"],
+            "training step, peak memory", peak["ours"], "GB", peak["trl"],
             peer_is="TRL", ratio_is="ours / peer", goal="ratio <= 0.6",
             note="of the whole process" if DEVICE == "cpu" else "of the GPU",
         ),
         _measure.row(
             "gradients beside the plain path, fp32", difference["whole"], "relative",
             goal="value <= 1e-5",
-            note=f"|difference| / |gradient|; the worst parameter: {difference['worst']:.2g}",
+            note="one group of 4 responses; norm of the difference / norm of the gradient, over all"
+            f" parameters; of the worst one {difference['worst']:.2g}",
         ),
     ]  # fmt: skip
-    later = results["compiled"][0]["start"] - results["ours"][0]["start"]
+    later = start["compiled"] - start["ours"]
     for side, name, note in (
         ("compiled", "compiled layers", f"and a start that takes {later:.0f} s longer"),
         ("fused", "fused head", "the entropy of one token in 8"),
@@ -96,7 +99,7 @@ def compare(model: str, options: Any) -> None:
                 peer_is="ours without", note=note,
             ),
             _measure.row(
-                f"training step, {name}, peak memory", peak[side], "bytes", peak["ours"],
+                f"training step, {name}, peak memory", peak[side], "GB", peak["ours"],
                 peer_is="ours without", ratio_is="ours / peer",
             ),
         ]  # fmt: skip
@@ -125,9 +128,10 @@ def ours(model: str, further: tuple[str, ...]) -> Callable[[], None]:
 
     reuse_memory()
     settings = [
-        f"policy.model={model}", "policy.autocast=bf16", f"sampling.max_tokens={RESPONSE}",
+        f"policy.model={model}", f"policy.autocast={'bf16' if _measure.in_bf16() else 'off'}",
+        f"sampling.max_tokens={RESPONSE}",
         f"trainer.group_size={SAMPLES}", f"trainer.batch_size={PROMPTS * SAMPLES}",
-        f"trainer.token_budget={PROMPT + MICRO * RESPONSE}",
+        f"trainer.token_budget={MICRO // SAMPLES * PROMPT + MICRO * RESPONSE}",
         "trainer.learning_rate=1e-6", "objective=dr_grpo", *further,
     ]  # fmt: skip
     trainer = check(load(None, settings)).trainer(DEVICE)
@@ -158,7 +162,8 @@ def trl(model: str) -> Callable[[], None]:
         per_device_train_batch_size=MICRO, gradient_accumulation_steps=PROMPTS * SAMPLES // MICRO,
         num_generations=SAMPLES,
         max_completion_length=RESPONSE, loss_type="dr_grpo", scale_rewards="none", beta=0.0,
-        bf16=True, gradient_checkpointing=False, use_cpu=DEVICE == "cpu", max_steps=10,
+        bf16=_measure.in_bf16(), gradient_checkpointing=False, use_cpu=DEVICE == "cpu",
+        max_steps=10,
         report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
@@ -206,10 +211,10 @@ def gradient_difference(model: str) -> dict[str, float]:
     """Return the relative difference from the plain path's gradient: whole, and worst parameter."""
     from tba.config.tables import PolicyTable
     from tba.learn.policy import Policy
-    from tba.models.pretrained import load_model, place
+    from tba.models.lora import load_placed
 
     table = PolicyTable(model=model)
-    loaded = place(load_model(table, torch.float32), table, DEVICE)
+    loaded = load_placed(table, DEVICE, bf16=False)
     batch = random_batch(model).groups([0]).slice(slice(0, 4))
     slope = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
     gradients = []

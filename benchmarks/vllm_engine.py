@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _measure import Row, alternate, arguments, need_model, record, row, skip
+from _measure import Row, alternate, arguments, in_bf16, need_model, record, row, skip
 
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
@@ -65,16 +65,17 @@ def beside_raw(model: str, device: str, prompts: int, tokens: int, repeats: int)
     text = load_text(policy)
     endless = replace(text, eos_ids=frozenset())
     share = 0.35  # of a GPU's memory, for each side
+    bf16 = in_bf16()
     ours = VLLM(
-        policy, endless, device, True, max_num_seqs=64, kv_cache_gib=1, gpu_memory_utilization=share
+        policy, endless, device, bf16, max_num_seqs=64, kv_cache_gib=1, gpu_memory_utilization=share
     )
     from vllm import LLM, SamplingParams
 
     # with prompts in pieces, vLLM 0.32 fails on a CPU where requests have seeds
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, text.context)}
     raw = LLM(
-        model=model, dtype="bfloat16", max_num_seqs=64, kv_cache_memory_bytes=2**30,
-        enforce_eager=device == "cpu", generation_config="vllm",
+        model=model, dtype="bfloat16" if bf16 else "float32", max_num_seqs=64,
+        kv_cache_memory_bytes=2**30, enforce_eager=device == "cpu", generation_config="vllm",
         logprobs_mode="processed_logprobs", max_model_len=text.context,
         gpu_memory_utilization=share, **(whole if device == "cpu" else {}),
     )  # fmt: skip
@@ -109,10 +110,13 @@ def beside_raw(model: str, device: str, prompts: int, tokens: int, repeats: int)
     where = "" if device == "cpu" else f" on {torch.cuda.get_device_name()}"
     name = f"vLLM engine, {prompts} x (100 + {tokens} tokens){where}"
     rows = []
+    same = f"the engine has our settings: {'no chunked prefill, ' if device == 'cpu' else ''}"
+    same += f"processed log-probs, {'bf16' if bf16 else 'fp32'}"
     for peer, note, goal in (
         ("LLM.generate", "the same seeds and log-probs", "ratio >= 0.95"),
         ("LLM.generate, plain", "the peer has no seeds and no log-probs, and makes text", None),
     ):
+        note = f"{note}; {same}"
         rows.append(
             row(name, seconds["ours"], "s", seconds[peer], peer_is=peer, note=note, goal=goal)
         )
@@ -132,7 +136,7 @@ def searcher(model: str, engine: str, device: str, folder: Path, tokens: int) ->
         "sampling.samples=16", "trainer.group_size=16", "trainer.batch_size=64",
         f"sampling.max_tokens={tokens}",
     ]  # fmt: skip
-    return check(load(None, settings)).search_setup().build(device, bf16=True)
+    return check(load(None, settings)).search_setup().build(device, in_bf16())
 
 
 def beside_transformers(model: str, device: str, tokens: int, repeats: int) -> Row:
@@ -158,7 +162,10 @@ def beside_transformers(model: str, device: str, tokens: int, repeats: int) -> R
             each.close()
     name = f"search with reference, 8 x 16 x {tokens} tokens, prompts of 100: vllm"
     peer = seconds["transformers"]
-    return row(name, seconds["vllm"], "s", peer, peer_is="transformers", goal="ratio >= 1.6")
+    note = "bf16" if in_bf16() else "fp32"
+    return row(
+        name, seconds["vllm"], "s", peer, peer_is="transformers", goal="ratio >= 1.6", note=note
+    )
 
 
 def check_prompts(folder: Path) -> list[Prompt]:
@@ -184,7 +191,7 @@ def drained(model: str, every: int, steps: int) -> Row:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [r for r in rows if "loss" in r]
     share = sum(r["sync/drain"] for r in rows) / rows[-1]["time"]
-    note = "seconds that updates waited for running responses / seconds of the run"
+    note = f"updates waited for running responses; of the seconds of a run of {steps} steps"
     return row(f"sync/drain at publish_every={every}", share, "share of the run", note=note)
 
 
