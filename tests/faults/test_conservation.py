@@ -1,0 +1,110 @@
+"""Searchers that are killed and stopped at random moments: no trajectory is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from suite import Case, cases, until
+from test_ray import children, config, conserved, run_and_keep, runs, wait_until
+
+from tba.cli import _config
+from tba.run import Run
+
+KILLS = 10
+DEADLINE = 3.0
+ANSWERS = 4
+
+
+def searchers() -> list[psutil.Process]:
+    """Return the processes of searchers that have started."""
+    started = []
+    for process in children():
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if title.startswith("ray::SearcherActor") and "__init__" not in title:
+                started.append(process)
+    return started
+
+
+def ended_by(run: Run, case: Case, kill: Callable[[int], float], ended: set[int]) -> None:
+    """End one of two searchers, and wait until it has been replaced."""
+
+    def running() -> list[int]:
+        return sorted({p.pid for p in searchers()} - ended)
+
+    until(lambda: len(running()) == 2, 120, every=0.1)
+    restarts = run.searchers.stats.restarts
+    chosen = case.pick(running())
+    ended.add(chosen)
+    limit = kill(chosen)
+    began = time.monotonic()
+    with case.attempt():
+        until(lambda: run.searchers.stats.restarts > restarts, limit + 20, every=0.02)
+        assert case.noticed(time.monotonic() - began) < limit
+
+
+def nothing_is_lost_or_doubled(run: Run) -> None:
+    """Every prompt that was gathered is there once with all its samples, the others are out."""
+    assert conserved(run.buffer)
+    columns = run.buffer.columns()
+    assert all(columns.count[columns.rows(p)].sum() == ANSWERS for p in columns.prompts)
+    gathered = run.buffer.prompts
+    assert run.buffer.counts["added"] == ANSWERS * gathered == run.searchers.stats.samples
+    cursor = run.searchers.state().cursor
+    assert cursor["state"]["chosen"] == gathered + len(cursor["outstanding"])
+    assert not {*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}
+
+
+@pytest.mark.timeout(900)
+@cases(9, full=20)
+def test_killed_and_stopped_searchers_lose_and_double_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Ten of two searchers in a run. A killed one is noticed within 5 s, a stopped one within its
+    deadline and 2 s. The run is then stopped, and resumed on a single searcher."""
+    folder = tmp_path / "run"
+    settings = (
+        "engine=scripted", "engine.answers=['1','2','3','4','5','6']", "engine.latency=0.3",
+        "engine.tail=0.5", "engine.own_reference=true", "runtime.searchers=2",
+        "runtime.cores=share", f"runtime.task_deadline={DEADLINE}", "runtime.fresh=1",
+        "runtime.max_restarts=1000", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
+        "checkpoint.every=50", "reward.quarantine=0",
+    )  # fmt: skip
+    failures: list[BaseException] = []
+    ended: set[int] = set()
+
+    def kill(pid: int) -> float:
+        time.sleep(float(case.rng.exponential(0.5)))
+        stop = case.rng.random() < 0.3
+        os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+        return DEADLINE + 2 if stop else 5.0
+
+    def attack(run: Run) -> None:
+        try:
+            assert wait_until(lambda: run.step > 0, 90)
+            for _ in range(KILLS):
+                ended_by(run, case, kill, ended)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = run_and_keep(config(tiny_model, folder, *settings), meanwhile=attack)
+    if failures:
+        raise failures[0]
+    assert run.searchers.stats.restarts == KILLS
+    nothing_is_lost_or_doubled(run)
+    left = [p for p in searchers() if runs(p)]
+    case.leftovers += len(left)
+    assert not left
+    steps = run.step + 20
+    again = run_and_keep(_config([f"run.steps={steps}", "runtime.searchers=1"], folder), folder)
+    nothing_is_lost_or_doubled(again)
+    assert again.step == steps

@@ -1,0 +1,147 @@
+"""Disks that are full, that cannot be written to, and folders that are gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from suite import Case, carry_out, cases, forked, until
+from test_loop import as_settings, config, end_alike
+
+from tba.cli import _config
+from tba.run import run
+from tba.runs.checkpoint import newest
+from tba.runs.generations import damage, generations
+from tba.runs.log import CHECKPOINTS, METRICS, read
+
+STEPS = 60
+SETTINGS = ("eval.prompts=0", "checkpoint.every=2", "log.sample_every=1", f"run.steps={STEPS}")
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, timeout=30, capture_output=True)
+
+
+def unmount(place: Path) -> None:
+    subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    """A small file system in memory, which only root may mount."""
+    folder.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    try:
+        mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    except subprocess.SubprocessError:
+        pytest.skip("no disk can be mounted here")
+    try:
+        yield folder
+    finally:
+        unmount(folder)
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in read(folder / METRICS) if "loss" in row]
+
+
+def whole(model: Path, folder: Path) -> Path:
+    torch.manual_seed(0)
+    run(config(model, folder / "whole", *SETTINGS))
+    return folder / "whole"
+
+
+def ends_alike(model: Path, tmp_path: Path, folder: Path) -> None:
+    """A run that has paused or ended goes on, and ends like one that had a sound disk."""
+    if not (folder / "summary.json").exists():
+        sound = newest(folder / CHECKPOINTS)
+        assert damage(sound) == {}
+        assert run(_config([], folder), folder).finished
+    end_alike(whole(model, tmp_path), folder)
+
+
+@cases(13, full=10, quick=1)
+def test_a_disk_that_is_full_for_a_while_costs_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Something else fills it at a random moment, and frees it later."""
+    with disk(tmp_path / "disk", "24m") as place:
+        folder, ballast = place / "run", place / "ballast"
+        chosen = as_settings(config(tiny_model, folder, *SETTINGS))
+        with forked(carry_out, chosen) as process:
+            until(lambda: len(generations(folder / CHECKPOINTS)) > 0, 60, every=0.002)
+            left = int(case.rng.integers(0, 3)) * 20_000
+            with ballast.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:  # full
+                    pass
+                file.truncate(max(0, ballast.stat().st_size - left))
+            before = len(steps(folder))
+            time.sleep(float(case.rng.uniform(0.5, 2)))
+            assert damage(newest(folder / CHECKPOINTS)) == {}
+            ballast.unlink()
+            process.join(120)
+            assert process.exitcode is not None
+        assert before <= len(steps(folder))
+        ends_alike(tiny_model, tmp_path, folder)
+
+
+@cases(13, full=5, part=1)
+def test_a_disk_that_becomes_read_only_costs_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The run ends with the reason, and goes on once the disk can be written to again."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    folder = place / "run"
+    if os.getuid() != 0:
+        pytest.skip("only root can make a disk read-only")
+    with ExitStack() as mounted:
+        chosen = as_settings(config(tiny_model, folder, *SETTINGS, "run.steps=100000"))
+        with forked(carry_out, chosen) as process:
+            until(lambda: len(generations(folder / CHECKPOINTS)) > 0, 60)
+            time.sleep(float(case.rng.uniform(0, 1)))
+            mount("--bind", str(place), str(place))
+            mounted.callback(unmount, place)
+            mount("-o", "remount,bind,ro", str(place))
+            started = time.monotonic()
+            process.join(30)
+            case.noticed(time.monotonic() - started)
+            assert process.exitcode not in (None, 0)
+        mounted.close()
+        assert damage(newest(folder / CHECKPOINTS)) == {}
+        done = int(newest(folder / CHECKPOINTS).name.rpartition("-")[2])
+        assert run(_config([f"run.steps={done + 3}"], folder), folder).finished
+
+
+@cases(13, full=5, quick=1, part=1)
+def test_a_folder_that_is_removed_ends_the_run(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """And goes on once it is back."""
+    folder = tmp_path / "run"
+    chosen = as_settings(config(tiny_model, folder, *SETTINGS, "run.steps=100000"))
+    with forked(carry_out, chosen) as process:
+        until(lambda: len(generations(folder / CHECKPOINTS)) > 0, 60)
+        time.sleep(float(case.rng.uniform(0, 1)))
+        folder.rename(tmp_path / "away")  # at once; what is removed file by file is written again
+        started = time.monotonic()
+        process.join(30)
+        case.noticed(time.monotonic() - started)  # a busy machine needs more than five seconds
+        assert process.exitcode not in (None, 0)
+    sound = newest(tmp_path / "away" / CHECKPOINTS)
+    assert damage(sound) == {}
+    shutil.rmtree(folder, ignore_errors=True)
+    done = int(sound.name.rpartition("-")[2])
+    (tmp_path / "away").rename(folder)
+    assert run(_config([f"run.steps={done + 3}"], folder), folder).finished

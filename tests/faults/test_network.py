@@ -1,0 +1,132 @@
+"""A slow network and a partition between the two machines of a cluster, each a name space."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from suite import Case, cases, until
+from test_leftovers import goes_on, steps
+from test_loop import ENVIRONMENT, as_settings
+from test_ray import config
+
+HEAD, OTHER = "10.77.0.1", "10.77.0.2"
+RAY = Path(sys.executable).parent / "ray"
+
+
+def ip(*command: str) -> None:
+    subprocess.run(command, check=True, timeout=30, capture_output=True)
+
+
+@contextmanager
+def machines(name: str) -> Iterator[tuple[str, str]]:
+    """Two name spaces with a wire between them, which only root can make."""
+    one, other = f"{name}a", f"{name}b"
+    if os.getuid() != 0:
+        pytest.skip("only root can make network name spaces")
+    try:
+        ip("ip", "netns", "add", one)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("network name spaces cannot be made here")
+    try:
+        ip("ip", "netns", "add", other)
+        ip("ip", "link", "add", one, "netns", one, "type", "veth",
+           "peer", "name", other, "netns", other)  # fmt: skip
+        for space, address, peer in ((one, HEAD, OTHER), (other, OTHER, HEAD)):
+            inside = ("ip", "-n", space)
+            ip(*inside, "link", "set", "lo", "up")
+            ip(*inside, "addr", "add", f"{address}/24", "dev", space)
+            ip(*inside, "link", "set", space, "up")
+            ip(*inside, "route", "add", "default", "via", peer)
+        yield one, other
+    finally:
+        for space in (one, other):
+            subprocess.run(["ip", "netns", "del", space], timeout=30, capture_output=True)
+
+
+@contextmanager
+def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command on a machine, and end it with everything that it has started."""
+    environment = {**ENVIRONMENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", space, *command], env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        family = [psutil.Process(process.pid)] if process.poll() is None else []
+        family += [child for each in family for child in each.children(recursive=True)]
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait(30)
+
+
+def slow(case: Case, one: str) -> None:
+    """A tenth of a second each way, and one packet of a hundred is lost."""
+    netem = ("tc", "-n", one, "qdisc", "add", "dev", one, "root", "netem")
+    try:
+        ip(*netem, "delay", "100ms", "30ms", "loss", "1%")
+    except subprocess.SubprocessError:
+        pytest.skip("the kernel has no netem")
+
+
+def cut_for_a_moment(case: Case, one: str) -> None:
+    ip("ip", "-n", one, "link", "set", one, "down")
+    time.sleep(float(case.rng.uniform(1, 4)))
+    ip("ip", "-n", one, "link", "set", one, "up")
+    ip("ip", "-n", one, "route", "replace", "default", "via", OTHER)
+
+
+def cut(case: Case, one: str) -> None:
+    """Until the end of the run: Ray gives the machine up after a while."""
+    ip("ip", "-n", one, "link", "set", one, "down")
+
+
+FAULTS = (cut_for_a_moment, slow, cut)
+
+
+@pytest.mark.timeout(900)
+@cases(8, full=6, part=3)
+def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Four searchers on both. Those that are cut off are replaced, and the run ends well."""
+    folder, fault = tmp_path / "run", FAULTS[case.index % len(FAULTS)]
+    settings = (
+        f"runtime.address={HEAD}:6379", "runtime.searchers=4", "runtime.cores=share",
+        "runtime.task_deadline=10", "runtime.fresh=1", "runtime.max_restarts=100",
+        "engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.2",
+        "engine.own_reference=true", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
+    )  # fmt: skip
+    started = ("start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
+    with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
+        head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
+        sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
+        ending.enter_context(inside(one, str(RAY), *started, *head, f"--temp-dir={sessions}"))
+        time.sleep(8)
+        joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
+        ending.enter_context(inside(other, str(RAY), *started, *joined))
+        time.sleep(8)
+        chosen = as_settings(config(tiny_model, folder, *settings))
+        train = (sys.executable, "-m", "tba.cli", "train", *chosen)
+        run = ending.enter_context(inside(one, *train))
+        until(lambda: len(steps(folder)) > 20 or run.poll() is not None, 180)
+        began = time.monotonic()
+        fault(case, one)
+        at = len(steps(folder))
+        until(lambda: len(steps(folder)) > at + 100 or run.poll() is not None, 120)
+        if fault is cut:
+            case.noticed(time.monotonic() - began)
+        assert run.poll() is None
+        run.terminate()
+        assert run.wait(60) == 0
+    goes_on(folder)

@@ -1,0 +1,169 @@
+"""A run resumes exactly: from every step, on several searchers, whatever the wall clock says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_ray
+from suite import ROOT, Case, cases
+from test_loop import config, end_alike, newest_files, replayed
+
+from tba.cli import _config
+from tba.run import run
+from tba.runs.generations import generations, path_of
+from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.types import Prompt
+
+STEPS = 30
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "tb": ("strategy=mixture",),
+    "rloo published every third step": ("objective=rloo", "runtime.publish_every=3"),
+    "a head": ("objective=tb_learned_z", "strategy=recent"),
+    "values by rollouts": (
+        "objective=vineppo",
+        "objective.step_tokens=2",
+        "objective.rollouts=2",
+    ),
+    "adapters": ("policy.lora.r=4", "policy.lora.alpha=8"),
+    "new references": ("policy.reset_reference_every=4", "selection=difficulty"),
+    "a constant lag": ("runtime.lag=2", "strategy=recent", "objective=ppo"),
+    "a full buffer": ("replay.per_prompt=4", "replay.capacity=24", "strategy=uniform"),
+}
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    plain = (f"run.steps={STEPS}", "eval.every=10", "checkpoint.every=0", "log.sample_every=5")
+    return (*plain, "trainer.learning_rate=1e-3", *CONFIGS[name])
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path]]:
+    """For a config: a run that never saved before its end, and one that kept every step."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def carried_out(name: str) -> tuple[Path, Path]:
+        whole, kept = folder / name / "whole", folder / name / "kept"
+        if not kept.exists():
+            run(config(tiny_model, whole, *settings_of(name)))
+            saves = ("checkpoint.every=1", f"checkpoint.keep={STEPS + 1}")
+            run(config(tiny_model, kept, *settings_of(name), *saves))
+        return whole, kept
+
+    return carried_out
+
+
+@cases(1, full=STEPS * len(CONFIGS), quick=3)
+def test_a_run_resumes_exactly_from_every_step(
+    case: Case, runs: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Thirty steps of eight configs; the process ended after the step, and wrote what came next."""
+    step = case.index // len(CONFIGS) + 1
+    whole, kept = runs(list(CONFIGS)[case.index % len(CONFIGS)])
+    killed = tmp_path / "killed"
+    shutil.copytree(kept, killed, ignore=lambda _, names: {*names} & {CHECKPOINTS})
+    generation = path_of(kept / CHECKPOINTS, step)
+    shutil.copytree(generation, path_of(killed / CHECKPOINTS, step))
+    assert run(_config(["checkpoint.every=0"], killed), killed).steps == STEPS
+    end_alike(whole, killed)
+
+
+@pytest.mark.timeout(600)
+@cases(2, full=6, part=3)
+def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """One, two and four searchers. The order in which they end must not matter."""
+    searchers, stop = (1, 2, 4)[case.index % 3], 2 + case.index // 3
+    settings = (
+        "runtime.lag=0",
+        f"runtime.searchers={searchers}",
+        "runtime.publish_every=1",
+        "runtime.prompts_per_task=1",
+        "runtime.cores=share",
+        "trainer.batch_size=24",
+        "strategy=recent",
+        "trainer.learning_rate=1e-3",
+        "eval.prompts=0",
+    )
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run(test_ray.config(tiny_model, whole, *settings, "run.steps=6"))
+    run(test_ray.config(tiny_model, part, *settings, f"run.steps={stop}"))
+    run(_config(["run.steps=6"], part), part)
+    assert replayed(whole) == replayed(part)
+    one, other = newest_files(whole), newest_files(part)
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        assert one[name] == other[name], name
+
+
+@cases(7, full=10, quick=1)
+def test_a_clock_that_jumps_changes_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By up to a year, forwards or backwards, at every look."""
+    settings = ("run.steps=12", "checkpoint.every=3", "trainer.learning_rate=1e-3")
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    wall, year = time.time, 365 * 24 * 3600.0
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: wall() + case.rng.uniform(-year, year))
+        run(config(tiny_model, tmp_path / "jumped", *settings, "run.steps=6"))
+        run(_config(["run.steps=12"], tmp_path / "jumped"), tmp_path / "jumped")
+    end_alike(tmp_path / "whole", tmp_path / "jumped")
+
+
+WALL_CLOCK = {
+    "tba/runs/lock.py": "since when a folder is held, to be read by a person",
+    "tba/runs/log.py": "the name of a new folder",
+    "tba/runs/provenance.py": "when a session began, to be read by a person",
+    "tba/runtime/reaper.py": "names of Ray's session folders, which have the time of their start",
+    "tba/tasks/judges/_server.py": "a server's Retry-After that is a date, within a deadline",
+}
+
+
+@cases(7, full=1, quick=1)
+def test_no_deadline_is_of_the_wall_clock(case: Case) -> None:
+    """Every other time is of a clock that never jumps."""
+    users = set()
+    for path in sorted((ROOT / "tba").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "time.time",
+                "datetime.now",
+                "datetime.utcnow",
+                "time.time_ns",
+            ):
+                users.add(str(path.relative_to(ROOT)))
+    assert users <= WALL_CLOCK.keys()
+
+
+@cases(26, full=16, quick=2, part=8)
+def test_an_evaluation_never_touches_training(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+    """Evaluated at every step or only at the ends: the same weights, buffer and prompts to come."""
+    chosen = settings_of(list(CONFIGS)[case.index % len(CONFIGS)])
+    often = (f"eval.samples={1 + case.index % 3}", "eval.k=[]", f"eval.seed={case.index}")
+    small = ("run.steps=10", "checkpoint.every=4")
+    run(config(tiny_model, tmp_path / "never", *chosen, *small, "eval.every=0"))
+    run(config(tiny_model, tmp_path / "often", *chosen, *small, "eval.every=1", *often))
+    one, other = (newest_files(tmp_path / name) for name in ("never", "often"))
+    weights = [name for name in one if name.startswith("model/") and "safetensors" in name]
+    assert weights
+    for name in (*weights, "optimizer.safetensors", "trainer.json"):
+        assert one[name] == other[name], name
+    assert replayed(tmp_path / "never") == replayed(tmp_path / "often")
+    cursors = [json.loads(files["state.json"])["cursor"] for files in (one, other)]
+    assert cursors[0] == cursors[1]
+    evaluated = [r for r in read(tmp_path / "often" / METRICS) if "eval/greedy_reward" in r]
+    assert len(evaluated) == 11
+    (newest,) = generations(tmp_path / "often" / CHECKPOINTS)[-1:]
+    assert newest.name == "step-00000010"
+    held_out = {f"{i}+2" for i in range(20)}
+    content = [row[0] for row in replayed(tmp_path / "often")]
+    prompts = {each.id for each in content if isinstance(each, Prompt)}
+    assert prompts and not prompts & held_out
