@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-vllm study bench bench-long check coverage clean
+.PHONY: demo test test-slow faults test-vllm study bench bench-long check coverage docs links clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -21,7 +21,14 @@ test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 
 test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
-	@$(BIN)/python -m pytest -m "slow or fault" $(PYTEST)
+	@$(BIN)/python -m pytest -m "slow or fault" --ignore=tests/faults $(PYTEST)
+
+FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
+
+faults: $(VENV)/installed  ## the suite of faults: at most 25 minutes on two cores; FULL=1 runs all of it and continues where it stopped
+	@test -n "$(FULL)" || rm -f $(FAULTS)
+	@FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "not gpu" tests/faults $(PYTEST); \
+		ended=$$?; $(BIN)/python scripts/write_reliability.py $(FAULTS); exit $$ended
 
 VLLM_VENV := .venv-vllm
 VLLM_TESTS := tests/test_vllm.py tests/test_batch.py tests/test_contracts.py
@@ -52,7 +59,7 @@ study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours o
 bench: .venv-bench/installed  ## benchmarks beside their peers: at most 40 minutes on two idle cores; ONLY="publish lora" for some
 	@.venv-bench/bin/python benchmarks/run.py $(ONLY)
 
-bench-long: .venv-bench/installed  ## the reference run and reward latency: hours; continues where it stopped; ONLY=reward_latency for one
+bench-long: .venv-bench/installed  ## the reference run, reward latency and more: hours; continues where it stopped; ONLY=reward_latency for one
 	@.venv-bench/bin/python benchmarks/run.py --long $(ONLY)
 
 coverage: $(VENV)/installed  ## run the tests with line coverage of tba/
@@ -62,6 +69,20 @@ check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+$(VENV)/docs-installed: $(VENV)/installed
+	@$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+SPHINX := $(BIN)/sphinx-build -qW --keep-going -c docs .
+
+docs: $(VENV)/docs-installed  ## write the docs as a site, build/docs/index.html; a link within it that leads nowhere is an error
+	@$(SPHINX) build/docs
+	@cp docs/*.png build/docs/docs
+	@cp build/docs/README.html build/docs/index.html
+
+links: $(VENV)/docs-installed  ## check the links of the docs to other sites, over the network
+	@$(SPHINX) build/links -b linkcheck
 
 clean:
 	rm -rf $(VENV) .venv-* runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

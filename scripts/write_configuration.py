@@ -78,7 +78,7 @@ def _plugins(table: str) -> str:
 
 def _judges() -> str:
     """Return the section of the judges, which are tables in `task.reward`."""
-    about = "## Judges\n\nTables in `task.reward`: see [tasks.md](tasks.md#judges).\n"
+    about = "## Judges\n\nTables in `task.reward`: see [rewards.md](rewards.md#judges).\n"
     return "\n".join([about, *(_plugin(JUDGES, "task.reward", name) for name in names(JUDGES))])
 
 
@@ -86,11 +86,11 @@ def _plugin(kind: str, table: str, name: str) -> str:
     """Return the section of a plug-in, with its options."""
     cls = find(kind, name)
     meanings = _meanings(cls)
-    header = ("option", "type", "default", "meaning") if meanings else ("option", "type", "default")
-    rows = [
-        (*_option(option, described), meanings.get(option, ""))[: len(header)]
-        for option, described in options_of(cls).items()
-    ]
+    header = ("option", "type", "default", "meaning")
+    rows = []
+    for option, described in options_of(cls).items():
+        assert option in meanings, f"{kind}.{name}.{option} has no docstring"
+        rows.append((*_option(option, described), meanings[option]))
     about = f'### {table}.use = "{name}"\n\n{inspect.getdoc(cls)}'
     return _section(about, header, rows) if rows else f"{about}\n\nNo options.\n"
 

@@ -6,27 +6,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tba.config.plugins import GIVEN
-from tba.config.tables import PolicyTable
+from tba.engines import Built
 from tba.engines.transformers import Transformers
-from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
 @dataclass
-class Recording:
+class Recording(Built):
     """Generates with transformers, and appends each completion to `file` as a line of JSON."""
 
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Text = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
     file: str = "completions.jsonl"
 
     def __post_init__(self) -> None:

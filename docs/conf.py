@@ -1,0 +1,27 @@
+"""Settings of Sphinx, which writes the pages as a site: `make docs`."""
+
+import re
+from typing import Any
+
+project = html_title = "tba"
+extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+root_doc = "README"
+include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md"]
+exclude_patterns = [".*", "build", "runs"]
+html_theme = "furo"
+highlight_language = "text"
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+
+LINK = re.compile(r"\]\((docs/\w+|CHANGELOG)\.md\)")
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", add_navigation)
+
+
+def add_navigation(app: Any, page: str, source: list[str]) -> None:
+    """List the pages beside each page, in the order of the README's section on documentation."""
+    if page == root_doc:
+        pages = LINK.findall(source[0].partition("\n## Documentation\n")[2])
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", *pages, "```\n"])
