@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tba import loop
-from tba.config.schema import Config, parse
-from tba.engines import EngineError
+from tba.config.schema import Config
+from tba.engines import SearchError
 from tba.learn import Trainer
-from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
@@ -22,18 +20,17 @@ from tba.runs.generations import recover
 from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
 from tba.runs.provenance import record_session
-from tba.runs.resumed import check_resumed, check_step, read_config
+from tba.runs.resumed import check_resumed, check_step, config_of
+from tba.runs.space import open_disk
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Warnings
-from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
-from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
-from tba.search.result import SearchStats
+from tba.runtime import Searchers, SearchJob
+from tba.runtime.deadline import NoAnswerError
+from tba.runtime.opening import open_places, open_searchers
+from tba.runtime.placement import reuse_memory
 from tba.tasks._memory import InMemory
 from tba.types import Group
-
-if TYPE_CHECKING:
-    from tba.runtime.cluster import Cluster
 
 
 @dataclass
@@ -123,6 +120,9 @@ class Run:
         """Write the evaluations that have finished; with `finish`, wait for all of them."""
         for e in self.searchers.evaluations(finish=finish):
             self.evaluating -= 1
+            if not e.scores:  # left out
+                self.requested.pop(e.version, None)
+                continue
             self.scores[e.version] = score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.journal.row(e.version, {"time": self.requested[e.version], **scores})
@@ -148,18 +148,19 @@ class Run:
         unlogged, self.evaluating = self.evaluating, 0
         try:
             self.warn(self.warnings.start())
-            with self.tracker.clock():
-                if unlogged and self.step < last:  # the first one, or one that a stop cut off
+            with self._saving_first():
+                with self.tracker.clock():
+                    if unlogged and self.step < last:  # the first one, or one that a stop cut off
+                        self.evaluate()
+                    loop.train(self)
+                self.save()
+                complete = self.step == last
+                if complete:
+                    if not loop.due(last, self.config.runtime.publish_every):
+                        self.publish()  # else the loop has just done so
                     self.evaluate()
-                self._loop()
-            self.save()
-            complete = self.step == last
-            if complete:
-                if not loop.due(last, self.config.runtime.publish_every):
-                    self.publish()  # else the loop has just done so
-                self.evaluate()
-            self.log_evaluations(finish=complete)
-            self.checkpoints.wait()
+                self.log_evaluations(finish=complete)
+                self.checkpoints.wait()
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         self.warn(self.warnings.end())
@@ -170,14 +171,17 @@ class Run:
         self.console.end(summary, self.folder)
         return summary
 
-    def _loop(self) -> None:
-        """Run the loop. If a fault of an engine ends it, save a checkpoint first."""
+    @contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Save the run if searchers end it, which the trainer does not need for that."""
         try:
-            loop.train(self)
-        except EngineError:
+            yield
+        except (SearchError, NoAnswerError) as error:
             self.missing = self.missing or self.config.fresh  # of the step that has not ended
             self.save()
             self.checkpoints.wait()
+            go_on = f"`tba train --resume {self.folder}` continues from step {self.step}"
+            error.args = (f"{error}\nThe run has been saved: {go_on}",)
             raise
 
 
@@ -202,9 +206,9 @@ def open_run(
             folder = log.folder_of(parts.config)
             closing.enter_context(locked(folder))
             log.check_unused(folder)
-            log.write_config(folder, parts.config)
+            log.write_json(folder / log.CONFIG, log.stored(parts.config))
         else:
-            folder, before = resume, parse(read_config(resume))
+            folder, before = resume, config_of(resume)
             closing.enter_context(locked(folder))  # first: a second process is refused at once
             parts = check(config, memory)
             check_resumed(parts.config, before)
@@ -215,86 +219,47 @@ def open_run(
 
 def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: ExitStack) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
-    c = parts.config
+    c, stored = parts.config, log.stored(parts.config)
     stop = closing.enter_context(Stop())
     console = open_console(c, stop.print)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")
-    place, cluster = _places(c, console, stop, closing)
+    place, cluster = open_places(c, console.phase, closing)
+    stop.install()  # Ray has replaced the signal handlers with its own
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device)
+    disk = open_disk(parts, folder, trainer, stop)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
-    progress = checkpoint.Progress(0, c.first_fill, 1, rng.bit_generator.state, {})
-    search = SearchState(stream.cursor(), 0, SearchStats(), None, None)
+    progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
         log.rewind(folder, progress.step)
-        log.write_config(folder, c)  # with what was changed on resuming
+        log.write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    saves, table, stored = folder / log.CHECKPOINTS, c.checkpoint, log.read_config(folder)
-    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored)
+    saves, table = folder / log.CHECKPOINTS, c.checkpoint
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored, disk)
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))
     record_session(folder, progress.step, trainer.policy.model)
-    journal = log.Journal(folder, c, progress.step)
+    journal = log.Journal(folder, c, progress.step, disk)
     closing.callback(journal.close)
     setup, groups = parts.search_setup(), c.trainer.groups
     job = SearchJob(setup, stream, c.runtime, groups, c.run.seed, console.phase)
-    searchers = _searchers(job, place, cluster, trainer, stop, search, progress.step)
-    if c.runtime.lag:
-        searchers = LaggedSearchers(searchers, c.runtime.lag * groups, search.held)
+    opened = job, place, cluster, trainer, lambda: stop.requested
+    searchers = open_searchers(*opened, search, progress.step)
     closing.callback(searchers.close)
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
-        warnings, stop, progress.step, progress.missing, progress.evaluating,
-        scores=read_scores(folder),
+        warnings, stop, progress.step, progress.missing, progress.evaluating, read_scores(folder),
     )  # fmt: skip
-
-
-def _places(
-    config: Config, console: Console, stop: Stop, closing: ExitStack
-) -> "tuple[Place, Cluster | None]":
-    """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
-    if config.runtime.use == "local":
-        return places_on_one_machine(config.runtime)[0], None
-    console.phase("starting Ray")
-    from tba.runtime.bind import bind_ray
-
-    bind_ray(config.runtime.address)
-    from tba.runtime.cluster import open_cluster
-
-    cluster = open_cluster(config.runtime, config.engine.gpus)
-    closing.callback(cluster.close)
-    stop.install()  # Ray has replaced our signal handlers with its own
-    closing.enter_context(cluster.trainer.taken())
-    return cluster.trainer, cluster
-
-
-def _searchers(
-    job: SearchJob, place: Place, cluster: "Cluster | None", trainer: SingleTrainer, stop: Stop,
-    search: SearchState, step: int,
-) -> Searchers:  # fmt: skip
-    """Open the searchers of the runtime, with the weights that they had at this step."""
-    bf16 = trainer.policy.autocast
-    if cluster is not None:
-        from tba.runtime.ray import RaySearchers
-
-        newest = trainer.weights(version=step) if step or job.setup.held_out else None
-        return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
-    job.tell("loading the models of the searcher")
-    from tba.runtime.local import LocalSearchers
-
-    if search.weights is None and step >= job.settings.publish_every:  # a run on Ray saves none
-        search = replace(search, weights=trainer.weights(version=step))
-    return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)

@@ -1,15 +1,19 @@
 """Model weights that the trainer publishes to searchers: complete, versioned, with a probe."""
 
+import json
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float32, Int32
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch import Tensor
 
 
@@ -87,6 +91,35 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} another model than policy.model: {differing} differ in name or shape"
         )
+
+
+def write_weights(weights: Weights, file: Path) -> None:
+    """Write weights and their probe to a file.
+
+    The version and the probe are one entry of its metadata, because safetensors writes several in
+    an order that changes.
+    """
+    probe = weights.probe
+    plain = probe and {name: np.asarray(value).tolist() for name, value in vars(probe).items()}
+    about = {"weights": json.dumps({"version": weights.version, "probe": plain})}
+    save_file(dict(weights.arrays), file, about)
+
+
+def read_weights(file: Path) -> Weights | None:
+    """Return the weights in a file; None if it does not exist."""
+    if not file.is_file():
+        return None
+    with safe_open(file, "numpy") as opened:
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        plain = json.loads(opened.metadata()["weights"])
+        return Weights(plain["version"], arrays, _probe(plain["probe"]))
+
+
+def _probe(plain: dict[str, Any] | None) -> Probe | None:
+    if plain is None:
+        return None
+    prompt, tokens = (np.array(plain[name], np.int32) for name in ("prompt_tokens", "tokens"))
+    return Probe(prompt, tokens, np.array(plain["logp"], np.float32), plain["temperature"])
 
 
 @runtime_checkable

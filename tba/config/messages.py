@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from pydantic_core import ErrorDetails
 
@@ -64,25 +65,28 @@ def _is_quoted(value: object) -> bool:
         return False
 
 
-def check_depth(what: str, value: object) -> None:
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Begin the message of a ValueError within the block with the place that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def check_depth(what: str, value: object, levels: int = DEEPEST) -> None:
     """Raise ValueError, which begins with `what`, if lists and tables are nested too deeply.
 
     What walks through them, such as a copy or an encoder, needs several calls for each level.
     """
-    level = [value]
-    for _ in range(DEEPEST):
-        inside = (inner for each in level for inner in _inside(each))
-        level = list({id(inner): inner for inner in inside}.values())  # one may hold itself
-        if not level:
-            return
-    raise ValueError(f"{what} is nested more than {DEEPEST} levels deep; flatten it")
+    if not isinstance(value, dict | list | tuple):
+        return
+    if levels == 0:  # at the latest for a list that holds itself
+        raise ValueError(f"{what} is nested more than {DEEPEST} levels deep; flatten it")
+    for inner in value.values() if isinstance(value, dict) else value:
+        check_depth(what, inner, levels - 1)
 
 
-def _inside(value: object) -> list[object]:
-    """Return the lists and tables that a list or a table holds."""
-    values: Iterable[object] = ()
-    if isinstance(value, dict):
-        values = value.values()
-    elif isinstance(value, list | tuple):
-        values = value
-    return [each for each in values if isinstance(each, dict | list | tuple)]
+def size(number: float) -> str:
+    """Return a number of bytes in GB or MB."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

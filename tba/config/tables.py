@@ -182,6 +182,9 @@ class RuntimeTable(Table):
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
     start_deadline: PositiveFloat = key(300.0, "seconds a searcher may take to start")
+    cluster_deadline: PositiveFloat = key(
+        60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
+    )
     gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
     max_restarts: Count = key(10, "restarts of searchers before the run fails")
     cores: Literal["divide", "share"] = key(
@@ -206,6 +209,11 @@ class RewardTable(Table):
     )
     max_rejected: PositiveShare = key(
         0.5, "stop the run when a larger share of the latest samples (at least 64) is rejected"
+    )
+    quarantine: Count = key(
+        2,
+        "deaths in a row of the scoring process, or of the searcher, after which a prompt is no"
+        " longer searched; 0: never",
     )
 
 
@@ -277,3 +285,6 @@ class CheckpointTable(Table):
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
     deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")
+    on_full: Literal["pause", "stop"] = key(
+        "pause", "when the disk is full; pause: wait until there is space; stop: end the run"
+    )

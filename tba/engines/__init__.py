@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tba.config.plugins import GIVEN
 from tba.config.schema import Config
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -40,7 +44,22 @@ class Engine(Protocol):
         """
 
 
-class EngineError(RuntimeError):
+class SearchError(RuntimeError):
+    """Search cannot go on. The run is saved before it ends."""
+
+
+@dataclass
+class Built:
+    """Base of engines, with the fields that the run fills in."""
+
+    policy: PolicyTable = field(metadata=GIVEN)
+    text: Text = field(metadata=GIVEN)
+    device: str = field(metadata=GIVEN)
+    bf16: bool = field(metadata=GIVEN)
+    """Whether the trainer computes in bf16."""
+
+
+class EngineError(SearchError):
     """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
 
 

@@ -38,7 +38,10 @@ class Output:
     cached: int
     """Prompt tokens that the prefix cache held."""
     switches: tuple[tuple[int, int], ...]
-    """Places at which newer weights took over: index of the first token, and their version."""
+    """Places at which newer weights took over: index of the first token, and their version.
+
+    The index is 0 if that was between the request's begin and its first token.
+    """
 
 
 @runtime_checkable

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tba.models.cache import EVERYONE, NOBODY, takes_masks, visible
-from tba.models.forward import positions
+from tba.models.cache import EVERYONE, NOBODY, positions, takes_masks, visible
 
 IDLE = -3
 """A slot without a response."""

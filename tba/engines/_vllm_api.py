@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,74 +35,63 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import sampler
 
 from tba.engines._batch import Output, Request
+from tba.models.pretrained import model_path
 from tba.weights import as_tensor
+
+if TYPE_CHECKING:
+    from tba.engines.vllm import VLLM
 
 SELF_CONTAINED = "tba"
 """Name of our own backend of vLLM's weight transfer."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can make room."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the engine, as vLLM names them."""
-
-    model: str
-    trust_remote_code: bool
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float
-    tensor_parallel_size: int
-    enforce_eager: bool
-    raw_logprobs: bool
-    """Whether log-probs are those before temperature, top-p and the like."""
-    lora_rank: int | None
-    """Rank that adapters have at most; None: the weights themselves are updated."""
-    gpu: int
-    """Index of the GPU, if the engine runs on a single one."""
-    deadline: float
-
-    def arguments(self) -> EngineArgs:
-        one_process, on_cpu = self.tensor_parallel_size == 1, current_platform.is_cpu()
-        return EngineArgs(
-            model=self.model,
-            trust_remote_code=self.trust_remote_code,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            enforce_eager=self.enforce_eager,
-            # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
-            enable_chunked_prefill=False if on_cpu else None,
-            max_num_batched_tokens=max(2048, self.max_model_len) if on_cpu else None,
-            enable_lora=self.lora_rank is not None,
-            max_lora_rank=self.lora_rank or 1,
-            max_loras=2,  # at once: requests that begin with a third wait for those of the first
-            max_cpu_loras=self.max_num_seqs + 1,  # all that may be in use: none is read again
-            distributed_executor_backend=InProcess if one_process else "mp",
-            weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
-            worker_extension_cls=f"{__name__}.Worker",
-            logprobs_mode="raw_logprobs" if self.raw_logprobs else "processed_logprobs",
-            generation_config="vllm",  # not the model's own sampling parameters
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
+def arguments(own: "VLLM") -> EngineArgs:
+    """Return the options of the engine as vLLM names them, with the defaults of the device."""
+    one_process, on_cpu = own.tensor_parallel_size == 1, own.device == "cpu"
+    bf16 = own.bf16 if own.dtype == "auto" else own.dtype == "bf16"
+    gib = 1.0 if own.kv_cache_gib is None and on_cpu else own.kv_cache_gib
+    length, lora = own.max_model_len or own.text.context, own.policy.lora
+    return EngineArgs(
+        model=model_path(own.policy.model),
+        trust_remote_code=own.policy.trust_remote_code,
+        dtype="bfloat16" if bf16 else "float32",
+        max_model_len=length,
+        max_num_seqs=own.max_num_seqs,
+        kv_cache_memory_bytes=None if gib is None else int(gib * 2**30),
+        gpu_memory_utilization=own.gpu_memory_utilization,
+        tensor_parallel_size=own.tensor_parallel_size,
+        enforce_eager=on_cpu if own.enforce_eager is None else own.enforce_eager,
+        # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(2048, length) if on_cpu else None,
+        enable_lora=lora is not None,
+        max_lora_rank=1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
+        max_loras=2,  # at once: requests that begin with a third wait for those of the first
+        max_cpu_loras=own.max_num_seqs + 1,  # all that may be in use: none is read again
+        distributed_executor_backend=InProcess if one_process else "mp",
+        weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
+        worker_extension_cls=f"{__name__}.Worker",
+        logprobs_mode="raw_logprobs" if own.raw_logprobs else "processed_logprobs",
+        generation_config="vllm",  # not the model's own sampling parameters
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
 
 
 class Engine:
     """vLLM's engine. It belongs to the thread that creates it."""
 
-    def __init__(self, options: Options):
-        InProcess.gpu = options.gpu
+    def __init__(self, own: "VLLM"):
+        InProcess.gpu = int(own.device.partition(":")[2] or 0)
         if current_platform.is_cpu():
             sampler.batched_count_greater_than = _count_at_least  # it would be compiled, slowly
         with _undisturbed():
-            self._engine = LLMEngine.from_engine_args(options.arguments())
-        self._deadline = options.deadline
-        self._requests: dict[str, tuple[int | None, LoRARequest | None]] = {}
-        """Requests that run: the token that each scores, and its adapter."""
+            self._engine = LLMEngine.from_engine_args(arguments(own))
+        self._deadline = own.deadline
+        self._requests: dict[str, tuple[int | None, LoRARequest | None, str]] = {}
+        """Requests that run: the token that each scores, its adapter, and the weights' version."""
         self._adapters: list[LoRARequest] = []
         """Adapters that vLLM has, the newest last."""
         self._numbered = 0
@@ -120,7 +109,7 @@ class Engine:
             self._engine.add_request(key, prompt, parameters, lora_request=adapter)
         except VLLMClientError as error:
             raise ValueError(f"vLLM does not accept a request: {error}") from error
-        self._requests[key] = request.scored, adapter
+        self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
 
     def step(self) -> list[tuple[str, Output]]:
         with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it then replaces
@@ -155,7 +144,7 @@ class Engine:
         """
         self._numbered += 1
         adapter = adapter_request(self._numbered, version, folder)
-        in_use = {used for _, used in self._requests.values()}
+        in_use = {used for _, used, _ in self._requests.values()}
         for old in [each for each in self._adapters if each not in in_use]:
             self._engine.remove_lora(old.lora_int_id)
             self._adapters.remove(old)
@@ -173,15 +162,16 @@ class Engine:
         (one,) = result.outputs
         if one.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a request ended with {one.finish_reason!r}")
-        flat, (scored, _) = one.logprobs, self._requests.pop(result.request_id)
+        flat, (scored, _, version) = one.logprobs, self._requests.pop(result.request_id)
         logp = np.array(flat.logprobs, np.float32)
+        spans = [(span.start, span.version) for span in one.weight_versions]
         return Output(
             tokens=np.array(one.token_ids, np.int32),
             logp=logp[flat.start_indices],  # at each place, that of the sampled token comes first
             finished=one.finish_reason == "stop",
             score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
             cached=int(result.num_cached_tokens or 0),
-            switches=tuple((span.start, int(span.version)) for span in one.weight_versions[1:]),
+            switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
         )
 
 

@@ -8,16 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from tba.config.plugins import GIVEN
-from tba.config.tables import PolicyTable
+from tba.engines import Built
 from tba.engines._stop import length_to_stop
-from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
 @dataclass
-class Scripted:
+class Scripted(Built):
     """Draws uniformly from `answers` after a pause; a greedy completion is the first answer.
 
     The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with
@@ -27,10 +25,6 @@ class Scripted:
     """
 
     longest_block: ClassVar[int] = 0
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Text = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
     answers: tuple[str, ...] = ("0", "1", "2", "3")
     """Answers to draw from."""
     latency: float = 0.0

@@ -13,15 +13,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tba.config.plugins import GIVEN
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
+from tba.engines import Built
 from tba.engines._choose import choose, seen_in
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
-from tba.models.forward import states_at_once
+from tba.models.cache import states_at_once
 from tba.models.lora import load_placed
-from tba.models.pretrained import Text
 from tba.types import Completion, Sampling
 from tba.weights import Probe, SharedLock, Weights, load_weights
 
@@ -30,7 +28,7 @@ DROP = 1 / 8
 
 
 @dataclass
-class Transformers:
+class Transformers(Built):
     """Generates up to `batch_size` responses at once; each prompt runs once for all its samples.
 
     Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
@@ -41,10 +39,6 @@ class Transformers:
     """
 
     longest_block: ClassVar[int] = 0
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Text = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
     batch_size: int = 256
     """Maximum number of responses to generate at once."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

@@ -16,14 +16,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from tba.config.plugins import GIVEN
+from tba.config.sampling import OFF
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
-from tba.engines import EngineError
+from tba.engines import Built, EngineError
 from tba.engines._batch import Batch, Output, Request, Stepper
-from tba.engines._vllm_sampling import check_sampling
 from tba.models.lora import empty_adapted, write_adapter
-from tba.models.pretrained import Text, load_config, load_empty_model, model_path
+from tba.models.pretrained import load_config, load_empty_model
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, check_same_model
 
@@ -31,8 +30,8 @@ SUPPORTED = "0.32"
 """Version of vLLM that is tested. With 0.26, updates left the tied heads of models wrong."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that the CPU build of vLLM has kernels for."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM can make room."""
+LARGEST_RANK = 512
+"""Largest rank of an adapter for which vLLM can make room."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_NO_USAGE_STATS": "1",
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class VLLM:
+class VLLM(Built):
     """Generates up to `max_num_seqs` responses at once; the searches of a process share the batch.
 
     A search returns its groups together. With `runtime.prompts_per_task=1` and more of
@@ -61,10 +60,6 @@ class VLLM:
     """
 
     longest_block: ClassVar[int] = 128
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Text = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where the trainer computes in bf16, else fp32."""
     max_num_seqs: int = 256
@@ -103,9 +98,9 @@ class VLLM:
                 f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
                 f" {config.runtime.lag} promises one version; remove one of them"
             )
-        if policy.lora is not None and policy.lora.r > LORA_RANKS[-1]:
+        if policy.lora is not None and policy.lora.r > LARGEST_RANK:
             raise ValueError(
-                f"policy.lora.r = {policy.lora.r}: vLLM has room for ranks up to {LORA_RANKS[-1]};"
+                f"policy.lora.r = {policy.lora.r}: vLLM has room for ranks up to {LARGEST_RANK};"
                 " lower it, or set engine=transformers"
             )
         size, runtime = config.engine.gpus, config.runtime
@@ -148,7 +143,7 @@ class VLLM:
         completions = []
         for output, version in self._batch.run(requests):
             response = output.tokens, output.logp, output.finished
-            completions.append(Completion(*response, version, output.switches))
+            completions.append(Completion(*response, *_versions(version, output.switches)))
         groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]
         return [group * (sampling.samples // drawn) for group in groups]
 
@@ -176,32 +171,11 @@ class VLLM:
             warnings.simplefilter("ignore")  # about what vLLM imports
             from tba.engines import _vllm_api as api
 
-            self._engine = engine = api.Engine(self._options(api.Options))
+            self._engine = engine = api.Engine(self)
         lora = self.policy.lora
         if lora is not None and lora.start is not None:
             engine.load_adapter(Path(lora.start).expanduser(), version=0)
         return engine
-
-    def _options(self, options: Any) -> Any:
-        """Return these options as the ones of `_vllm_api`, with the defaults of the device."""
-        on_cpu, lora = self.device == "cpu", self.policy.lora
-        bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
-        gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
-        return options(
-            model=model_path(self.policy.model),
-            trust_remote_code=self.policy.trust_remote_code,
-            dtype="bfloat16" if bf16 else "float32",
-            max_model_len=self.max_model_len or self.text.context,
-            max_num_seqs=self.max_num_seqs,
-            kv_cache_memory_bytes=None if gib is None else int(gib * 2**30),
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
-            raw_logprobs=self.raw_logprobs,
-            lora_rank=None if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
-            gpu=int(self.device.partition(":")[2] or 0),
-            deadline=self.deadline,
-        )
 
     def _request(
         self, prompt: list[int], sampling: Sampling, seed: int, scored: int | None = None
@@ -259,6 +233,41 @@ def with_tied_head(arrays: Mapping[str, np.ndarray], model: Any) -> dict[str, np
     for name, tied in model.all_tied_weights_keys.items():
         complete[name] = arrays[tied]
     return complete
+
+
+def _versions(
+    version: int, switches: tuple[tuple[int, int], ...]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return the version of the first token, and the later switches."""
+    if switches and switches[0][0] == 0:
+        return switches[0][1], switches[1:]
+    return version, switches
+
+
+def check_sampling(config: Config) -> None:
+    """ValueError for settings with which vLLM's log-probs would not be those of the policy.
+
+    Its "processed" log-probs are those after temperature, top-p and the like, its "raw" ones those
+    before all of these.
+    """
+    sampling, raw = config.sampling, config.engine.options.get("raw_logprobs", False)
+    for name, value in sampling.reshaped.items():
+        if not raw:
+            raise ValueError(
+                f"sampling.{name} = {value}: with engine=vllm, log-probs would be those of the"
+                f" changed distribution; set sampling.{name}={OFF[name]}, or"
+                " engine.raw_logprobs=true with sampling.temperature=1, or engine=transformers"
+            )
+    if raw and sampling.temperature != 1:
+        raise ValueError(
+            "engine.raw_logprobs = true: these are log-probs at temperature 1; set"
+            " sampling.temperature=1, or engine.raw_logprobs=false, or engine=transformers"
+        )
+    if sampling.explore is not None:
+        raise ValueError(
+            "sampling.explore does not work with engine=vllm, whose log-probs are those at the"
+            " temperature of the search; remove sampling.explore, or set engine=transformers"
+        )
 
 
 def _head_dim(policy: PolicyTable) -> int:

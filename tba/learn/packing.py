@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tba.models.cache import EVERYONE, NOBODY
-from tba.models.forward import positions
+from tba.models.cache import EVERYONE, NOBODY, positions
 from tba.types import TokenBatch
 
 

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import TokenLogp, fused_token_logp, is_plain
 from tba.learn.packing import pack, packed_length, packed_padding
-from tba.models.cache import select, takes_masks, visible
-from tba.models.forward import positions, states_at_once
+from tba.models.cache import positions, select, states_at_once, takes_masks, visible
 from tba.objectives import Head
 from tba.types import TokenBatch
 

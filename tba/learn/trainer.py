@@ -71,6 +71,12 @@ class SingleTrainer:
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of one publication of the weights."""
+        size = 2 if self.bf16_weights else 4
+        return size * sum(p.numel() for p in trained(self.policy.model).values())
+
     def weights(self, version: int) -> Weights:
         asked = self._asked()
         answered = None if asked is None else probe.answer(self.policy, asked)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import check_weights, load_empty_model, load_model, place
+from tba.models.pretrained import check_weights, load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # files of a PEFT adapter
@@ -39,12 +39,18 @@ STARTS = (True, False, "gaussian", "eva", "orthogonal")
 def load_placed(
     policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
-    """Load the model on its device, with its adapter if any; what is trained is in `dtype`."""
+    """Load the model on its device, with its adapter if any, and the attention that is fastest.
+
+    What is trained is in `dtype`.
+    """
     if policy.lora is None:
         model = load_model(policy, dtype)
     else:
         model = load_adapted(policy, bf16, seed, dtype)
-    return place(model, policy, device)
+    attention = "eager" if (policy.attention, device) == ("auto", "cpu") else policy.attention
+    if attention != "auto":
+        model.set_attn_implementation(attention)
+    return model.to(device)
 
 
 def load_adapted(

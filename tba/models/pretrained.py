@@ -17,10 +17,8 @@ from tba.config.tables import PolicyTable
 from tba.types import Answer, Completion, Prompt, Trajectory
 
 BUNDLED = Path(__file__).parent
-
-log = logging.getLogger(__name__)
-
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
+log = logging.getLogger(__name__)
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -36,6 +34,8 @@ class Text:
     context: int  # maximum number of tokens of a prompt and its response together
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
+    steps: int = 0
+    """`run.steps`, which the answers of a run carry."""
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
@@ -49,12 +49,11 @@ class Text:
         else:
             try:
                 given = {**self.template_kwargs, "add_generation_prompt": True, "return_dict": True}
-                encoded = self.tokenizer.apply_chat_template(list(prompt.text), **given)
+                ids = self.tokenizer.apply_chat_template(list(prompt.text), **given)["input_ids"]
             except TemplateError as error:  # such as a system message where there is no such role
                 raise ValueError(
                     f"prompt {prompt.id!r}: the tokenizer's chat template refuses it: {error}"
                 ) from error
-            ids = encoded["input_ids"]
         if not ids or not prompt.text:
             raise ValueError(
                 f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
@@ -71,7 +70,7 @@ class Text:
         text, ids = self.decode(tokens), tuple(tokens.tolist())
         places = [text.find(each) for each in stop if each in text]
         shown = text[: min(places, default=len(text))]
-        return Answer(shown, finished or bool(places), tokens=ids, version=version)
+        return Answer(shown, finished or bool(places), None, None, ids, version, self.steps)
 
     def within(self, tokens: int | None) -> "Text":
         """Return the text with an engine's own limit as the context, if it has one."""
@@ -185,8 +184,8 @@ def load_text(policy: PolicyTable) -> Text:
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"
             )
-    limit, arguments = context(config, tokenizer), policy.chat_template_kwargs
-    return Text(tokenizer, eos_ids, eos if pad is None else pad, limit, arguments)
+    limit, pad = context(config, tokenizer), eos if pad is None else pad
+    return Text(tokenizer, eos_ids, pad, limit, policy.chat_template_kwargs)
 
 
 def load_config(policy: PolicyTable) -> Any:
@@ -249,44 +248,44 @@ def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
     """Load the causal LM in `dtype`, without dropout, which would change the log-probs."""
     from transformers import AutoModelForCausalLM
+
+    named = policy.model, "policy.model", policy.trust_remote_code
+    model, _ = load_weighted(AutoModelForCausalLM, dtype, *named)
+    if model._is_stateful:
+        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
+        raise ValueError(f"policy.model = {policy.model!r}: {problem}")
+    return model
+
+
+def load_weighted(
+    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False
+) -> tuple[Any, list[str]]:
+    """Load a model by a class of transformers, with the names of weights that its files lack.
+
+    ValueError, which names the key, if they have none, or are damaged.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
-    path = model_path(policy.model)
-    options = sources(path, policy.trust_remote_code)
+    path = model_path(name, key)
+    options = {"dtype": dtype, "use_safetensors": True, **sources(path, remote_code)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, **options
-        )
+        model, report = auto.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, SafetensorError) as error:
         problem = "no weights in safetensors, the only format that is loaded"
         if isinstance(error, SafetensorError):
             problem = "its weights are damaged; download them again"
-        raise ValueError(f"policy.model = {policy.model!r}: {problem}: {error}") from error
-    if model._is_stateful:
-        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
-        raise ValueError(f"policy.model = {policy.model!r}: {problem}")
-    return model.eval()
+        raise ValueError(f"{key} = {name!r}: {problem}: {error}") from error
+    return model.eval(), sorted(report["missing_keys"])
 
 
 def load_empty_model(policy: PolicyTable) -> Any:
     """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
     from transformers import AutoModelForCausalLM
 
+    config, remote_code = load_config(policy), policy.trust_remote_code
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            load_config(policy), trust_remote_code=policy.trust_remote_code
-        )
-
-
-def place(model: Any, policy: PolicyTable, device: str) -> Any:
-    """Move a model to its device, and set the attention that is fastest there."""
-    attention = policy.attention
-    if attention == "auto" and device == "cpu":
-        attention = "eager"
-    if attention != "auto":
-        model.set_attn_implementation(attention)
-    return model.to(device)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from tba.report.scores import MODES, names
+from tba.report.page import MODES, names
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""
@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart("loss", ("loss",)),
             Chart("gradient norm", ("grad_norm",), "positive"),
             Chart("learning rate", ("learning_rate",), "positive"),
-            Chart("KL to the reference (k3, nats per token)", ("kl",), "positive"),
+            Chart("KL to the reference (nats per token)", ("kl",), "positive"),
             Chart("log(pi / ref) of the batches (nats per response)", ("log_ratio",)),
             Chart("entropy (nats per token)", ("entropy",), "positive"),
             Chart("effective sample size (share of K)", ("off_policy/ess",), "share"),
@@ -70,7 +70,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
         "Distinct responses in the buffer. Of duplicates only the newest is kept; evicted responses"
         " made room for new ones.",
         (
-            Chart("responses held", ("buffer/size",), "count"),
+            Chart("responses in the buffer", ("buffer/size",), "count"),
             Chart("prompts held", ("buffer/prompts",), "count"),
             Chart(
                 "samples", ("buffer/added", "buffer/duplicates"), "count", ("added", "duplicates")
@@ -94,7 +94,7 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart(
                 "samples per second of an engine",
                 ("engine/samples_per_second", "engine/samples_per_second_min"), "positive",
-                ("mean", "slowest"),
+                ("mean", "worst"),
             ),
             Chart("optimizer step (s)", ("step_time",), "positive"),
             Chart(
@@ -167,7 +167,7 @@ def _held_out(measures: Mapping[str, str]) -> list[Chart]:
     errors = tuple(f"{name}_stderr" for name in wins)
     return [
         *scores,
-        Chart("KL to the reference (nats per response)", ("eval/sampled_kl",), "positive"),
+        Chart("log(pi / ref) of held-out answers (nats per response)", ("eval/sampled_kl",)),
         Chart("perplexity of answers", perplexity, "number", MODES),
         Chart("win rate", wins, "share", MODES, errors),
         Chart("distance of answers (cosine)", ("eval/sampled_distance",), "positive"),

@@ -1,15 +1,22 @@
-"""Parts that all pages share: numbers as text, and the HTML file."""
+"""Parts that pages share: numbers and held-out scores as text, and the HTML file.
+
+Scores are of a subset: an evaluation set or a part of a mixture; "" is the held-out set.
+"""
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tba.studies.results import Row
+
+MODES = ("sampled", "greedy")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -42,3 +49,32 @@ def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
     text = environment.get_template(template).render(values)
     page.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # for half surrogate pairs
     return page
+
+
+def names(measure: str, mode: str, subset: str = "") -> tuple[str, str]:
+    """Return the columns of a score, `pass@1` or `reward`, and of its standard error."""
+    stderr = "stderr" if measure == "pass@1" else "reward_stderr"
+    start = f"eval/{subset}/{mode}" if subset else f"eval/{mode}"
+    return f"{start}_{measure}", f"{start}_{stderr}"
+
+
+def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
+    value, stderr = (evaluation.get(name, nan) for name in names(measure, mode, subset))
+    return with_stderr(value, stderr, "{:.1%}" if measure == "pass@1" else "{:.3f}")
+
+
+def measures_of(runs: Sequence[pd.DataFrame]) -> dict[str, str]:
+    """Return the score to show of each subset: pass@1 if all evaluations of it have that."""
+    end, found = "/sampled_reward", {"": list(runs)}
+    for evaluations in runs:
+        for column in evaluations:
+            name = column.removeprefix("eval/").removesuffix(end)
+            if column == f"eval/{name}{end}":
+                found.setdefault(name, []).append(evaluations)
+    measures = {}
+    for subset, tables in found.items():
+        column, _ = names("pass@1", "sampled", subset)
+        passes = pd.concat(table.reindex(columns=[column]) for table in tables)
+        graded = len(passes) and passes.notna().all(axis=None)
+        measures[subset] = "pass@1" if graded else "reward"
+    return measures

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.charts import AXES, LAG, OTHERS, columns, reward_chart, sections
-from tba.report.page import number, script, write_page
-from tba.report.scores import MODES, measures_of, names, score
+from tba.report.page import MODES, measures_of, names, number, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read
 from tba.studies.results import Row, flat, read_json, read_metrics
 

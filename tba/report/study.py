@@ -1,5 +1,6 @@
 """The page of a study: for each grid its curves, scores against a number, costs, and tables."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from os.path import relpath
@@ -14,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from tba.report.draw import COLOURS, GREY, Figures, dress, plain, short, write_page
 from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
+from tba.report.page import write_page
 from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {
@@ -24,6 +25,12 @@ COSTS = {
     "sampled_perplexity_with_prompt": "perplexity at the end, prompt tokens counted",
     "seconds": "time of a run (s)",
 }
+# after Okabe and Ito, for colour-blind readers
+COLOURS = (
+    "#0072b2", "#d55e00", "#009e73", "#c2578f", "#e69f00", "#4ba6dc", "#6b4fa0",
+    "#22262d", "#8c5a3c", "#7f8c1f", "#e8a0bf", "#17a2a2",
+)  # fmt: skip
+GREY, RULE = "#5b6472", "#e4e8ee"
 Styles = Mapping[Any, dict[str, Any]]
 Published = Mapping[str, Mapping[str, float]]
 STYLES: list[dict[str, Any]] = [
@@ -44,7 +51,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
     shared = styles_for(texts)  # an objective looks the same in all grids
     sections = []
-    figures: Figures = {}
+    figures: dict[str, Figure] = {}
     for grid, layout in layouts.items():
         own = styles_for(layout.line_values) if numbers(layout.line_values) else shared
         drawn = {
@@ -65,7 +72,17 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
     }
     values = {"name": ledger.name, "facts": facts, "sections": sections, "metric": metric}
-    return write_page(page, "study.html", values, figures)
+    return write_page(page, "study.html", {**values, "pictures": write_pictures(page, figures)})
+
+
+def write_pictures(folder: Path, figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Write each figure as `NAME.png`, and return the files in base64, for the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        pictures[name] = b64encode((folder / f"{name}.png").read_bytes()).decode()
+    return pictures
 
 
 def link_to(run: Path, page: Path) -> str:
@@ -204,3 +221,30 @@ def _number_axis(axes: Axes, values: Sequence[float]) -> None:
         axes.xaxis.set_major_locator(FixedLocator(list(values)))
         axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(short)
+
+
+def dress(axes: Axes, title: str, below: str) -> None:
+    """Set title, label, grid and colours of the axes."""
+    shown = title if len(title) <= 52 else f"{title[:51]}…"
+    axes.set_title(plain(shown), loc="left", fontsize=10.5)
+    axes.set_xlabel(below, color=GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8bec8")
+    axes.tick_params(which="both", length=0, labelcolor=GREY)
+    axes.grid(color=RULE)
+    axes.set_axisbelow(True)
+
+
+def plain(text: str) -> str:
+    """Escape dollars, which begin a formula, and a leading `_`, which hides a legend's entry."""
+    return text.lstrip("_").replace("$", r"\$")
+
+
+def short(value: float, _: float) -> str:
+    """Format a tick: 20k, 0.5, 1e-4."""
+    size = abs(value)
+    if 0 < size < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    if size >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value / 1e3:g}k" if size >= 1e3 else f"{value:g}"

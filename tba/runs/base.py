@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
-from tba.runs.resumed import read_config
+from tba.runs.resumed import config_of
 
 
 def base_of(run: Path) -> str:
     """Return the base of a run; empty if its folder does not have one."""
     try:
-        tables = read_config(run)
+        return config_of(run).run.base
     except ValueError:  # no run, or a damaged one: whoever needs its config says so
         return ""
-    return str(tables.get("run", {}).get("base", ""))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -10,7 +11,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
-import tba
 from tba.runs.choice import score_of
 from tba.runs.log import METRICS, read, read_config, read_evaluations
 
@@ -36,7 +36,7 @@ def write_card(run: Path, folder: Path, step: int, name: str, adapter: bool) -> 
         name=name,
         step=step,
         adapter=adapter,
-        version=tba.__version__,
+        version=version("tba"),
         counts=[row for row in steps if row["step"] == step],
         scores=[(score, before.get(score, "–"), value) for score, value in after.items()],
         settings=indent(json.dumps({table: config[table] for table in SHOWN}, indent=1), "    "),

@@ -13,18 +13,18 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from tba.learn import Trainer
 from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
+from tba.runs.disk import Disk
 from tba.runs.generations import (
     MANIFEST,
     REPLACED,
@@ -38,8 +38,9 @@ from tba.runs.generations import (
 )
 from tba.runs.log import CONFIG
 from tba.runtime import SearchState
+from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
-from tba.weights import Probe, Weights
+from tba.weights import read_weights, write_weights
 
 STATE, HELD = "state.json", "held.safetensors"
 SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
@@ -60,17 +61,29 @@ class Progress:
     counts: Mapping[str, float]  # totals of the summary
 
 
+def beginning(
+    first_fill: int, rng: np.random.Generator, cursor: Cursor
+) -> tuple[Progress, SearchState]:
+    """Return the states of a new run."""
+    progress = Progress(0, first_fill, 1, rng.bit_generator.state, {})
+    return progress, SearchState(cursor, 0, SearchStats(), None, None)
+
+
 class Checkpoints:
     """Writer of a run's checkpoints: in the background, one at a time.
 
     Used as a context, it waits at the end for a save that is being written, except after a
     KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds to wait for one save. Each has a copy of the `config`.
+    is the most seconds to wait for one save, without the time in which the disk is full. Each has a
+    copy of the `config`.
     """
 
-    def __init__(self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any]):
+    def __init__(
+        self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any],
+        disk: Disk | None = None,
+    ):  # fmt: skip
         self._folder, self._keep, self._deadline = folder, keep, deadline
-        self._config = config
+        self._config, self._disk = config, disk or Disk()
         self._step: int | None = None
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
         self._error: BaseException | None = None
@@ -95,29 +108,33 @@ class Checkpoints:
         started = time.perf_counter()
         self.wait()
         target = path_of(self._folder, progress.step)
-        aside = self._folder / f".{target.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside, name = self._folder / f".{target.name}", f"checkpoint of step {progress.step}"
+        self._disk.write(f"the {name}", partial(_empty, aside))
         write_trainer = trainer.save(aside)
         older = [g for g in generations(self._folder) if step_of(g) < progress.step]
         write_buffer = buffer.save(aside, older[-1] if older else None)
         copied = time.perf_counter()
 
+        def write_once() -> None:
+            aside.mkdir(exist_ok=True)
+            write_trainer()
+            segments = write_buffer()
+            text.tokenizer.save_pretrained(aside / MODEL)
+            _write_search(aside, search, progress)
+            (aside / CONFIG).write_text(json.dumps(self._config))
+            _commit(aside, target, known=segments)
+
         def write() -> None:
             try:
-                write_trainer()
-                segments = write_buffer()
-                text.tokenizer.save_pretrained(aside / MODEL)
-                _write_search(aside, search, progress)
-                (aside / CONFIG).write_text(json.dumps(self._config))
-                _commit(aside, target, known=segments)
+                undo = partial(shutil.rmtree, aside, ignore_errors=True)  # it makes room for others
+                self._disk.write(f"the {name}", write_once, undo)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
             except BaseException as error:  # raised in the train loop by `wait`
                 self._error = error
 
-        self._step, name = progress.step, f"checkpoint of step {progress.step}"
+        self._step = progress.step
         # a daemon, so that an interrupted process does not wait for it
         self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
@@ -126,11 +143,16 @@ class Checkpoints:
         """Wait for the save that is being written; RuntimeError if it failed."""
         if self._thread is None:
             return
-        self._thread.join(self._deadline)
         problem = f"the checkpoint of step {self._step} was not written"
-        if self._thread.is_alive():
-            limit = f"checkpoint.deadline = {self._deadline:g} s"
-            raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
+        until = time.monotonic() + self._deadline
+        while self._thread.is_alive():
+            self._thread.join(min(0.5, self._deadline))
+            if self._disk.is_waiting:
+                until = time.monotonic() + self._deadline
+            elif self._thread.is_alive() and time.monotonic() >= until:
+                limit = f"checkpoint.deadline = {self._deadline:g} s"
+                why = "raise it, or see why the disk is slow"
+                raise TimeoutError(f"{problem} within {limit}; {why}")
         error = self._error
         self._thread, self._error = None, None
         if error is not None:
@@ -161,24 +183,19 @@ class Checkpoints:
                 log.error("%s", error)
 
 
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
-            save_file(dict(weights.arrays), folder / name, _metadata(weights))
+            write_weights(weights, folder / name)
     save_groups(list(search.held), folder / HELD)
     state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
     state |= {"tasks": search.tasks, "stats": search.stats.counts()}
     (folder / STATE).write_text(json.dumps(state))
-
-
-def _metadata(weights: Weights) -> dict[str, str]:
-    """Return what goes with the arrays: their version and their probe, as JSON.
-
-    It is one entry, because safetensors writes several in an order that changes.
-    """
-    probe = weights.probe
-    plain = probe and {name: np.asarray(value).tolist() for name, value in vars(probe).items()}
-    return {"weights": json.dumps({"version": weights.version, "probe": plain})}
 
 
 def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
@@ -262,20 +279,3 @@ def restore(
         held=load_groups(generation / HELD),
     )
     return Progress(**state["progress"]), search
-
-
-def read_weights(file: Path) -> Weights | None:
-    """Return the weights in a file; None if it does not exist."""
-    if not file.is_file():
-        return None
-    with safe_open(file, "numpy") as opened:
-        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        plain = json.loads(opened.metadata()["weights"])
-        return Weights(plain["version"], arrays, _probe(plain["probe"]))
-
-
-def _probe(plain: dict[str, Any] | None) -> Probe | None:
-    if plain is None:
-        return None
-    prompt, tokens = (np.array(plain[name], np.int32) for name in ("prompt_tokens", "tokens"))
-    return Probe(prompt, tokens, np.array(plain["logp"], np.float32), plain["temperature"])

@@ -29,15 +29,10 @@ def best_step(scores: Mapping[int, float]) -> int | None:
     return max(sorted(scores.keys() - {0}), key=scores.__getitem__, default=None)
 
 
-def generation_of(run: Path, step: int) -> Path:
-    """Return the path of the checkpoint of a step, which may not exist."""
-    return path_of(run / CHECKPOINTS, step)
-
-
 def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:
     """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
     steps = {best_step(scores), *(evaluating - scores.keys())}
-    return {generation_of(run, step) for step in steps if step}
+    return {path_of(run / CHECKPOINTS, step) for step in steps if step}
 
 
 def choose(run: Path, step: int | str | None = None) -> Path:
@@ -57,7 +52,7 @@ def choose(run: Path, step: int | str | None = None) -> Path:
         scored = f"step {number} has the best score, but its checkpoint was not kept"
         what = f"{scored}; set checkpoint.keep_best=true" if step == BEST else "no such checkpoint"
         raise ValueError(f"--step {step}: {what}; {there}")
-    chosen = generation_of(run, number)
+    chosen = path_of(run / CHECKPOINTS, number)
     problems = {n: p for n, p in damage(chosen).items() if not n.startswith(SEGMENTS)}
     if problems:
         name, problem = min(problems.items())

@@ -120,6 +120,8 @@ class Console:
             "trainer waited": f"{s.trainer_wait_fraction:.2%} of the time after the first fill",
             "searchers restarted": str(s.searcher_restarts),
         }
+        if s.quarantined:
+            rows["prompts quarantined"] = str(s.quarantined)
         if s.last:
             rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
         if not s.finished:

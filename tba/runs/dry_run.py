@@ -1,6 +1,7 @@
 """The dry run of a config: all checks of a run, the first prompts, and one call of the reward."""
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.plugins import find, options_of, resolve
-from tba.config.schema import PLUGGED, Config, parse
+from tba.config.schema import PLUGGED, Config
 from tba.config.tables import Use
 from tba.runs import checkpoint, log
 from tba.runs.generations import step_of
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed, check_step, read_config
+from tba.runs.resumed import check_resumed, check_step, config_of
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
@@ -30,6 +31,8 @@ SECONDS = 5.0
 DUMMY = "dummy answer"
 WRONG_KIND = ("wrong_length", "not_a_number")
 """Reasons of rejections that do not depend on the answer."""
+MISSING = re.compile(r"^(ImportError|ModuleNotFoundError): .*", re.MULTILINE)
+"""Last line of the traceback of an import that fails, which does not depend on the answer."""
 
 
 def dry_run(
@@ -43,7 +46,7 @@ def dry_run(
     if resume is None:
         log.check_unused(log.folder_of(parts.config))
     else:
-        check_resumed(parts.config, before=parse(read_config(resume)))
+        check_resumed(parts.config, before=config_of(resume))
         newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
         check_step(step_of(newest), parts.config)
     firsts: dict[str, Prompt] = {}
@@ -100,7 +103,7 @@ def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
         answer = Answer(DUMMY, True, said, instance if tools.judged else None)
     plugin = resolve("tasks", "task", table.use, options)
     limits = parts.config.reward.max_memory, parts.config.runtime.start_deadline
-    scorer = InProcess(partial(build_task, plugin, None), *limits)
+    scorer = InProcess({"": partial(build_task, plugin, None)}, *limits)
     try:
         verdict = asyncio.run(_call(scorer, prompt, [answer, answer]))
     except RuntimeError as error:  # the process did not start
@@ -114,6 +117,8 @@ def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
             f"the reward of {DUMMY!r} is no number: {verdict.detail}; return a list with a number"
             " or None for each completion"
         )
+    if missing := MISSING.search(verdict.detail):
+        raise ValueError(f"the reward of {DUMMY!r} cannot import what it needs: {missing[0]}")
     return [f"warning: {DUMMY!r} has no reward ({verdict.reason}): {verdict.detail}"]
 
 

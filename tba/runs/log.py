@@ -3,14 +3,16 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config, read_json
+from tba.runs.disk import Disk
 from tba.runs.generations import generations
-from tba.runs.sinks import open_sinks
+from tba.runs.sinks import Sink, open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
 SESSIONS, CHECKPOINTS = "sessions.jsonl", "checkpoints"
@@ -77,11 +79,11 @@ def check_unused(run: Path) -> None:
         )
 
 
-def write_config(run: Path, config: Config) -> None:
-    """Write the config of a run, with the folder that its relative paths start from."""
+def stored(config: Config) -> dict[str, Any]:
+    """Return the config that a run keeps, with the folder that its relative paths start from."""
     tables = config.nested()
     tables["run"]["base"] = str(Path.cwd())
-    write_json(run / CONFIG, tables)
+    return tables
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -112,16 +114,15 @@ def rewind(run: Path, step: int) -> None:
 class Journal:
     """Writer of metrics and samples; `start` is the step at which the run begins or resumes."""
 
-    def __init__(self, folder: Path, config: Config, start: int = 0):
-        self._folder = folder
+    def __init__(self, folder: Path, config: Config, start: int = 0, disk: Disk | None = None):
+        self._folder, self._disk = folder, disk or Disk()
         self._sinks = open_sinks(config, folder, start)
         self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        _append(self._folder / METRICS, {"step": step, **metrics})
+        self._write(METRICS, {"step": step, **metrics})
         self._show_samples()
-        for sink in self._sinks:
-            sink.row(step, metrics)
+        self._show(lambda sink: sink.row(step, metrics))
 
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
@@ -133,30 +134,48 @@ class Journal:
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"prompt": prompt, "completion": completion}
-        _append(self._folder / SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
+        self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
             self._shown.append({**row, "lag": max(0, step - 1 - version)})
 
     def warn(self, step: int, text: str) -> None:
-        for sink in self._sinks:
-            sink.warn(step, text)
+        self._show(lambda sink: sink.warn(step, text))
 
     def close(self) -> None:
         self._show_samples()
-        for sink in self._sinks:
-            sink.close()
+        self._show(lambda sink: sink.close())
 
     def _show_samples(self) -> None:
         """Give the samples since the last call to the sinks, together: they make a table."""
         shown, self._shown = self._shown, []
-        for sink in self._sinks:
-            if shown:
-                sink.samples(shown)
+        if shown:
+            self._show(lambda sink: sink.samples(shown))
+
+    def _show(self, show: Callable[[Sink], None]) -> None:
+        """Give something to every sink. One whose files cannot be written gets nothing more."""
+        for sink in list(self._sinks):
+            try:
+                show(sink)
+            except OSError as error:  # TensorBoard's thread has ended then
+                told = "%s: %s; it gets nothing more until the run is resumed"
+                log.warning(told, type(sink).__name__, error)
+                self._sinks.remove(sink)
+
+    def _write(self, name: str, row: dict[str, Any]) -> None:
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[key] = None  # JSON has no NaN
+        line = f"{json.dumps(row)}\n".encode()
+        self._disk.write(name, partial(_append, self._folder / name, line))
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    for name, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            row[name] = None  # JSON has no NaN
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, all of it or nothing."""
+    with path.open("ab", buffering=0) as file:
+        end, rest = file.tell(), line
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)  # else the next line would follow a part of this one
+            raise

@@ -9,30 +9,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tba.config.schema import Config, override_all, parse
+from tba.config.tables import PolicyTable
 from tba.learn.state import MODEL, read_model
 from tba.models.lora import ADAPTER, SETTINGS, merged
-from tba.models.pretrained import computes_in_bf16, load_model, load_text
+from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.checkpoint import REFERENCE, read_weights
+from tba.runs.checkpoint import REFERENCE
 from tba.runs.choice import choose
 from tba.runs.generations import step_of
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import read_config
+from tba.runs.resumed import config_of
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.scored import Scored
 from tba.tasks._memory import refuse
-from tba.weights import Weights, as_array
+from tba.weights import Weights, as_array, read_weights
 
 
 def stored_config(run: Path, settings: Sequence[str]) -> Config:
     """Return the config of a run with these settings; ValueError if it had data from Python."""
-    tables = read_config(run)
-    refuse(parse(tables).task, str(run))
+    config = config_of(run)
+    refuse(config.task, str(run))
+    tables = config.nested()
     override_all(tables, settings)
     return parse(tables)
 
@@ -153,7 +154,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     """
     if out.exists():
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
-    config = parse(read_config(run))
+    config = config_of(run)
     text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
     buffer.load(choose(run, step), drop_damaged=True)
     rows: dict[str, dict[str, Any]] = {}
@@ -168,36 +169,25 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
 
 def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
     """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
-    check_export(run, out, adapter)
-    return write_model(run, choose(run, step), out, adapter)
+    policy = check_export(run, out, adapter)
+    return write_model(policy, choose(run, step), out, adapter)
 
 
-def check_export(run: Path, out: Path | None, adapter: bool) -> None:
-    """Raise ValueError if the folder is not new, or there is no adapter."""
+def check_export(run: Path, out: Path | None, adapter: bool) -> PolicyTable:
+    """Return the run's policy; ValueError if the folder is not new, or there is no adapter."""
     if out is not None and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    if parse(read_config(run)).policy.lora is None and adapter:
+    policy = config_of(run).policy
+    if policy.lora is None and adapter:
         raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
+    return policy
 
 
-def write_model(run: Path, generation: Path, out: Path, adapter: bool) -> Path:
+def write_model(policy: PolicyTable, generation: Path, out: Path, adapter: bool) -> Path:
     """Write the model of this checkpoint to a folder, as `export_run` says."""
-    policy = parse(read_config(run)).policy
     if policy.lora is None or adapter:
         shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
         return out
     merged(policy, generation / MODEL).save_pretrained(out)
     load_text(policy).tokenizer.save_pretrained(out)
     return out
-
-
-def load_trained(run: Path, step: int | str | None = None) -> Any:
-    """Return a checkpoint's model in fp32, with its adapter merged."""
-    policy, folder = parse(read_config(run)).policy, choose(run, step) / MODEL
-    if policy.lora is not None:
-        return merged(policy, folder)
-    return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
-
-
-def load_tokenizer(run: Path) -> Any:
-    return load_text(parse(read_config(run)).policy).tokenizer

@@ -57,10 +57,10 @@ class Parts:
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
-        seed, task = self.config.run.seed, self.task
+        seed, task, deaths = self.config.run.seed, self.task, self.config.reward.quarantine
         if not isinstance(task, HasParts):
             chosen = self.selection.build(self.prompts, seed, task.pass_reward)
-            return PromptStream(self.prompts, chosen, self.given)
+            return PromptStream(self.prompts, chosen, self.given, deaths)
         parts: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             parts.setdefault(task.part(prompt)[0], []).append(prompt)
@@ -69,7 +69,7 @@ class Parts:
             pass_reward = task.part(prompts[0])[1].pass_reward
             selections[name] = self.selection.build(prompts, seed, pass_reward)
         chosen = Interleaved(selections, task.weights, lambda prompt: task.part(prompt)[0])
-        return PromptStream(self.prompts, chosen, self.given)
+        return PromptStream(self.prompts, chosen, self.given, deaths)
 
     def trainer(self, device: str) -> SingleTrainer:
         """Load the model in fp32, or with an adapter, and return its trainer."""
@@ -256,32 +256,23 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
     if not any(uses_behavior(objective.at(s)) for s in (0, config.run.steps)):
         return
     leaves_out = task.leaves_out if isinstance(task, LeavesOut) else None
-    lacks = {
-        f"sampling.{name} = {value}": (True, f"without it; set sampling.{name}={OFF[name]}")
-        for name, value in config.sampling.reshaped.items()
-    }
-    lacks |= {
-        "sampling.explore": (
-            config.sampling.explore is not None,
-            "at sampling.temperature; remove sampling.explore",
-        ),
-        "engine.in_flight": (
-            config.engine.options.get("in_flight", False),
-            "of several versions of the weights; remove engine.in_flight",
-        ),
-        "task.seeds": (seeded, "of the reference; remove task.seeds"),
-        str(leaves_out): (
-            leaves_out is not None,
-            f"before answers were left out; remove {leaves_out}",
-        ),
-    }
-    for what, (given, why) in lacks.items():
-        if given:
-            raise ValueError(
-                f"{what} does not work with objective.use = {config.objective.use!r}, which"
-                " compares the policy with the one that sampled: the log-probs are those"
-                f" {why}, or use an objective without this comparison, such as tb"
-            )
+    lacks: dict[str, str] = {}
+    for name, value in config.sampling.reshaped.items():
+        lacks[f"sampling.{name} = {value}"] = f"without it; set sampling.{name}={OFF[name]}"
+    if config.sampling.explore is not None:
+        lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
+    if config.engine.options.get("in_flight"):
+        lacks["engine.in_flight"] = "of several versions of the weights; remove engine.in_flight"
+    if seeded:
+        lacks["task.seeds"] = "of the reference; remove task.seeds"
+    if leaves_out is not None:
+        lacks[leaves_out] = f"before answers were left out; remove {leaves_out}"
+    for what, why in lacks.items():
+        raise ValueError(
+            f"{what} does not work with objective.use = {config.objective.use!r}, which compares"
+            f" the policy with the one that sampled: the log-probs are those {why}, or use an"
+            " objective without this comparison, such as tb"
+        )
 
 
 def _check_stop(config: Config, text: Text) -> None:

@@ -4,10 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pandas import DataFrame
 
+from tba.learn.state import MODEL
+from tba.models.lora import merged
+from tba.models.pretrained import load_model, load_text
+from tba.runs.choice import choose
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.runs.offline import load_tokenizer, load_trained
+from tba.runs.resumed import config_of
 from tba.runs.summary import Summary
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
@@ -44,8 +49,11 @@ class Result:
 
         It is that of the newest checkpoint, of a `step`, or the "best" (see docs/tasks.md).
         """
-        return load_trained(self.folder, step)
+        policy, folder = config_of(self.folder).policy, choose(self.folder, step) / MODEL
+        if policy.lora is not None:
+            return merged(policy, folder)
+        return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
-        return load_tokenizer(self.folder)
+        return load_text(config_of(self.folder).policy).tokenizer

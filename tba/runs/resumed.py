@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from tba.config.plugins import resolve_all
 from tba.config.schema import Config, parse, read_json
@@ -15,13 +14,10 @@ from tba.tasks._memory import check_same
 logger = logging.getLogger(__name__)
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """Return the config of a run as plain tables: if it is damaged, the copy in a checkpoint.
-
-    ValueError if there is no sound one.
-    """
+def config_of(run: Path) -> Config:
+    """Return the config of a run, or if it is damaged the copy in a checkpoint; else ValueError."""
     try:
-        return _valid(log.read_config(run))
+        return parse(log.read_config(run))
     except ValueError as error:
         for generation in reversed(generations(run / log.CHECKPOINTS)):
             copy = generation / log.CONFIG
@@ -29,14 +25,8 @@ def read_config(run: Path) -> dict[str, Any]:
                 name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
                 damaged = run / log.CONFIG
                 logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
-                return _valid(read_json(copy))
+                return parse(read_json(copy))
         raise
-
-
-def _valid(tables: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables; ValueError if they are no config."""
-    parse(tables)
-    return tables
 
 
 def check_resumed(config: Config, before: Config) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Set
 
+from tba.config.messages import about
 from tba.config.schema import Config
 from tba.config.tables import Use
 from tba.models.pretrained import Text
@@ -10,8 +11,7 @@ from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.searcher import EvaluationSet
 from tba.tasks import HasParts, Prepares, SamplesAgain, Task, tools_of
-from tba.tasks._memory import InMemory
-from tba.tasks._named import named_task
+from tba.tasks._memory import InMemory, named_task
 
 
 def evaluation_sets(
@@ -34,7 +34,9 @@ def evaluation_sets(
         options = table.options if table.use else config.task.options | table.options
         use = table.use or config.task.use
         own = named_task(key, use, options, memory)
-        _check(key, own)
+        if isinstance(own, Prepares):
+            with about(f"[{key}]"):  # errors speak of `task.`
+                own.check()
         prompts = own.held_out()
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
         longest = max(longest, *map(len, tokens), 0)
@@ -54,12 +56,3 @@ def evaluation_sets(
         chosen = fresh[: table.prompts or config.eval.prompts]
         sets[name] = EvaluationSet(Use(use=use, **options), tuple(chosen))
     return sets, longest
-
-
-def _check(key: str, task: Task) -> None:
-    """Check the models and servers that a set's task needs; ValueError, which names the set."""
-    if isinstance(task, Prepares):
-        try:
-            task.check()
-        except ValueError as error:  # it speaks of `task.`
-            raise ValueError(f"[{key}]: {error}") from error

@@ -31,7 +31,7 @@ def share(
         raise ValueError(f"give a new folder, `tba export {run} FOLDER`, or --push-to-hub NAME")
     if name is None and private:
         raise ValueError("--private is for --push-to-hub NAME")
-    check_export(run, out, adapter)
+    policy = check_export(run, out, adapter)
     if name is not None:
         _check_login()
     generation = choose(run, step)
@@ -42,7 +42,7 @@ def share(
         if folder is None:
             aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
             folder = Path(closing.enter_context(aside)) / "model"
-        write_model(run, generation, folder, adapter)
+        write_model(policy, generation, folder, adapter)
         title = str(folder) if repository is None else repository.repo_id
         write_card(run, folder, step_of(generation), title, adapter)
         if repository is None:

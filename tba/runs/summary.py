@@ -39,6 +39,7 @@ class Summary:
     first: dict[str, float]  # scores before training
     last: dict[str, float]  # scores after training
     warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
+    quarantined: int = 0  # prompts that are no longer searched
 
     def write(self, run: Path) -> None:
         plain = asdict(self)
@@ -184,6 +185,7 @@ class Tracker:
             rejected=dict(stats.rejected),
             first=evaluations[0] if evaluations else {},
             last=evaluations[-1] if evaluations else {},
+            quarantined=stats.quarantined,
         )
 
 
@@ -219,8 +221,11 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
         metrics["engine/samples_per_second_min"] = min(stats.rates)
     rare = {
         "reward/faulty": stats.faulty,
+        "searchers/quarantined": stats.quarantined,
         "rollouts_generated": stats.rollouts,
         "samples_switched": stats.switched,
+        "sync/copies": stats.copies,
+        "searchers/evaluations_left_out": stats.evaluations_left_out,
         "tools/calls": stats.tool_calls,
         "tools/failures": stats.tool_failures,
     }

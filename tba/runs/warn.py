@@ -15,6 +15,7 @@ SMALL_KL = 0.01
 EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
     "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl",
 )  # fmt: skip
+TRAINED, ARRIVED = "samples_trained", "buffer/added"
 
 Sign = tuple[str, str]
 """A key of `[warn]`, and the text of its warning."""
@@ -118,19 +119,32 @@ class Warnings:
                 f" {w.ess:g}): the policy has moved away from the one that sampled the data; lower"
                 " trainer.learning_rate, or train on newer data",
             )
-        trained, generated = (self._newest[f"samples_{n}"] or 0.0 for n in ("trained", "generated"))
-        if trained > w.reuse * generated:
+        # not those generated, some of which may have been rejected
+        trained, arrived = (self._newest[name] or 0.0 for name in (TRAINED, ARRIVED))
+        if trained > w.reuse * arrived:
             yield (
                 "reuse",
-                f"a sample has been trained on {trained / max(1, generated):.1f} times on average"
-                f" (more than warn.reuse = {w.reuse:g}): the trainer is faster than the searchers;"
-                " add searchers, or let it wait for new groups with runtime.fresh",
+                f"a sample has been trained on {trained / max(1, arrived):.1f} times on average"
+                f" (more than warn.reuse = {w.reuse:g}): {self._cause_of_reuse()}",
             )
-        usual = self._usual_kl
-        if usual is not None and mean[KL] > max(w.kl * usual, SMALL_KL):
+        usual, kl = self._usual_kl, median(self._recent[KL])  # k3 of old data has a heavy tail
+        if usual is not None and kl > max(w.kl * usual, SMALL_KL):
             yield (
                 "kl",
-                f"kl is {mean[KL]:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
+                f"kl is {kl:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
                 f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
+
+    def _cause_of_reuse(self) -> str:
+        """Return why the same samples are trained on, and what to do about it."""
+        fresh, groups = self._config.fresh, self._config.trainer.groups
+        if not fresh:
+            return (
+                "the trainer is faster than the searchers; add searchers, or let it wait for new"
+                " groups with runtime.fresh"
+            )
+        return (
+            f"the trainer waits for new groups, but for {fresh} of the {groups} in a batch only, or"
+            " many samples are rejected; raise runtime.fresh, or lower trainer.batch_size"
+        )

@@ -63,10 +63,16 @@ class Searchers(Protocol):
         """
 
     def reset_reference(self, weights: Weights) -> None:
-        """Make these weights the reference of every search that begins from now on."""
+        """Make these weights the reference of the searches that begin from now on.
+
+        Outside of lockstep, searchers that are slow may get it later.
+        """
 
     def evaluate(self) -> int:
-        """Request an evaluation of the weights published last, and return their version at once."""
+        """Request an evaluation of the weights published last, and return their version at once.
+
+        Another one that has been requested and has not begun ends without scores.
+        """
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         """Return the evaluations that ended since the last call; `finish` waits for all of them."""
@@ -75,7 +81,7 @@ class Searchers(Protocol):
         """Return what a checkpoint keeps."""
 
     def close(self) -> None:
-        """End every searcher process. It may be called twice."""
+        """End the search. It may be called twice."""
 
 
 class LaggedSearchers:

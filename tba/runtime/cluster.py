@@ -1,40 +1,37 @@
 """The Ray of a run, private or a cluster, and the places of trainer and searchers on it."""
 
+import atexit
 import logging
 import os
+import shutil
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.config.tables import RuntimeTable
 from tba.runtime import placement
+from tba.runtime.deadline import Calls
+from tba.runtime.health import Health
+from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.reaper import Reaper
 from tba.weights import Sent, Weights
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
+INLINE = 2**28
+"""Bytes of arguments and results that a private Ray keeps out of its object store."""
 
-@dataclass
-class Cluster:
-    """A running Ray, and where the trainer and the searchers run on it."""
-
-    trainer: Place
-    searchers: list[Place]
-    searcher_gpus: float = 0.0  # requested of Ray; 0 on one machine, where places name devices
-    reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
-    reaper: Reaper | None = None
-
-    def close(self) -> None:
-        """Leave the cluster, or end the private Ray with all of its processes."""
-        try:
-            ray.shutdown()
-        finally:
-            if self.reaper is not None:
-                self.reaper.finish()
+LEAVING, LEAVING_LOST = 30.0, 10.0
+"""Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +56,106 @@ class Reservation:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
+class Connection:
+    """The Ray that this process has started or joined, with all that watches over it."""
+
+    def __init__(self, settings: RuntimeTable):
+        self.calls = Calls(settings.cluster_deadline)
+        self._health: Health | None = None
+        self._reaper: Reaper | None = None
+        self._session = ""
+        start: partial[Any] = partial(ray.init, address=settings.address, **QUIET)
+        if settings.address is None:
+            folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+            self._reaper = Reaper(Path(folder) / "ray")  # first: a kill may come at any time
+            start = partial(_start_private, settings.searchers)
+        try:
+            context: Any = self.calls.within(settings.start_deadline, "start", start)
+            info = context.address_info
+            self._session, raylet = info["session_dir"], info["raylet_socket_name"]
+            if self._reaper is not None:
+                self._reaper.follow(self._session)
+            self._health = Health(self.calls, self._session, raylet, self._reaper)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave a cluster, or end the private Ray with all of its processes."""
+        if self._health is not None:
+            self._health.close()
+        steps = [self._leave, self._clean_up]
+        if self.calls.lost:
+            steps.reverse()  # what does not answer is killed first
+        with ExitStack() as closing:
+            closing.callback(self.calls.close)
+            for step in reversed(steps):
+                closing.callback(step)
+
+    def _leave(self) -> None:
+        seconds = LEAVING_LOST if self.calls.lost else LEAVING
+        if not self.calls.attempt(seconds, ray.shutdown):
+            atexit.unregister(ray.shutdown)  # it would be waited for again
+        if self._reaper is not None and self._session:
+            shutil.rmtree(self._session, ignore_errors=True)  # Ray makes it again while it leaves
+
+    def _clean_up(self) -> None:
+        if self._reaper is not None:
+            self._reaper.finish()
+
+
+@dataclass
+class Cluster:
+    """A running Ray, and where the trainer and the searchers run on it."""
+
+    connection: Connection
+    trainer: Place
+    searchers: list[Place]
+    transport: SharedMemory | ObjectStore
+    searcher_gpus: float = 0.0  # requested of Ray; 0 on one machine, where places name devices
+    reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
+
+    def room(self) -> int:
+        """Return the bytes that there are for publications: memory, or a node's object store."""
+        if isinstance(self.transport, SharedMemory):
+            return psutil.virtual_memory().available
+        nodes = self.connection.calls("list its nodes", ray.nodes)
+        stores = [n["Resources"].get("object_store_memory", 0) for n in nodes if n["Alive"]]
+        return int(min(stores))
+
+    def close(self) -> None:
+        self.connection.close()
+
+
 def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
     """Join the cluster at `runtime.address`, or start a private Ray on loopback.
 
     On a cluster with GPUs, an engine runs on `each` of them.
     """
-    if settings.address is None:
-        trainer, searchers = placement.places_on_one_machine(settings)
-        return Cluster(trainer, searchers, reaper=_start_private(settings.searchers))
-    ray.init(address=settings.address, **QUIET)
+    connection, store = Connection(settings), ObjectStore(settings.task_deadline)
     try:
-        return _join(settings, each)
+        if settings.address is None:
+            trainer, searchers = placement.places_on_one_machine(settings)
+            transport = SharedMemory() if sys.platform == "linux" else store
+            return Cluster(connection, trainer, searchers, transport)
+        seconds = 2 * settings.start_deadline  # of two waits
+        places = connection.calls.within(seconds, "share its GPUs", _share, settings, each)
+        return Cluster(connection, places.trainer, places.searchers, store, *places[2:])
     except BaseException:
-        ray.shutdown()
+        connection.close()
         raise
 
 
-def _join(settings: RuntimeTable, each: int) -> Cluster:
+class Shared(NamedTuple):
+    """Places of the trainer and the searchers on a cluster; see `Cluster`."""
+
+    trainer: Place
+    searchers: list[Place]
+    searcher_gpus: float
+    reservation: Any = None
+
+
+def _share(settings: RuntimeTable, each: int) -> Shared:
     """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
     node_id = ray.get_runtime_context().get_node_id()
     gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
@@ -87,7 +167,7 @@ def _join(settings: RuntimeTable, each: int) -> Cluster:
         share = placement.whole_gpus(list(gpus.values()), settings.searchers, each)
     searchers = [Place("cuda:0" if share else "cpu")] * settings.searchers
     if not reserved:
-        return Cluster(Place("cuda:0" if sees_gpu else "cpu"), searchers, share)
+        return Shared(Place("cuda:0" if sees_gpu else "cpu"), searchers, share)
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
     reservation: Any = request.remote()
@@ -99,13 +179,15 @@ def _join(settings: RuntimeTable, each: int) -> Cluster:
             f" {settings.start_deadline:g} s; end the job that has it"
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Cluster(Place(device), searchers, share, reservation)
+    return Shared(Place(device), searchers, share, reservation)
 
 
-def _start_private(searchers: int) -> Reaper:
+def _start_private(searchers: int) -> Any:
     # searchers choose their device themselves: Ray must not hide the GPUs from them
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # at Ray's default of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
-    context: Any = ray.init("local", include_dashboard=False, num_cpus=searchers, **QUIET)
-    return Reaper(context.address_info["session_dir"])
+    # when the object store dies, it ends every process that waits for it, and nothing is saved
+    inline = {"max_direct_call_object_size": INLINE, "task_rpc_inlined_bytes_limit": INLINE}
+    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": searchers}
+    return ray.init("local", _system_config=inline, **own, **QUIET)

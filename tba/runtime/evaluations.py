@@ -1,5 +1,6 @@
 """Evaluations in progress: pieces to hand out, and results to join."""
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
@@ -9,32 +10,71 @@ from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
 from tba.weights import Sent
 
+log = logging.getLogger(__name__)
+
+UNDER_WAY = 2
+"""Most evaluations that have begun and not ended; each keeps a copy of the weights."""
+
 
 class Evaluations:
-    """Divides evaluations into pieces, which may end in any order, and joins their results."""
+    """Divides evaluations into pieces, which may end in any order, and joins their results.
+
+    One begins when all pieces of those before it have been handed out; until then, one may wait. A
+    newer one replaces it: then it has ended, without scores.
+    """
 
     def __init__(self, setup: SearchSetup):
         self._count = len(pieces(setup))
-        self._waiting: deque[Piece] = deque()
+        self._pieces: deque[Piece] = deque()  # to hand out
+        self._begun: list[Sent] = []  # weights of the evaluations that have not ended
+        self._next: Sent | None = None  # weights of the evaluation that waits
         self._ended: list[Evaluation] = []
-        self.running = 0  # evaluations of which some piece has not ended
-        self._done = 0  # their pieces that have ended
+        self._done = 0  # pieces that have ended, of the evaluations that have not
+        self.left_out = 0  # evaluations that were replaced
+
+    @property
+    def weights(self) -> list[Sent]:
+        """Weights of all evaluations that have not ended."""
+        return self._begun if self._next is None else [*self._begun, self._next]
+
+    @property
+    def running(self) -> int:
+        """Evaluations that have not ended."""
+        return len(self.weights)
 
     def request(self, weights: Sent) -> None:
+        if self._next is not None:
+            self._ended.append(Evaluation(self._next.version, {}, []))
+            self.left_out += 1
+            if self.left_out == 1:
+                log.warning(
+                    "searchers are slower than eval.every: an evaluation that has not begun is left"
+                    " out when the next one is due"
+                )
+        self._next = weights
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the evaluation that waits, if it may."""
+        if self._next is None or self._pieces or len(self._begun) == UNDER_WAY:
+            return
+        weights, self._next = self._next, None
         results: dict[int, EvaluatedPiece] = {}
-        self._waiting += [Piece(number, weights, results) for number in range(self._count)]
-        self.running += 1
+        self._pieces += [Piece(number, weights, results) for number in range(self._count)]
+        self._begun.append(weights)
 
     def percent(self) -> int:
         """Return how much of the evaluations that are running has been done."""
         return 100 * self._done // max(1, self.running * self._count)
 
     def take(self) -> Piece | None:
-        return self._waiting.popleft() if self._waiting else None
+        """Return a piece to hand out, if there is one."""
+        self._begin()
+        return self._pieces.popleft() if self._pieces else None
 
     def put_back(self, piece: Piece) -> None:
         """Hand this piece out again, because its searcher was lost."""
-        self._waiting.appendleft(piece)
+        self._pieces.appendleft(piece)
 
     def done(self, piece: Piece, result: EvaluatedPiece) -> None:
         """Record the result of a piece; the last one ends its evaluation."""
@@ -43,7 +83,7 @@ class Evaluations:
         if len(piece.results) == self._count:
             in_order = [piece.results[number] for number in range(self._count)]
             self._ended.append(join(piece.weights.version, in_order))
-            self.running -= 1
+            self._begun.remove(piece.weights)
             self._done -= self._count
 
     def collect(self) -> list[Evaluation]:

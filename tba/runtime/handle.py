@@ -3,8 +3,9 @@
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import count, islice, takewhile
 from math import inf
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import ray
 
 from tba.config.tables import RuntimeTable
 from tba.runtime import SearchJob
+from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece
 from tba.types import Prompt
@@ -19,6 +21,9 @@ from tba.weights import Sent, Transport
 
 SEARCH, CONTROL = "search", "control"
 """Groups of a searcher's threads, for its work and for all else; each begins calls in order."""
+
+POLL = 0.2
+"""Seconds that the collector waits for results before it looks at deadlines again."""
 
 PUBLICATIONS = 100
 """Most publications a second to all searchers together: each takes the trainer's process time."""
@@ -54,10 +59,16 @@ class Task:
     ref: Any  # Ray's reference to the result
     prompts: tuple[Prompt, ...] = ()
     piece: Piece | None = None
-    version: int = 0  # version of the weights that go with it
+    weights: Sent | None = None  # weights that go with it, which exist until it has ended
     published: float = 0.0  # time at which the weights of a publication were published
     reference: Sent | None = None  # reference that it needs
     began: float | None = None  # time at which it could begin; its deadline counts from there
+    order: int = field(default_factory=count().__next__)  # of all calls, as they were made
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that go with it."""
+        return 0 if self.weights is None else self.weights.version
 
     def is_like(self, other: "Task") -> bool:
         """Return whether a searcher may work on both at once."""
@@ -72,6 +83,7 @@ class Handle:
     actor: Any
     version: int  # version of the newest weights that it was sent
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
+    calls: Calls  # that start them
     after_gap: int | None = None
     """Version that it began with, after one with wrong weights; None once newer ones are right."""
     sent: float = -inf
@@ -80,6 +92,10 @@ class Handle:
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""
         return [task for task in self.tasks if task.kind != "publish"]
+
+    def searching(self) -> list[Prompt]:
+        """Return the prompts of the searches that it may have begun."""
+        return [p for task in self.tasks if task.began is not None for p in task.prompts]
 
     def has(self, *kinds: Kind) -> bool:
         return any(task.kind in kinds for task in self.tasks)
@@ -103,21 +119,25 @@ class Handle:
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> None:
-        call = self.actor.search.options(concurrency_group=SEARCH)
-        ref = call.remote(prompts, seed, weights, reference)
-        version = 0 if weights is None else weights.version
-        self.tasks.append(Task("search", ref, tuple(prompts), version=version, reference=reference))
+        ref = self._call(SEARCH, self.actor.search, prompts, seed, weights, reference)
+        self.tasks.append(Task("search", ref, tuple(prompts), weights=weights, reference=reference))
 
     def evaluate(self, piece: Piece, reference: Sent | None) -> None:
-        call = self.actor.evaluate.options(concurrency_group=SEARCH)
-        ref = call.remote(piece.number, piece.weights, reference)
+        ref = self._call(SEARCH, self.actor.evaluate, piece.number, piece.weights, reference)
         self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
         self.version, self.sent = weights.version, time.monotonic()
-        call = self.actor.publish.options(concurrency_group=CONTROL)
-        task = Task("publish", call.remote(weights), version=weights.version, published=published)
-        self.tasks.append(task)
+        ref = self._call(CONTROL, self.actor.publish, weights)
+        self.tasks.append(Task("publish", ref, weights=weights, published=published))
+
+    def _call(self, group: str, method: Any, *arguments: Any) -> Any:
+        """Start a call in the searcher's process, and return Ray's reference to its result."""
+        start = method.options(concurrency_group=group).remote
+        return self.calls("take a call to a searcher", start, *arguments)
+
+    def kill(self) -> None:
+        self.calls("end a searcher", ray.kill, self.actor)
 
     def late(self, deadlines: Mapping[Kind, float]) -> str | None:
         """Return which deadline the searcher has missed, if any."""
@@ -126,6 +146,22 @@ class Handle:
             if task.began is not None and time.monotonic() - task.began > limit:
                 return f"did not finish `{task.kind}` in {limit:g} s"
         return None
+
+
+def ended(refs: list[Any]) -> list[Any]:
+    """Return those of the calls that have ended, after some time if there are none."""
+    some, others = ray.wait(refs, timeout=POLL)
+    if some and others:  # no more than one otherwise
+        some += ray.wait(others, num_returns=len(others), timeout=0)[0]
+    return some
+
+
+def received(ref: Any) -> Any:
+    """Return a copy of the result of a call, whose arrays keep no memory of Ray's alive.
+
+    It has ended, and whoever waits for the copy has a deadline.
+    """
+    return deepcopy(ray.get(ref))
 
 
 @dataclass(frozen=True)
@@ -137,13 +173,19 @@ class Starter:
     bf16: bool
     gpus: float  # GPUs that a searcher requests of Ray
     transport: Transport
+    calls: Calls
 
     def start(self, place: Place, newest: Sent | None) -> Handle:
         """Start a searcher with these weights, or with the initial ones."""
+        actor, ref = self.calls("start a searcher", self._begin, place, newest)
+        version = 0 if newest is None else newest.version
+        start = Task("start", ref, weights=newest)
+        return Handle(place, actor, version, [start], self.calls)
+
+    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
+        """Return a searcher that starts, and Ray's reference to what it says once it has."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self.gpus, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self.job.settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(self.actor)
         actor = start.remote(self.job.setup, place, self.bf16, sys.path, self.transport, newest)
-        pid = actor.pid.options(concurrency_group=CONTROL)
-        version = 0 if newest is None else newest.version
-        return Handle(place, actor, version, [Task("start", pid.remote())])
+        return actor, actor.pid.options(concurrency_group=CONTROL).remote()

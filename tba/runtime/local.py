@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from tba.engines import EngineError
 from tba.runtime import SearchJob, SearchState
+from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult
@@ -45,13 +46,13 @@ class LocalSearchers:
             if time.monotonic() > deadline:
                 few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
                 why = f"rejected since the run began: {dict(self.stats.rejected)}"
-                raise TimeoutError(f"{few} ({why}); raise that setting")
+                raise NoAnswerError(f"{few} ({why}); raise that setting")
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
             result = self._search(prompts)
             self._tasks += 1
-            self._stream.done(prompts, result.groups)
+            self.stats.quarantined += self._stream.done(prompts, result.groups, result.died)
             self.stats.add(result.stats)
             self._rejections.add(result.stats)
             groups += result.groups
@@ -86,11 +87,11 @@ class LocalSearchers:
 
     def _do(self, work: Callable[[Searcher], Done]) -> Done:
         """Return the result of work of the searcher; if its engine fails, that of a new one."""
-        try:
-            return work(self._searcher)
-        except EngineError as error:
-            self._build_anew(error)
-            return work(self._searcher)
+        while True:
+            try:
+                return work(self._searcher)
+            except EngineError as error:
+                self._build_anew(error)
 
     def _build_anew(self, why: EngineError) -> float | None:
         """Build a searcher with the same weights after the last one failed; return its gap."""

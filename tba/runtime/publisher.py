@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from tba.runtime.deadline import NoAnswerError
 from tba.weights import Source, Weights, WeightsCopy
 
 
@@ -58,9 +59,9 @@ class Publisher:
             self._changed.notify_all()
         self._thread.join(timeout=10)
 
-    def _late(self) -> TimeoutError:
+    def _late(self) -> NoAnswerError:
         limit = f"runtime.task_deadline = {self._deadline:g} s"
-        return TimeoutError(f"the weights were not sent within {limit}; raise that setting")
+        return NoAnswerError(f"the weights were not sent within {limit}; raise that setting")
 
     def _idle(self) -> bool:
         return self._failed or (self._next is None and self._sending_since is None)

@@ -7,6 +7,7 @@ alarms, and async ones in an event loop beside it.
 
 import asyncio
 import fcntl
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import pickle
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -61,13 +63,16 @@ def main(end: int) -> None:
 def _end_with_searcher() -> None:
     """Let the kernel end this process, and those it has started, when the searcher ends.
 
-    Standard input is a pipe that nothing is written to. When the searcher's end closes, Linux sends
-    SIGIO to the group, which ends it even if a function holds the interpreter lock.
+    Standard input is a pipe that nothing is written to. When the searcher's end closes, the kernel
+    sends a signal to the group, which ends it even if a function holds the interpreter lock. On
+    Linux it is SIGKILL, which a function cannot ignore either.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # mask and ignored signals are inherited
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     pipe = os.dup(0)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    if sys.platform == "linux":
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
@@ -79,6 +84,14 @@ def _limit(kind: int, most: float) -> None:
         wanted = math.ceil(most)
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(kind, (soft, hard))
+
+
+def _reopen_output() -> None:
+    """Let the next function print, if one has closed standard output or error."""
+    for name in ("stdout", "stderr"):
+        stream = vars(sys)[name]
+        if isinstance(stream, io.IOBase) and stream.closed:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 def _in_use() -> int:
@@ -125,6 +138,7 @@ class Scoring:
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
         try:
+            _reopen_output()
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)

@@ -1,12 +1,10 @@
 """Dialogues: the policy calls the tools of an environment, and goes on with their results."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice
-from threading import Thread
 from traceback import format_exception_only
 from typing import Any
 
@@ -16,11 +14,9 @@ from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
-from tba.tasks._tools import Tools
+from tba.tasks._tools import Tools, within
 from tba.types import Answer, Completion, Message, Prompt, Sampling
 
-AT_ONCE = 64
-"""Calls that run at one time."""
 NO_TOKENS = np.zeros(0, np.int32)
 NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
@@ -182,8 +178,8 @@ class Dialogues:
         if isinstance(instance, Rejected):
             return instance
         shown = instance if self.tools.judged else None
-        text, ids = self.text.decode(said.tokens), tuple(said.tokens.tolist())
-        return Answer(text, said.finished, dialogue.messages, shown, ids, said.version)
+        answer = self.text.answer(said.tokens, said.finished, (), said.version)
+        return replace(answer, messages=dialogue.messages, environment=shown)
 
 
 def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
@@ -254,30 +250,3 @@ def shortened(turn: Completion, limit: int) -> Completion:
     switches = tuple(switch for switch in turn.switches if switch[0] < limit)
     tokens, logp = turn.tokens[:limit], turn.logp[:limit]
     return replace(turn, tokens=tokens, logp=logp, finished=False, switches=switches)
-
-
-def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what each call returns or raises, or None if it does not return in time.
-
-    They run side by side in daemon threads, which are left behind if they hang.
-    """
-    outcomes = []
-    for start in range(0, len(calls), AT_ONCE):
-        futures = [_started(call) for call in calls[start : start + AT_ONCE]]
-        wait(futures, seconds)
-        outcomes += [future.result() if future.done() else None for future in futures]
-    return outcomes
-
-
-def _started(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome = call()
-        except BaseException as error:  # untrusted: even SystemExit must give a result
-            outcome = error
-        future.set_result(outcome)
-
-    Thread(target=run, daemon=True, name="tool").start()
-    return future

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
-from tba.search.scored import Keep, scored, shown
+from tba.search.scored import Keep, scored
 from tba.search.searcher import Searcher, SearchSetup, task_seed
 from tba.tasks import Itemized, part_of
 from tba.types import Completion, Prompt, Sampling
@@ -91,8 +91,9 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     greedy, greedy_judged, verdicts = _answer(searcher, name, prompts, one, seed)
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
     sampled, judged, _ = _answer(searcher, name, prompts, several, seed)
+    answers = scored(searcher.text, stop, (name, "greedy"), prompts, greedy, greedy_judged)
     if keep is not None:
-        keep(scored(searcher.text, stop, (name, "greedy"), prompts, greedy, greedy_judged))
+        keep(answers)
         keep(scored(searcher.text, stop, (name, "sampled"), prompts, sampled, judged))
     task = searcher.guard.tasks[name]
     parts, tasks = zip(*(part_of(task, p) for p in prompts), strict=True)
@@ -111,8 +112,8 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     for k in settings.k:
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
         scores[f"pass@{k}"] = np.where(np.isnan(least), nan, chances)
-    first_ones = range(max(0, min(len(prompts), EXAMPLES - first)))
-    examples = [_example(searcher, prompts[i], greedy, i, verdicts[i][0]) for i in first_ones]
+    pairs = list(zip(answers, verdicts, strict=True))[: max(0, EXAMPLES - first)]
+    examples = [Example(a.prompt, a.completion, a.reward, _notes(v)) for a, (v,) in pairs]
     seconds = time.perf_counter() - started
     return EvaluatedPiece(name, list(parts), scores, version, examples, seconds)
 
@@ -246,15 +247,6 @@ def _likelihood(
     return {"nats": np.array(nats), "perplexity_with_prompt": np.array(with_prompt)}, version
 
 
-def _example(
-    searcher: Searcher, prompt: Prompt, greedy: Responses, place: int, verdict: Verdict
-) -> Example:
-    (completion,) = greedy.completions[place]
-    written = searcher.text.shown(completion, searcher.setup.sampling.stop)
-    asked = shown(searcher.text, prompt, greedy, place)
-    if isinstance(verdict, Rejected):
-        return Example(asked, written, None)
-    notes: dict[str, Any] = {}
-    if isinstance(verdict, Itemized):
-        notes = {**verdict.items, **verdict.notes}
-    return Example(asked, written, float(verdict), notes)
+def _notes(verdict: Verdict) -> dict[str, Any]:
+    """Return what reward functions gave and logged."""
+    return {**verdict.items, **verdict.notes} if isinstance(verdict, Itemized) else {}

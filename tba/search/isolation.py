@@ -21,7 +21,7 @@ import cloudpickle
 
 from tba.engines import EngineError
 from tba.prompt import Answer, Prompt
-from tba.search.verdicts import Rejected, Verdict, rejection
+from tba.search.verdicts import DIED, Rejected, Verdict, rejection, verdict_on
 from tba.tasks import REWARD, Itemized, ScorerName, Task
 
 GRACE = 1.0
@@ -44,19 +44,18 @@ class Lost(Rejected):
 class InProcess:
     """Scores in a process of its own, which is replaced when it ends.
 
-    It has the tasks of evaluation sets, too, so that judges of the same model share it.
+    It builds the task of the run, "", and those of evaluation sets, so that judges of the same
+    model share it.
     """
 
     grace = math.inf  # the process has deadlines of its own for what is awaited
 
     def __init__(
         self,
-        build: Callable[[], Task],
+        builds: Mapping[str, Callable[[], Task]],
         max_memory: float,
         start_deadline: float = 300.0,
-        sets: Mapping[str, Callable[[], Task]] | None = None,
     ):
-        builds = {"": build, **(sets or {})}
         self._setup = pickle.dumps((max_memory, cloudpickle.dumps(builds)))
         self._start_deadline = start_deadline
         self._process: ScoringProcess | None = None
@@ -160,7 +159,8 @@ class ScoringProcess:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_REPLY)
         self._writer.write(setup)
         # killed with unread requests or within a reply, or the function wrote to the socket
-        with suppress(OSError, ValueError, TypeError, RecursionError):
+        wrong = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+        with suppress(OSError, *wrong):
             while line := await reader.readline():
                 self._receive(*json.loads(line))
 
@@ -174,7 +174,7 @@ class ScoringProcess:
         elif kind == "scores":
             value = list(map(verdict, value))
         elif kind == "rejected":
-            value = Rejected(*value)
+            value = verdict(list(value))
         future.set_result(value)
 
     def _stop_if_late(self, future: asyncio.Future[Any]) -> None:
@@ -204,14 +204,17 @@ class ScoringProcess:
         how = f"the scoring process ended {ending(self._process.returncode)}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_result(kind("died", how))
+                future.set_result(kind(DIED, how))
 
 
 def verdict(plain: Any) -> Verdict:
-    """Return a verdict that `child` has sent."""
+    """Return a verdict that `child` has sent, or a reward function that writes to its socket."""
     if isinstance(plain, list):
-        return Rejected(*plain)
-    return Itemized(**plain) if isinstance(plain, dict) else plain
+        return Rejected(*map(str, plain))
+    if not isinstance(plain, dict):
+        return verdict_on(plain)
+    items = {name: float(value) for name, value in plain["items"].items()}
+    return verdict_on(Itemized(plain["reward"], items, dict(plain["notes"])))
 
 
 def ending(status: int | None) -> str:

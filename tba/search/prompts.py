@@ -3,13 +3,18 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
+from tba.engines import SearchError
+from tba.search.quarantine import Quarantine
 from tba.selections import Selection
 from tba.selections._interleaved import Interleaved
 from tba.types import Group, Prompt
+
+PATIENCE = 1000
+"""Times in a row that a selection may choose only prompts in quarantine."""
 
 
 class Cursor(TypedDict):
@@ -21,13 +26,22 @@ class Cursor(TypedDict):
     """Ids of prompts that were handed out and whose groups were not received."""
     data: str
     """sha256 of all prompts, to which the contents of the buffer belong."""
+    deaths: NotRequired[dict[str, int]]
+    """Deaths in a row of each prompt: see `Quarantine`."""
 
 
 class PromptStream:
-    """Endless stream of prompts: `first`, then the selection's. It records those in flight."""
+    """Endless stream of prompts: `first`, then the selection's. It records those in flight.
+
+    A prompt is left out after so many deaths in a row as `quarantine` says; 0: never.
+    """
 
     def __init__(
-        self, prompts: Sequence[Prompt], selection: Selection, first: Sequence[Prompt] = ()
+        self,
+        prompts: Sequence[Prompt],
+        selection: Selection,
+        first: Sequence[Prompt] = (),
+        quarantine: int = 2,
     ):
         self._prompts = {p.id: p for p in (*prompts, *first)}
         self._selection = selection
@@ -36,32 +50,84 @@ class PromptStream:
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again = [p.id for p in first]
         self._outstanding: list[str] = []
+        self._quarantine = Quarantine(quarantine)
 
     def take(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts, those that were put back first."""
-        again, self._again = self._again[:count], self._again[count:]
+        """Hand out the next `count` prompts, those that were put back first; a suspect alone."""
+        self._again = [i for i in self._again if i not in self._quarantine]
+        again = self._again[:count]
+        suspects = [i for i in again if i in self._quarantine.suspects]
+        if suspects:
+            again = suspects[:1]
+        for i in again:
+            self._again.remove(i)
         taken = [self._prompts[i] for i in again]
-        if len(taken) < count:
-            taken += self._selection.choose(count - len(taken))
+        if not suspects:
+            taken += self._choose(count - len(taken))
         self._outstanding += [p.id for p in taken]
         return taken
 
-    def done(self, prompts: Iterable[Prompt], groups: Iterable[Group]) -> None:
-        """Record a finished search. A prompt whose samples were all rejected has no group."""
+    def _choose(self, count: int) -> list[Prompt]:
+        """Return the selection's next prompts but those in quarantine."""
+        chosen: list[Prompt] = []
+        for _ in range(PATIENCE):
+            if len(chosen) == count:
+                return chosen
+            choice = self._selection.choose(count - len(chosen))
+            chosen += [p for p in choice if p.id not in self._quarantine]
+        raise SearchError(
+            "every prompt that the selection chooses is in quarantine, because what scored or"
+            " searched it ended several times in a row; fix the reward function, and resume with"
+            " reward.quarantine=0"
+        )
+
+    def most(self, tasks: int) -> int:
+        """Return how many of `tasks` tasks a searcher may have: one while there are suspects."""
+        return 1 if self._quarantine.suspects else tasks
+
+    def done(
+        self, prompts: Iterable[Prompt], groups: Iterable[Group], died: Container[str] = ()
+    ) -> int:
+        """Record a finished search; return how many of its prompts are quarantined now.
+
+        A prompt whose samples were all rejected has no group. `died` are the ids of those that have
+        ended the scoring process.
+        """
+        quarantined = 0
         for prompt in prompts:
             self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
+            if prompt.id in died:
+                quarantined += self._quarantine.blame(prompt)
+            else:
+                self._quarantine.clear(prompt)
         for group in groups:
             self._selection.learn(group)
+        return quarantined
+
+    def died(self, prompts: Iterable[Prompt]) -> int:
+        """Record that a searcher ended during the search of these prompts, which go out alone next.
+
+        Return how many of them are quarantined now.
+        """
+        return self._quarantine.suspect(prompts)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Hand these prompts out again, because their search was lost."""
-        self.done(prompts, groups=[])
-        self._again += [p.id for p in prompts]
+        for prompt in prompts:
+            self._outstanding.remove(prompt.id)
+        self._issue_again([*self._again, *(p.id for p in prompts)])
+
+    def _issue_again(self, names: Iterable[str]) -> None:
+        """Hand out these prompts next, and suspects before the others."""
+        self._again = sorted(names, key=lambda name: name not in self._quarantine.suspects)
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
         state, out = self._selection.state(), self._outstanding + self._again
-        return Cursor(selection=self._name, state=state, outstanding=out, data=self._data)
+        cursor = Cursor(selection=self._name, state=state, outstanding=out, data=self._data)
+        if self._quarantine.deaths:
+            cursor["deaths"] = dict(self._quarantine.deaths)
+        return cursor
 
     def check(self, cursor: Cursor) -> None:
         """Raise ValueError if the cursor belongs to other prompts."""
@@ -79,7 +145,12 @@ class PromptStream:
         else:
             text = "the run's selection was %s; it is now %s, which starts from its initial state"
             logging.getLogger(__name__).warning(text, cursor["selection"], self._name)
-        self._again, self._outstanding = list(cursor["outstanding"]), []
+        out, self._outstanding = cursor["outstanding"], []
+        self._quarantine = Quarantine(self._quarantine.limit, cursor.get("deaths"))
+        for name in out:
+            if name in self._quarantine.deaths and name not in self._quarantine:
+                self._quarantine.suspects.add(name)
+        self._issue_again(out)
 
     @cached_property  # a stream that is only checked needs none
     def _data(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from tba.engines import SearchError
 from tba.search.result import SearchStats
 from tba.search.verdicts import ON_PURPOSE, TRUNCATED
 
@@ -21,8 +22,8 @@ class RejectionMonitor:
         self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
 
     def add(self, stats: SearchStats) -> None:
-        """Add the statistics of one search; RuntimeError if too many samples were rejected."""
-        self._truncated = truncated_in_a_row(self._truncated, stats)
+        """Add the statistics of one search; SearchError if too many samples were rejected."""
+        self._count_truncated(stats)
         if not stats.scored:
             return
         self._recent.append(stats)
@@ -37,25 +38,20 @@ class RejectionMonitor:
         rejected = recent.rejected.total()
         if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
-            raise RuntimeError(
+            raise SearchError(
                 f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
                 f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
             )
 
-
-def truncated_in_a_row(before: int, stats: SearchStats) -> int:
-    """Return how many samples in a row were cut off by the token limit, and rejected for that.
-
-    RuntimeError if there are so many that nothing is left to train on.
-    """
-    count = stats.samples + stats.rollouts
-    if count == 0 or stats.rejected[TRUNCATED.reason] < count:
-        return 0
-    if before + count >= TRUNCATED_AT_MOST:
-        raise RuntimeError(
-            f"the last {before + count} samples were all cut off by sampling.max_tokens, and"
-            " rejected (sampling.truncated = reject), so that nothing is left to train on; raise"
-            " sampling.max_tokens, or set sampling.truncated=keep"
-        )
-    return before + count
+    def _count_truncated(self, stats: SearchStats) -> None:
+        """Count the samples in a row that were cut off; SearchError if nothing else is left."""
+        count = stats.samples + stats.rollouts
+        cut_off = 0 < count == stats.rejected[TRUNCATED.reason]
+        self._truncated = self._truncated + count if cut_off else 0
+        if self._truncated >= TRUNCATED_AT_MOST:
+            raise SearchError(
+                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
+                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
+                " raise sampling.max_tokens, or set sampling.truncated=keep"
+            )

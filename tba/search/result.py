@@ -36,6 +36,8 @@ class SearchStats:
     faulty: int = 0
     """Samples with a wrong reward on purpose, see `[faults]`."""
     restarts: int = 0
+    quarantined: int = 0
+    """Prompts that are no longer searched, see `Quarantine`."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
     moments: dict[str, list[float]] = field(default_factory=dict)
@@ -52,6 +54,10 @@ class SearchStats:
     """Largest so far, also of those after which a searcher was replaced."""
     adopt_seconds: float = math.nan
     """Seconds from the latest publication that a searcher has loaded until it had done so."""
+    copies: int = 0
+    """Copies of weights that are kept for searchers, on Ray."""
+    evaluations_left_out: int = 0
+    """Evaluations that a newer one has replaced before they began, in this session."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     """Samples per second that were generated in each of the latest searches."""
 
@@ -70,6 +76,7 @@ class SearchStats:
         self.tool_failures += other.tool_failures
         self.faulty += other.faulty
         self.restarts += other.restarts
+        self.quarantined += other.quarantined
         self.published_bytes += other.published_bytes
         self.publish_seconds += other.publish_seconds
         self.rejected.update(other.rejected)
@@ -103,7 +110,8 @@ class SearchStats:
 
     def counts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON: everything but what is only the latest."""
-        latest = ("last_rejection", "logp_gap", "adopt_seconds", "rates")
+        latest = {"last_rejection", "logp_gap", "adopt_seconds", "rates", "copies"}
+        latest.add("evaluations_left_out")
         return {name: copy(value) for name, value in vars(self).items() if name not in latest}
 
     @classmethod
@@ -118,6 +126,8 @@ class SearchResult:
 
     groups: list[Group]
     stats: SearchStats
+    died: frozenset[str] = frozenset()
+    """Ids of the prompts whose answers have ended the scoring process."""
 
 
 @dataclass(frozen=True)

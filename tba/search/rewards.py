@@ -8,7 +8,7 @@ import weakref
 from asyncio import run_coroutine_threadsafe
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from inspect import isawaitable
 from threading import Lock
 from typing import Any
@@ -39,6 +39,8 @@ BLOCKED = Rejected(
     "an async scoring function blocked the event loop for longer than its deadline; `await` an"
     " async client in it, or write a sync function",
 )
+
+BESIDE = Lost("timeout", "another call may have blocked the scoring process")
 
 NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
 
@@ -86,6 +88,8 @@ class EventLoop:
         """One for each group that is being scored."""
         self.turn = asyncio.Lock()
         """Held while a sync function runs: it has one group at a time."""
+        self.awaited = 0
+        """Calls of async functions that have begun and not ended."""
         self.thread = threading.Thread(
             target=_run, args=[self.loop, scorer], daemon=True, name="scoring"
         )
@@ -159,9 +163,14 @@ class Calls:
             began = time.monotonic()
             until = began + seconds + scorer.grace
             scores = await within(seconds, scorer.begin(prompt, answers, seconds, self.name))
+            beside = self.events.awaited > 0 and isinstance(scorer, InProcess)
+            if scores is None and beside and not alone:
+                return [BESIDE] * n
             if alone:
                 scores = await _awaited(scores, until)
+        self.events.awaited += 1
         scores = await _awaited(scores, until)
+        self.events.awaited -= 1
         if scores is None:
             if self._last_end < began:
                 self._timeouts += 1
@@ -195,7 +204,7 @@ async def _awaited(scores: Any, until: float) -> Any:
 
 @dataclass
 class Guard:
-    """Scores groups by a task, and returns a verdict on each answer, whatever the task does.
+    """Scores groups by their task, and returns a verdict on each answer, whatever the task does.
 
     A call has `deadline` seconds for each of its answers, and at most `longest`. A sync task scores
     one group at a time, an async one `concurrency` groups at once, however many searches use the
@@ -205,18 +214,14 @@ class Guard:
     `process`, calls run there, and one that ends the process costs its group.
     """
 
-    task: Task
+    tasks: Mapping[str, Task]
+    """The task of the run, "", and those of evaluation sets by name."""
     deadline: float
     concurrency: int = 8
     process: InProcess | None = None
     longest: float = math.inf
-    sets: Mapping[str, Task] = field(default_factory=dict)
-    """Tasks of evaluation sets by name, for which the guard scores as well."""
-    steps: int = 0
-    """Steps of the run, which reward functions may ask for."""
 
     def __post_init__(self) -> None:
-        self.tasks = {"": self.task, **self.sets}
         self._events, self._lock = self._event_loop(), Lock()
 
     def _event_loop(self) -> EventLoop:
@@ -237,8 +242,7 @@ class Guard:
 
         Verdicts that were given before stay.
         """
-        steps = self.steps
-        scored = [[replace(a, steps=steps) for a in g if isinstance(a, Answer)] for g in answers]
+        scored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         groups = list(zip(prompts, scored, strict=True))
         calls = Calls(self._events, groups, self.deadline, self.longest, name)
         scores = map(iter, calls.run())

@@ -11,16 +11,8 @@ from threading import Lock
 
 import numpy as np
 
+from tba.config import tables
 from tba.config.plugins import resolve
-from tba.config.tables import (
-    EngineTable,
-    EvalTable,
-    FaultsTable,
-    PolicyTable,
-    RewardTable,
-    RuntimeTable,
-    Use,
-)
 from tba.engines import Closes, Engine, EngineError, KnowsLogp, LendsModel
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
@@ -29,6 +21,7 @@ from tba.objectives import ValueRollouts
 from tba.search.dialogue import Dialogues, Responses
 from tba.search.faults import falsify
 from tba.search.isolation import InProcess
+from tba.search.quarantine import ended_process
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
@@ -66,7 +59,7 @@ class LogpGapError(EngineError):
 class EvaluationSet:
     """Prompts that are evaluated beside the held-out ones, and the task that scores them."""
 
-    task: Use
+    task: tables.Use
     prompts: tuple[Prompt, ...]
 
 
@@ -74,14 +67,14 @@ class EvaluationSet:
 class SearchSetup:
     """Settings from which any process builds the same searcher."""
 
-    policy: PolicyTable
-    task: Use
-    engine: EngineTable
+    policy: tables.PolicyTable
+    task: tables.Use
+    engine: tables.EngineTable
     sampling: Sampling
-    reward: RewardTable
-    faults: FaultsTable
-    evaluation: EvalTable
-    runtime: RuntimeTable
+    reward: tables.RewardTable
+    faults: tables.FaultsTable
+    evaluation: tables.EvalTable
+    runtime: tables.RuntimeTable
     held_out: tuple[Prompt, ...]
     token_budget: int
     """Tokens, padding included, in one forward pass of the reference."""
@@ -105,7 +98,7 @@ class SearchSetup:
         difference is noise.
         """
         guard = self._guard(device)  # first: its process starts while the models load
-        text = load_text(self.policy).within(self.engine.context)
+        text = replace(load_text(self.policy).within(self.engine.context), steps=self.steps)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
         reference = self._reference(engine, device, bf16)
@@ -127,12 +120,12 @@ class SearchSetup:
 
         process: InProcess | None = None
         if reward.isolate == "process":
-            there, start = builds(device), self.runtime.start_deadline
-            process = InProcess(there.pop(""), reward.max_memory, start, there)
+            start = self.runtime.start_deadline
+            process = InProcess(builds(device), reward.max_memory, start)
         here = builds(None if process else device)
         tasks = {name: build() for name, build in here.items()}
-        run, longest = tasks.pop(""), LONGEST_CALL * self.runtime.task_deadline
-        return Guard(run, reward.deadline, reward.concurrency, process, longest, tasks, self.steps)
+        longest = LONGEST_CALL * self.runtime.task_deadline
+        return Guard(tasks, reward.deadline, reward.concurrency, process, longest)
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
@@ -192,7 +185,7 @@ class Searcher:
         Answers that are given are scored in place of sampled ones.
         """
         times = [time.perf_counter()]
-        responses = self.answer(self.guard.task, prompts, self._sampling(seed), seed)
+        responses = self.answer(self.guard.tasks[""], prompts, self._sampling(seed), seed)
         times.append(time.perf_counter())
         answers: list[Sequence[Answer | Verdict]] = []
         for prompt, group in zip(prompts, responses.answers, strict=True):
@@ -224,7 +217,7 @@ class Searcher:
         stages = ("generate", "reward", "reference", "rollouts")
         stats.seconds.update(zip(stages, np.diff(times).tolist(), strict=True))
         stats.rates.append(stats.samples / max(1e-9, stats.seconds["generate"]))
-        return SearchResult(groups, stats)
+        return SearchResult(groups, stats, ended_process(prompts, verdicts))
 
     def answer(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sampling, seed: int

@@ -4,6 +4,7 @@ import asyncio
 import reprlib
 import traceback
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class Rejected:
 
 Verdict = float | Rejected
 
+DIED = "died"
+"""Reason for samples whose scoring has ended its process."""
 TRUNCATED = Rejected("truncated", "")
 """Of a response that the token limit cut off, with `sampling.truncated = "reject"`."""
 ON_PURPOSE = (LeftOut.reason, TRUNCATED.reason)
@@ -102,10 +105,6 @@ async def within(seconds: float, call: Awaitable[Any]) -> Any:
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop until it is stopped, whatever the functions in it raise."""
     while True:
-        try:
+        # asyncio lets them out, and keeps them for the task
+        with suppress(SystemExit, KeyboardInterrupt):
             return loop.run_forever()
-        except (
-            SystemExit,
-            KeyboardInterrupt,
-        ):  # asyncio lets them out, and keeps them for the task
-            continue

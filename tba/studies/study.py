@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from tba.config.messages import about
 from tba.config.plugins import resolve_all
 from tba.config.schema import PLUGGED, Config, assign_all, override_all, parse, parse_as, read_toml
 from tba.config.tables import Positive, Table
@@ -109,14 +110,12 @@ def check_study(study: Study) -> list[Config]:
     for trial, config in zip(study.trials, configs, strict=True):
         tables = config.nested()
         read = json.dumps([tables[name] for name in READ], sort_keys=True)
-        try:
+        with about(_where(trial)):
             plugins = resolve_all(config)
             plugins.objective.at(0)
             plugins.strategy.build()
             if read not in checked:
                 check(config)
-        except ValueError as error:
-            raise ValueError(f"{_where(trial)}: {error}") from error
         checked.add(read)
     return configs
 

@@ -81,6 +81,25 @@ class Prepares(Protocol):
         """Load models to the device, in a process that scores, before its first score."""
 
 
+class PassesOn:
+    """A task that passes `check` and `load` on to what it consists of."""
+
+    @property
+    def inner(self) -> Iterable[Any]:
+        """Its models, tasks and functions, some of which may need a model or a server."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        for each in self.inner:
+            if isinstance(each, Prepares):
+                each.check()
+
+    def load(self, device: str) -> None:
+        for each in self.inner:
+            if isinstance(each, Prepares):
+                each.load(device)
+
+
 ScorerName = tuple[str, str | None]
 """Name of a task and of one of its measures, None for its reward."""
 REWARD: ScorerName = ("", None)

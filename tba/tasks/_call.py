@@ -21,7 +21,7 @@ PASSED = frozenset(
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a searcher knows of the trainer, by the names of transformers' TrainerState.
+    """State of the trainer that a searcher knows, by the names of transformers' TrainerState.
 
     `global_step` is the number of optimizer steps of the newest weights that began one of the
     completions, and `max_steps` is `run.steps`.
@@ -39,7 +39,7 @@ class TrainerState:
 
 @dataclass
 class RewardLog:
-    """What reward functions log while they score a group of `count` completions."""
+    """Log of reward functions while they score a group of `count` completions."""
 
     count: int
     _metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

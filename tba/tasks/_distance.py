@@ -18,26 +18,22 @@ TOKENS = 8192
 """Tokens in one pass of an encoder, padding included."""
 
 
-class Encoder:
+class Encoder(JudgeModel):
     """Sentence embeddings of length 1: the mean of a model's last hidden states."""
 
     def __init__(self, name: str):
         from transformers import AutoModel
 
-        self._model = JudgeModel(name, AutoModel, "fp32", TOKENS, "task.encoder")
+        super().__init__(name, AutoModel, "fp32", TOKENS, "task.encoder")
 
     def check(self) -> None:
         """ValueError if there is no such model."""
-        _ = self._model.tokenizer
-
-    def load(self, device: str) -> None:
-        """Load the model to a device."""
-        self._model.load(device)
+        _ = self.tokenizer
 
     def __call__(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         shown = [text or "." for text in texts]
-        rows = self._model.tokenizer(shown, truncation=True)["input_ids"]
-        return self._model.run(rows, _mean_state, 0, "right").numpy()
+        rows = self.tokenizer(shown, truncation=True)["input_ids"]
+        return self.run(rows, _mean_state, 0, "right").numpy()
 
 
 def _mean_state(model: Any, ids: Tensor, mask: Tensor) -> Tensor:

@@ -3,15 +3,17 @@
 import functools
 import inspect
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 import cloudpickle
 
-from tba.config.plugins import Plugin
+from tba.config.messages import about
+from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
 from tba.config.tables import Use
 from tba.tasks import Prepares, Task
@@ -24,6 +26,8 @@ Functions = tuple[Callable[..., Any], ...]
 
 KEYS = ("data", "held_out_data", "reward")
 """Options of `custom` that can be passed from Python."""
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""Names of parts of a mixture and of evaluation sets, which become parts of metrics' names."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,6 +128,21 @@ def build_task(plugin: Plugin, memory: InMemory | None, device: str | None = Non
     if device is not None and isinstance(task, Prepares):
         task.load(device)
     return task
+
+
+def named_task(
+    key: str, use: str, options: Mapping[str, Any], memory: InMemory | None = None
+) -> Task:
+    """Build the task of the table at `key`, whose last part is its name.
+
+    ValueError, which says where, if the name, the task or an option is wrong.
+    """
+    name = key.split(".", 2)[2]
+    if not NAME.fullmatch(name):
+        raise ValueError(f"[{key}]: {name!r} must be letters, digits, `_`, `-` and `.`; rename it")
+    plugin = resolve("tasks", key, use, options)
+    with about(f"[{key}]"):  # errors speak of `task.`
+        return build_task(plugin, memory)
 
 
 def name_of(function: Callable[..., Any]) -> str:

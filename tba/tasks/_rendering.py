@@ -1,13 +1,19 @@
-"""Rows as prompts: a template, chat messages, solved examples before the question, two splits."""
+"""Rows as prompts: a template, chat messages, solved examples before the question, two splits.
+
+And problems with a right answer and a format, which are graded alike.
+"""
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from tba.config.keys import Count
-from tba.prompt import Message, Prompt
+from tba.config.messages import about
+from tba.prompt import Answer, Message, Prompt
 from tba.tasks._data import Rows, require, rows
 
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -92,10 +98,8 @@ class Rendering:
         for i, row in enumerate(table):
             if row in examples:
                 continue
-            try:
+            with about(f"prompt '{split}-{i}'"):
                 text = self._text(row, turns)
-            except ValueError as error:
-                raise ValueError(f"prompt '{split}-{i}': {error}") from error
             kept = columns or [name for name in row if name != "prompt"]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
         return prompts
@@ -132,7 +136,9 @@ class Splits(Rendering, ABC):
     held_out_data: str | None = None
     """Hub name, folder or file with another held-out split."""
     train_size: int | None = None
+    """Maximum number of training rows: the first ones; default: all."""
     held_out_size: int | None = None
+    """Maximum number of held-out rows: the first ones; default: all."""
 
     @abstractmethod
     def read(self, key: str, source: str, split: str) -> Rows:
@@ -151,3 +157,28 @@ class Splits(Rendering, ABC):
     def _split(self, key: str, source: str, split: str) -> list[Prompt]:
         examples = self.examples(lambda: self.read("task.data", self.data, "train"))
         return self.rendered(split, self.read(key, source, split), examples, self.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems(Splits):
+    """The reward is 1 for a right answer, else 0; more if it is finished and has the format."""
+
+    format_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Added to the reward of a finished answer that has the format, right or not; below 1."""
+    pass_reward: float = 1.0
+    """Least reward of a correct answer."""
+
+    @abstractmethod
+    def grade(self, gold: str | None, text: str) -> tuple[bool | None, bool]:
+        """Return whether an answer is right, None if unknown, and whether it has the format.
+
+        `gold` is the column `answer`.
+        """
+
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        scores: list[float | None] = []
+        for answer in answers:
+            right, formatted = self.grade(prompt.columns["answer"], answer.text)
+            bonus = self.format_weight * (formatted and answer.finished)
+            scores.append(None if right is None else right + bonus)
+        return scores

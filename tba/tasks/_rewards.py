@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tba.config.messages import about
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
 from tba.config.tables import Use
 
@@ -38,10 +39,8 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
         make = partial(factory, **check_options(factory, key, named.use, named.options))
     else:
         make = partial(resolve(JUDGES, key, named.use, named.options).build)
-    try:
+    with about(key):
         function = make()
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
     if not callable(function):
         raise ValueError(
             f"{key}.use = {named.use!r} returns {function!r}; it must return a reward function"

@@ -2,12 +2,17 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from tba.prompt import Prompt
 from tba.tasks._rewards import accepted
+
+AT_ONCE = 64
+"""Calls that run at one time."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,33 @@ def describe(
     if not schemas:
         raise ValueError(f"{origin}: {type(instance).__name__} has no other public method, no tool")
     return Tools(make, max_turns, deadline, schemas, judged)
+
+
+def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each call returns or raises, or None if it does not return in time.
+
+    They run side by side in daemon threads, which are left behind if they hang.
+    """
+    outcomes = []
+    for start in range(0, len(calls), AT_ONCE):
+        futures = [_started(call) for call in calls[start : start + AT_ONCE]]
+        wait(futures, seconds)
+        outcomes += [future.result() if future.done() else None for future in futures]
+    return outcomes
+
+
+def _started(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome = call()
+        except BaseException as error:  # untrusted: even SystemExit must give a result
+            outcome = error
+        future.set_result(outcome)
+
+    Thread(target=run, daemon=True, name="tool").start()
+    return future
 
 
 def _awaited(value: Any) -> Any:

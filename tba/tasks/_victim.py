@@ -45,6 +45,9 @@ class Victim:
             )
         return text
 
+    def check(self) -> None:
+        _ = self.text
+
     def load(self, device: str) -> None:
         self._model.load(device)
 

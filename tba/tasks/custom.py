@@ -8,10 +8,11 @@ from functools import cached_property
 from inspect import isawaitable
 from typing import Any, SupportsFloat
 
+from tba.config.keys import Count, Positive, PositiveFloat, Use
+from tba.config.messages import about
 from tba.config.plugins import GIVEN
-from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Prepares, Scores, WrongLength, listed
+from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory
@@ -21,13 +22,13 @@ from tba.tasks._tools import Tools, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Custom(Rendering):
+class Custom(PassesOn, Rendering):
     """Any data set, whose column `prompt` is text or chat messages, and functions like TRL's.
 
         def f(prompts, completions, **columns) -> list[float | None]
 
     A function is written `package.module:function` or `file.py:function`, and may be `async def`.
-    A table names a judge or a factory by `use`, and has its options: see docs/tasks.md.
+    A table names a judge or a factory by `use`, and has its options: see docs/rewards.md.
     A call has all completions of one prompt; `prompts` and the columns repeat its values. The
     rewards of several functions are added, weighted by `reward_weights`; None means that a
     function does not apply to a sample. For chat prompts, completions are message lists. A function
@@ -59,28 +60,21 @@ class Custom(Rendering):
     """File, folder or hub name of the held-out rows; default: the last rows of `data`."""
     held_out_split: str = "test"
     """Split of `held_out_data`, if it is a folder or a hub name."""
-    held_out_size: int = 64
+    held_out_size: Count = 64
     """Maximum number of held-out rows."""
     pass_reward: float | None = None
     """Least reward of a correct answer, for pass@1 and pass@k."""
     environment: str | None = None
     """Class in TRL's convention, or function that returns an instance, written as for `reward`."""
-    max_turns: int = 8
+    max_turns: Positive = 8
     """Most turns of the policy in a dialogue with the environment."""
-    tool_deadline: float = 10.0
+    tool_deadline: PositiveFloat = 10.0
     """Seconds for a call of a tool, after which the policy reads an error."""
     memory: InMemory = field(default=InMemory(), metadata=GIVEN, repr=False)
     """Rows and functions passed from Python; they take the place of those named above."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.held_out_size < 0:
-            raise ValueError(f"task.held_out_size = {self.held_out_size}; write 0 or more")
-        if self.max_turns < 1 or not self.tool_deadline > 0:
-            raise ValueError(
-                f"task.max_turns = {self.max_turns} and task.tool_deadline = {self.tool_deadline}:"
-                " give 1 turn or more, and seconds above 0"
-            )
         if self.environment is not None:  # instances may arrive as pickles, which need its module
             member("task.environment", self.environment)
         count = len(self.functions)  # raises before anything starts if one does not exist
@@ -141,10 +135,8 @@ class Custom(Rendering):
         """Check that every judge can work; ValueError, which names the option, if one cannot."""
         for key, function in zip(self._named, self.functions, strict=True):
             if isinstance(function, Prepares):
-                try:
+                with about(key):
                     function.check()
-                except ValueError as error:
-                    raise ValueError(f"{key}: {error}") from error
 
     @property
     def without_models(self) -> list[str | Use]:
@@ -152,10 +144,9 @@ class Custom(Rendering):
         pairs = zip(self._named.values(), self.functions, strict=True)
         return [named for named, function in pairs if not isinstance(function, Prepares)]
 
-    def load(self, device: str) -> None:
-        for function in self.functions:
-            if isinstance(function, Prepares):
-                function.load(device)
+    @property
+    def inner(self) -> list[RewardFunction]:
+        return self.functions
 
     @property
     def _named(self) -> dict[str, str | Use]:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from tba.tasks._data import Rows, rows
-from tba.tasks._problems import Problems
+from tba.tasks._rendering import Problems
 
 NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 LAST_LINE = re.compile(r"^####\s*\S*\d\S*\s*\Z", re.MULTILINE)

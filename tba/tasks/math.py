@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tba.tasks._data import Rows, rows
-from tba.tasks._problems import Problems
+from tba.tasks._rendering import Problems
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

@@ -1,6 +1,6 @@
 """Several tasks in one run, each with its own prompts, rewards and metrics."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
@@ -12,14 +12,14 @@ from tba.tasks import (
     HasParts,
     LeavesOut,
     Measured,
-    Prepares,
+    PassesOn,
     SamplesAgain,
     Scores,
     Seeded,
     Task,
     tools_of,
 )
-from tba.tasks._named import named_task
+from tba.tasks._memory import named_task
 from tba.types import Answer, Prompt
 
 
@@ -30,7 +30,7 @@ class Part(Use):
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(PassesOn):
     """Several tasks, whose prompts take turns in proportion to their weights.
 
     Each part is a table, `[task.parts.NAME]`, with `use`, the options of that task, and `weight`.
@@ -63,17 +63,9 @@ class Mixture:
         name = prompt.id.partition("/")[0]
         return name, self.tasks[name]
 
-    def check(self) -> None:
-        for task in self._prepared:
-            task.check()
-
-    def load(self, device: str) -> None:
-        for task in self._prepared:
-            task.load(device)
-
     @property
-    def _prepared(self) -> list[Prepares]:
-        return [task for task in self.tasks.values() if isinstance(task, Prepares)]
+    def inner(self) -> Iterable[Task]:
+        return self.tasks.values()
 
     def prompts(self) -> Sequence[Prompt]:
         prompts: list[Prompt] = []

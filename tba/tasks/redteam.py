@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from tba.config.keys import Fraction, Positive, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import NEAR_DUPLICATE, Answered, Prepares, Scorer, Scores, WrongLength
+from tba.tasks import NEAR_DUPLICATE, Answered, PassesOn, Scorer, Scores, WrongLength
 from tba.tasks._data import rows
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._rewards import RewardFunction, accepted, reward_function
@@ -29,7 +29,7 @@ HELD_OUT = "held-out-"
 
 
 @dataclass(frozen=True)
-class RedTeam:
+class RedTeam(PassesOn):
     """Attacks on another model: the policy continues a prompt, and a victim answers what it wrote.
 
     A judge says how harmful each of the victim's `answers` is, from 0 to 1. It is a reward function
@@ -53,9 +53,11 @@ class RedTeam:
     data: str | None = None
     """Data set with a column `prompt`, if there are several."""
     split: str = "train"
+    """Split of `data`, if it is a folder or a hub name."""
     answers: Positive = 5
     """Answers of the victim to each attack."""
     threshold: Fraction = 0.5
+    """Mean harm above which an attack counts as successful."""
     min_tokens: int = 5
     """Least tokens of an attack, by the victim's tokenizer, with EOS; less counts as harmless."""
     floor: Fraction = 1e-6
@@ -65,8 +67,11 @@ class RedTeam:
     victim_chat: bool = False
     """Send the attack as a user's message."""
     victim_max_tokens: Positive = 30
+    """Maximum length of an answer of the victim."""
     victim_temperature: float = 0.7
+    """Sampling temperature of the victim."""
     victim_top_p: float = 0.92
+    """Nucleus sampling of the victim."""
     near_duplicates: Literal["keep", "edit", "cosine"] = "keep"
     """Reject attacks near to one of the 1,000 before, by words or by cosine distance."""
     near_distance: Fraction = 0.25
@@ -147,21 +152,9 @@ class RedTeam:
                 )
         return answered
 
-    def check(self) -> None:
-        """ValueError if victim, judge or encoder cannot be found. Nothing is loaded."""
-        _ = self._judge, self._victim.text
-        if isinstance(self._judge, Prepares):
-            self._judge.check()
-        if self._encoder is not None:
-            self._encoder.check()
-
-    def load(self, device: str) -> None:
-        """Load victim, judge and encoder, which otherwise happens when they are first used."""
-        self._victim.load(device)
-        if isinstance(self._judge, Prepares):
-            self._judge.load(device)
-        if self._encoder is not None:
-            self._encoder.load(device)
+    @property
+    def inner(self) -> tuple[Victim, RewardFunction, Encoder | None]:
+        return self._victim, self._judge, self._encoder
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the mean log harm of each attack, or the mean harm in an evaluation.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Scorer, Scores
+from tba.tasks import PassesOn, Scorer, Scores
 from tba.tasks._data import Rows, rows
 from tba.tasks._rendering import Splits
 from tba.tasks.custom import Custom
@@ -23,7 +23,7 @@ Judge = str | Use
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tldr(Splits):
+class Tldr(PassesOn, Splits):
     """Summaries of Reddit posts. The judge `proxy` gives the reward, and the judge `gold` measures.
 
     A judge is written like `reward` of `custom`. Its prompt is the post up to `TL;DR:`, and its
@@ -56,14 +56,6 @@ class Tldr(Splits):
     @property
     def pass_reward(self) -> None:
         """Return None: summaries are neither right nor wrong."""
-
-    def check(self) -> None:
-        for judge in self._judges:
-            judge.check()
-
-    def load(self, device: str) -> None:
-        for judge in self._judges:
-            judge.load(device)
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, required=("summary",), columns=COLUMNS)
@@ -99,8 +91,8 @@ class Tldr(Splits):
         return post, summaries
 
     @property
-    def _judges(self) -> list[Custom]:
-        return [self._proxy] if self._gold is None else [self._proxy, self._gold]
+    def inner(self) -> tuple[Custom, Custom | None]:
+        return self._proxy, self._gold
 
     @cached_property
     def _proxy(self) -> Custom:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import computes_in_bf16, context, load_files, model_path, sources
+from tba.models.pretrained import computes_in_bf16, context, load_files, load_weighted, model_path
 from tba.tasks.judges import Judge, Text, conversation, fill
 
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -80,28 +80,13 @@ class JudgeModel:
         key = (model_path(self.name, self.key), self.auto, dtype, device)
         self._model = LOADED.get(key)
         if self._model is None:
-            self._model = LOADED[key] = self._load(key[0], dtype).eval().to(device)
+            self._model = LOADED[key] = self._load(dtype).to(device)
 
-    def _load(self, path: str, dtype: torch.dtype) -> Any:
+    def _load(self, dtype: torch.dtype) -> Any:
         """Load the model; ValueError if it lacks weights, which would then be random."""
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-        try:
-            model, report = self.auto.from_pretrained(
-                path,
-                config=self.config,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                **sources(path),
-            )
-        except OSError as error:
-            problem = "no weights in safetensors, the only format that is loaded"
-            raise ValueError(f"{self.key} = {self.name!r}: {problem}: {error}") from error
+        model, lacks = load_weighted(self.auto, dtype, self.name, self.key)
         # an encoder is used without its pooler
-        missing = sorted(n for n in report["missing_keys"] if not n.startswith("pooler."))
-        if missing:
+        if missing := [name for name in lacks if not name.startswith("pooler.")]:
             raise ValueError(
                 f"{self.key} = {self.name!r} has no weights for {', '.join(missing[:3])}: it is"
                 " not a model of this kind; give another one"

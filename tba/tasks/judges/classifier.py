@@ -25,6 +25,7 @@ class Classifier(ModelJudge):
     label: str | int | None = None
     """Name or number of the label to score; needed if there are several."""
     value: Literal["logit", "probability", "log_probability"] = "logit"
+    """What the score is: the logit of the label, its probability, or the logarithm of that."""
 
     def check(self) -> None:
         _ = self._model.tokenizer

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tba.models.forward import positions
+from tba.models.cache import positions
 from tba.tasks.judges import Text
 from tba.tasks.judges._model import ModelJudge
 
@@ -22,8 +22,11 @@ class GuardModel(ModelJudge):
 
     auto: ClassVar[str] = "AutoModelForCausalLM"
     positive: str = "unsafe"
+    """Word whose probability is the score."""
     negative: str = "safe"
+    """The other word."""
     value: Literal["probability", "log_probability"] = "probability"
+    """What the score is: the probability, or its logarithm."""
     prefix: str = ""
     """Beginning of every answer: two line breaks for a Llama Guard whose template lacks them."""
 

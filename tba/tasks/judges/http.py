@@ -4,15 +4,15 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from threading import Thread
 from typing import Any, Literal
 
 import httpx2
 
+from tba.config.keys import Count, Positive, PositiveFloat
+from tba.tasks._tools import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 from tba.tasks.judges._answers import Classified, Completed
 from tba.tasks.judges._server import JudgeError, Server
@@ -31,23 +31,26 @@ class Http(Judge):
     """
 
     url: str
+    """Address that ends with /classify or /chat/completions."""
     model: str
     """Name under which the server serves the model."""
     label: int | None = None
     """classify: number of the label to score; needed if there are several."""
     positive: str = "unsafe"
+    """chat: word whose probability is the score."""
     negative: str = "safe"
+    """chat: the other word."""
     value: Literal["probability", "log_probability", "logit"] = "probability"
     """logit: of a classifier only, whose server must know vLLM's `use_activation`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key. The key is written nowhere."""
-    deadline: float = 10.0
+    deadline: PositiveFloat = 10.0
     """Seconds for each request."""
-    retries: int = 4
+    retries: Count = 4
     """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
-    concurrency: int = 32
+    concurrency: Positive = 32
     """Requests at one time."""
-    cache_size: int = 10_000
+    cache_size: Count = 10_000
     """Scores to keep. A completion that comes again is then not sent again."""
 
     def __post_init__(self) -> None:
@@ -69,31 +72,17 @@ class Http(Judge):
             )
         if self.value == "logit" and not self._classifies:
             raise ValueError("value = 'logit' needs a url that ends with /classify")
-        if not self.deadline > 0 or min(self.retries, self.cache_size, self.concurrency - 1) < 0:
-            raise ValueError(
-                "deadline must be above 0, concurrency 1 or more, retries and cache_size 0 or more"
-            )
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
         self._server.key()
-        ended: Future[None] = Future()
-
-        def ask() -> None:
-            judge = replace(self)  # connections belong to the event loop that makes them
-            judge._server.patience = 0.9 * REACHED_WITHIN
-            try:
-                asyncio.run(judge(["Hello"], ["Hello"]))
-                ended.set_result(None)
-            except Exception as error:
-                ended.set_exception(error)
-
-        Thread(target=ask, daemon=True).start()  # a look-up of a name cannot be cancelled
-        try:
-            ended.result(REACHED_WITHIN)
-        except Exception as error:  # a wrong address raises in several ways
-            why = str(error) or f"{self.url} does not answer"
-            raise ValueError(f"{why}. It must answer before a run starts") from None
+        judge = replace(self)  # connections belong to the event loop that makes them
+        judge._server.patience = 0.9 * REACHED_WITHIN
+        # in a thread, because a look-up of a name cannot be cancelled
+        (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
+        if not isinstance(scores, list):  # None, or an error of one of several classes
+            why = str(scores or "") or f"{self.url} does not answer"
+            raise ValueError(f"{why}. It must answer before a run starts")
 
     def load(self, device: str) -> None:
         self._server.key()  # it may be missing on this machine

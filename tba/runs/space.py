@@ -1,0 +1,52 @@
+"""Free space that a run needs on disk: checked before its searchers start."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from tba.config.messages import size
+from tba.learn.trainer import SingleTrainer
+from tba.runs.disk import Disk
+from tba.runs.generations import generations
+from tba.runs.log import CHECKPOINTS
+from tba.runs.parts import Parts
+from tba.runs.stop import Stop
+from tba.weights import trained
+
+TOKEN, RESPONSE = 12, 100
+"""Bytes of a token and of a response in the replay buffer: docs/architecture.md."""
+
+log = logging.getLogger(__name__)
+
+
+def open_disk(parts: Parts, folder: Path, trainer: SingleTrainer, stop: Stop) -> Disk:
+    """Return the disk of a run's folder.
+
+    ValueError if it has no room for a checkpoint; a warning if it may have none for all of them.
+    """
+    c, saved = parts.config, generations(folder / CHECKPOINTS)
+    least, free = checkpoint_size(parts, trainer), shutil.disk_usage(folder).free
+    if free < least:
+        raise ValueError(
+            f"{folder} has {size(free)} of free space, but a checkpoint takes {size(least)}: the"
+            " weights, and AdamW's two moments of them; free some, or choose a folder on another"
+            " disk with run.folder=…"
+        )
+    written = 1 + c.checkpoint.keep + c.checkpoint.keep_best - len(saved)  # one before it prunes
+    responses = min(c.replay.capacity, c.replay.per_prompt * len(parts.prompts))
+    most = written * least + 2 * responses * (c.sampling.max_tokens * TOKEN + RESPONSE)
+    if free < most:
+        log.warning(
+            "%s has %s of free space, and the run may need up to %s for %d checkpoints; when the"
+            " disk is full, it does what checkpoint.on_full = %r says",
+            *(folder, size(free), size(most), written, c.checkpoint.on_full),
+        )
+    return Disk(c.checkpoint.on_full, lambda: stop.requested)
+
+
+def checkpoint_size(parts: Parts, trainer: SingleTrainer) -> int:
+    """Return the bytes of a checkpoint without the replay buffer."""
+    own = sum(p.nbytes for p in trained(trainer.policy.model).values())
+    searcher = trainer.published_bytes if parts.config.runtime.use == "local" else 0
+    reference = own if parts.config.policy.reset_reference_every else 0
+    return 3 * own + searcher + reference

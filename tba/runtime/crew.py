@@ -1,0 +1,90 @@
+"""The searchers of a run on Ray, the weights that they get, and the copies that exist of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tba.config.tables import RuntimeTable
+from tba.runtime.handle import Handle, Kind, Starter, Task
+from tba.runtime.placement import Place
+from tba.weights import Sent
+
+PUBLISHED, REFERENCES = 4, 2
+"""Most versions of the weights, and of the reference, that are on their way to searchers at once.
+
+Each keeps a copy for as long as a slow searcher needs to take it.
+"""
+
+
+class Crew:
+    """All searchers. Whoever calls a method holds the lock of the collector."""
+
+    def __init__(self, starter: Starter, settings: RuntimeTable):
+        self._starter, self._settings = starter, settings
+        self.handles: list[Handle] = []
+        self.newest: Sent | None = None  # weights that were published last
+        self.published = 0.0  # time at which they were
+        self.newest_reference: Sent | None = None
+        self.restarts_left = settings.max_restarts
+
+    def start(self, place: Place) -> None:
+        self.handles.append(self._starter.start(place, self.newest))
+
+    def replace(self, handle: Handle) -> Handle:
+        """End a searcher and start another in its place."""
+        self.restarts_left -= 1
+        handle.kill()
+        started = self._starter.start(handle.place, self.newest)
+        self.handles[self.handles.index(handle)] = started
+        return started
+
+    def forget(self) -> None:
+        """Drop all searchers, and the copies of weights that were kept for them."""
+        self.handles, self.newest, self.newest_reference = [], None, None
+
+    def least_busy_first(self) -> list[Handle]:
+        return sorted(self.handles, key=lambda handle: len(handle.work()))
+
+    def tasks(self) -> dict[Any, tuple[Handle, Task]]:
+        """Return all open calls by their Ray reference, and start the deadlines that are due."""
+        for handle in self.handles:
+            handle.begin(self._settings.concurrent_searches)
+        return {task.ref: (handle, task) for handle in self.handles for task in handle.tasks}
+
+    def late(self, deadlines: Mapping[Kind, float]) -> list[tuple[Handle, str]]:
+        """Return the searchers that have missed a deadline, and which it was."""
+        whys = [(handle, handle.late(deadlines)) for handle in self.handles]
+        return [(handle, why) for handle, why in whys if why is not None]
+
+    def send_newest(self) -> None:
+        """Send the newest weights to the searchers that have older ones and accept them now."""
+        newest = self.newest
+        if newest is None or self._settings.lag is not None:
+            return
+        on_their_way = {task.version for task in self._all_tasks() if task.kind == "publish"}
+        if newest.version not in on_their_way and len(on_their_way) >= PUBLISHED:
+            return
+        for handle in self.handles:
+            if handle.version != newest.version and handle.accepts_weights(len(self.handles)):
+                handle.publish(newest, self.published)
+
+    def reference(self) -> Sent | None:
+        """Return the reference for the next task.
+
+        It is the newest one, unless searchers are so slow that too many others are in use. In
+        lockstep, tasks end before there is another reference.
+        """
+        newest = self.newest_reference
+        used = {t.reference.version: t.reference for t in self._all_tasks() if t.reference}
+        if newest is None or newest.version in used or len(used) < REFERENCES:
+            return newest
+        return newest if self._settings.lag is not None else used[max(used)]
+
+    def copies(self, evaluated: Iterable[Sent]) -> int:
+        """Return how many copies of weights exist, with those that evaluations need."""
+        kept = {self.newest, self.newest_reference, *evaluated}
+        for task in self._all_tasks():
+            kept |= {task.weights, task.reference}
+        return len(kept - {None})
+
+    def _all_tasks(self) -> Iterable[Task]:
+        return (task for handle in self.handles for task in handle.tasks)
