@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from suite import case as case
+from suite import pytest_runtest_makereport as pytest_runtest_makereport
 
 from tba.types import Batch, Group, Prompt, Trajectory, collate
 

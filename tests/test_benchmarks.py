@@ -101,6 +101,8 @@ def test_the_runner_knows_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = importlib.import_module("run")
     known = {script.name for script in runner.SCRIPTS}
     assert set(scripts()) - known == {"run"}
+    usual = sum(script.minutes for script in runner.SCRIPTS if not script.long)
+    assert usual <= 40, "`make bench` promises at most 40 minutes"
 
 
 def test_results_are_rows_and_the_docs_show_them(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,16 +17,7 @@ from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.run import run
-from tba.runs.checkpoint import (
-    FORMAT,
-    STATE,
-    Checkpoints,
-    Progress,
-    damage,
-    generations,
-    newest,
-    restore,
-)
+from tba.runs.checkpoint import Checkpoints, Progress, damage, generations, newest
 from tba.runs.log import METRICS, read
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
@@ -217,9 +207,3 @@ def test_a_resumed_run_keeps_its_first_model(tiny_model: Path, tmp_path: Path) -
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     moved = shutil.copytree(tiny_model, tmp_path / "moved")
     assert run(_config([f"policy.model={moved}", "run.steps=3"], folder), folder).steps == 3
-
-
-def test_a_checkpoint_of_an_earlier_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / STATE).write_text(json.dumps({"format": FORMAT - 1}))
-    with pytest.raises(ValueError, match="another version of tba and cannot be resumed by this"):
-        restore(tmp_path, Slow(), ReplayBuffer())

@@ -18,7 +18,7 @@ import tba
 from tba.config.schema import load
 from tba.run import open_run, run
 from tba.runs.checkpoint import generations
-from tba.runs.choice import best_step, choose, generation_of, step_of
+from tba.runs.choice import best_step, choose, path_of, step_of
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses, export_run
 from tba.runtime.local import LocalSearchers
@@ -64,16 +64,16 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended: Path, tmp_path: Path)
     (row,) = (r for r in read(ended / METRICS) if r["step"] == 4 and "eval/sampled_reward" in r)
     for name in ("sampled_pass@1", "greedy_reward", "sampled_reward"):
         assert scores[name] == row[f"eval/{name}"]
-    own = load_file(generation_of(folder, 6) / "model" / "model.safetensors")
+    own = load_file(path_of(folder / "checkpoints", 6) / "model" / "model.safetensors")
     out = load_file(export_run(folder, tmp_path / "out", step="6") / "model.safetensors")
-    newest = load_file(generation_of(folder, 8) / "model" / "model.safetensors")
+    newest = load_file(path_of(folder / "checkpoints", 8) / "model" / "model.safetensors")
     assert all(out[name].equal(tensor) for name, tensor in own.items())
     assert not all(out[name].equal(tensor) for name, tensor in newest.items())
     with_step = export_responses(folder, tmp_path / "step.jsonl", step=2).read_text()
     assert with_step != export_responses(folder, tmp_path / "newest.jsonl").read_text()
     model = tba.result(folder).model("best")
     assert all(model.state_dict()[n].equal(t) for n, t in load_file(
-        generation_of(folder, 4) / "model" / "model.safetensors"
+        path_of(folder / "checkpoints", 4) / "model" / "model.safetensors"
     ).items())  # fmt: skip
 
 
@@ -86,11 +86,11 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_p
         choose(folder, "last")
     with pytest.raises(ValueError, match=r"--reference evaluates .* leave out --step"):
         evaluate_run(folder, [], reference=True, step="best")
-    model = generation_of(folder, 6) / "model" / "model.safetensors"
+    model = path_of(folder / "checkpoints", 6) / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"--step 6: .* is damaged: model/model.safetensors"):
         choose(folder, "6")
-    shutil.rmtree(generation_of(folder, 4))
+    shutil.rmtree(path_of(folder / "checkpoints", 4))
     with pytest.raises(ValueError, match=r"step 4 has the best score, .*keep_best=true"):
         choose(folder, "best")
     (folder / METRICS).write_text("")

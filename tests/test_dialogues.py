@@ -131,9 +131,9 @@ def test_a_reward_sees_messages_and_environments_as_in_trl(
     parts = check(config(f"Let me see. {call('double', n=21)}", "It is 42."))
     searcher = parts.search_setup().build("cpu", False)
     prompts, guard = parts.prompts[:1], searcher.guard
-    responses = searcher.answer(guard.task, prompts, Sampling(2, 1.0, 400), seed=0)
+    responses = searcher.answer(guard.tasks[""], prompts, Sampling(2, 1.0, 400), seed=0)
     guard(prompts, responses.answers)
-    function = guard.task.functions[0]  # type: ignore[attr-defined]
+    function = guard.tasks[""].functions[0]  # type: ignore[attr-defined]
     ((completions, environments),) = function.__globals__["seen"]
     asked = {"type": "function", "function": {"name": "double", "arguments": {"n": 21}}}
     assert completions[0] == [
@@ -303,8 +303,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "Locked cannot be sent to the process that scores, where a reward takes `environments`",
     ),
     "no environment": ({"environment": None}, "needs 'environments', which is not a column"),
-    "no turns": ({"max_turns": 0}, "give 1 turn or more"),
-    "no time": ({"tool_deadline": 0}, "and seconds above 0"),
+    "no turns": ({"max_turns": 0}, "task.max_turns = 0: Input should be greater than or equal to"),
+    "no time": ({"tool_deadline": 0}, "task.tool_deadline = 0: Input should be greater than 0"),
 }
 
 

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 from tba import loop
 from tba.config.plugins import resolve_all
 from tba.config.schema import parse
+from tba.config.watch import WarnTable
+from tba.runs.panels import PANELS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +35,23 @@ def test_the_configuration_page_is_up_to_date() -> None:
     )
 
 
+def test_no_description_is_empty() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 200
+    assert [row for row in rows if re.search(r"\|\s*\|", row.replace("\\|", ""))] == []
+
+
+def test_every_panel_and_every_warning_is_explained() -> None:
+    page = (ROOT / "docs" / "watching.md").read_text()
+    panels, warnings = page.partition("## The twelve panels")[2].split("## Warnings")
+    assert re.findall(r"^\| (.+?) \|", panels, re.MULTILINE)[2:] == [p.title for p in PANELS]
+    for key, field in WarnTable.model_fields.items():
+        assert f"### {key}\n" in warnings
+        if not isinstance(field.default, bool | None):
+            assert f"`warn.{key} = {field.default}`" in warnings
+
+
 def test_the_architecture_page_quotes_the_loop() -> None:
     assert (
         f"```python\n{inspect.getsource(loop.train)}```"
@@ -42,7 +63,7 @@ def test_the_architecture_page_quotes_the_loop() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         target = page.parent / link if link else page
-        assert target.exists(), link
+        assert target.is_file(), link  # a folder is a page on GitHub only
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in {
             re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
@@ -72,3 +93,15 @@ def test_the_results_are_those_of_the_study(monkeypatch: pytest.MonkeyPatch) -> 
     found = tables.tables(*tables.load())
     assert all(f"<!-- {name} -->" in page for name in found)
     assert tables.written(page, found) == page
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """As `make docs` does: a warning, such as one of a link that leads nowhere, is an error."""
+    pytest.importorskip("myst_parser", reason="an extra: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {path.stem for path in PAGES}
+    assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
+    start = (tmp_path / "README.html").read_text()
+    assert all(f'href="docs/{path.stem}.html"' in start for path in PAGES[2:])

@@ -39,6 +39,10 @@ def short(completions):
 def words(completions):
     return ["0.5" for c in completions]
 
+def imports(completions, **columns):
+    import a_package_that_nobody_has
+
+
 def broken(completions):
     return [float(c) for c in completions]
 
@@ -122,6 +126,13 @@ def test_a_wrong_kind_of_reward_is_refused(config: Make, reward: str) -> None:
     with pytest.raises(ValueError, match=f"reward of '{DUMMY}' is no number: ") as error:
         dry_run(config(reward))
     assert WRONG[reward] in str(error.value)
+
+
+def test_a_package_that_a_reward_lacks_is_named(config: Make) -> None:
+    with pytest.raises(
+        ValueError, match="cannot import what it needs: ModuleNotFoundError: No mod"
+    ):
+        dry_run(config("imports"))
 
 
 WARNED = {

@@ -31,7 +31,7 @@ from tba.types import Answer, Batch, Prompt, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-PAGES = ("extending", "tasks", "from_trl")
+PAGES = ("extending", "tasks", "rewards", "from_trl")
 SHOWN = dict(
     re.findall(
         r"^```\w+\n# (examples/\S+)\n(.*?)^```$",

@@ -60,7 +60,7 @@ def verdicts(
     size = len(rewards) // 4
     texts = [str(r) for r in rewards]
     answers = [[Answer(t, True) for t in texts[i * size : (i + 1) * size]] for i in range(4)]
-    scored = Guard(task, 10.0)([Prompt(i, i) for i in prompts], answers)
+    scored = Guard({"": task}, 10.0)([Prompt(i, i) for i in prompts], answers)
     groups, count = falsify(scored, faults, seed)
     return [v.reason if isinstance(v, Rejected) else v for g in groups for v in g], count
 

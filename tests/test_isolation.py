@@ -38,7 +38,7 @@ def guard_of(
     function: Callable[..., Any], deadline: float = DEADLINE, max_memory: float = 1.0
 ) -> Guard:
     task = partial(Custom, data="", reward="", memory=InMemory(reward=(function,)))
-    return Guard(task(), deadline, process=InProcess(task, max_memory))
+    return Guard({"": task()}, deadline, process=InProcess({"": task}, max_memory))
 
 
 def judge(guard: Guard, *groups: Sequence[str]) -> list[list[Verdict]]:
@@ -129,7 +129,7 @@ def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
         return Custom(data="", reward="", memory=InMemory(reward=(large,)))
 
     empty = Custom(data="", reward="", memory=InMemory(reward=(Large(),)))
-    guard = Guard(empty, DEADLINE, process=InProcess(build, 0.3))
+    guard = Guard({"": empty}, DEADLINE, process=InProcess({"": build}, 0.3))
     assert reasons(judge(guard, ["one"], ["memory"], ["two"])) == [[1.0], ["memory"], [1.0]]
     guard.close()
 
@@ -197,7 +197,7 @@ def test_torch_is_imported_by_the_function_only() -> None:
 
 
 PARENT = """
-import asyncio, os, re, subprocess
+import asyncio, os, re, signal, subprocess
 from functools import partial
 from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess
@@ -205,6 +205,7 @@ from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 
 def score(completions):
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
     sleeping = subprocess.Popen(["sleep", "60"])
     os.write(1, b"%d %d\\n" % (os.getpid(), sleeping.pid))
     if completions == ["busy"]:
@@ -213,7 +214,7 @@ def score(completions):
 
 async def main():
     task = partial(Custom, data="", reward="", memory=InMemory(reward=(score,)))
-    idle, busy = InProcess(task, 1.0), InProcess(task, 1.0)
+    idle, busy = InProcess({"": task}, 1.0), InProcess({"": task}, 1.0)
     for process, text in ((idle, "idle"), (busy, "busy")):
         await process.ready()
         call = process.begin(Prompt("0", "0"), [Answer(text, True)], 60.0)
@@ -309,9 +310,8 @@ def test_a_task_that_cannot_be_built_ends_the_run() -> None:
     def build() -> Any:
         raise OSError("no judge at this address")
 
-    guard = Guard(
-        Custom(data="", reward="", memory=InMemory(reward=(len,))), 1.0, process=InProcess(build, 1)
-    )
+    here = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+    guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
     with pytest.raises(RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=thread"):
         judge(guard, ["a"], ["b"])
     guard.close()

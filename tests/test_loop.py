@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -107,18 +106,18 @@ def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
             path.unlink() if path.is_file() else path.rmdir()
         generation.rmdir()
     run(_config([], folder / "part"), folder / "part")
-    whole, part = newest_files(folder / "whole"), newest_files(folder / "part")
-    for name in (
-        "model/model.safetensors",
-        "optimizer.safetensors",
-        "trainer.json",
-    ):
-        assert whole[name] == part[name], name
-    assert replayed(folder / "whole") == replayed(folder / "part")
-    assert without_clock(read(folder / "whole" / METRICS)) == without_clock(
-        read(folder / "part" / METRICS)
-    )
-    a, b = (json.loads(files["state.json"]) for files in (whole, part))
+    end_alike(folder / "whole", folder / "part")
+
+
+def end_alike(whole: Path, part: Path) -> None:
+    """Two runs ended, bit for bit, alike: weights, optimizer, buffer, metrics and all states."""
+    one, other = newest_files(whole), newest_files(part)
+    weights = {name for name in one if name.startswith("model/") and "safetensors" in name}
+    for name in sorted(weights | {"optimizer.safetensors", "trainer.json"}):
+        assert one[name] == other[name], name
+    assert replayed(whole) == replayed(part)
+    assert without_clock(read(whole / METRICS)) == without_clock(read(part / METRICS))
+    a, b = (json.loads(files["state.json"]) for files in (one, other))
     for state in (a, b):
         del state["stats"]["seconds"], state["stats"]["publish_seconds"]
         del state["progress"]["counts"]
@@ -359,39 +358,6 @@ def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> N
         run(config(tiny_model, tmp_path / name, f"run.seed={seed}"))
     a, b, c = (newest_files(tmp_path / name)["model/model.safetensors"] for name in "abc")
     assert a == b != c
-
-
-def test_a_flipped_bit_anywhere_is_noticed(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In every file of the newest generation; the one before is used, loudly."""
-    run(config(tiny_model, tmp_path / "run", "checkpoint.every=4", "checkpoint.keep=2"))
-    older, newest = checkpoint.generations(tmp_path / "run" / "checkpoints")
-    rng = np.random.default_rng(0)
-    files = [p for p in sorted(newest.rglob("*")) if p.is_file()]
-    assert {p.name for p in files} >= {
-        "manifest.json",
-        "state.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "columns.safetensors",
-        "prompts.safetensors",
-        "tokenizer.json",
-    }
-    for path in files:
-        sound = path.read_bytes()
-        damaged = bytearray(sound)
-        damaged[rng.integers(len(damaged))] ^= 1 << int(rng.integers(8))
-        path.write_bytes(damaged)
-        caplog.clear()
-        if path.stat().st_nlink > 1:  # a segment that both generations share
-            with pytest.raises(ValueError, match="--drop-damaged-replay"):
-                checkpoint.newest(tmp_path / "run" / "checkpoints")
-        else:
-            assert checkpoint.newest(tmp_path / "run" / "checkpoints") == older, path.name
-        assert "DAMAGED CHECKPOINT" in caplog.text
-        path.write_bytes(sound)
-    assert checkpoint.newest(tmp_path / "run" / "checkpoints") == newest
 
 
 def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(

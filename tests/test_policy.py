@@ -24,7 +24,7 @@ from transformers import (
 
 import tba.learn.head
 import tba.learn.policy
-import tba.models.forward
+import tba.models.cache
 import tba.types
 from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
@@ -135,7 +135,7 @@ def test_chunked_head_changes_nothing(
 ) -> None:
     """Three tokens at a time, with as many chunks in a block of gradients as `blocks` allows."""
     expected = by_autograd(Policy(make("llama"), 0.7), batch)
-    monkeypatch.setitem(tba.models.forward.LOGITS_AT_ONCE, "cpu", 14 * 3)
+    monkeypatch.setitem(tba.models.cache.LOGITS_AT_ONCE, "cpu", 14 * 3)
     monkeypatch.setattr(tba.learn.head, "SLOPES_AT_ONCE", blocks)
     policy = Policy(make("llama"), 0.7)
     given = (policy(batch).logp, policy(batch).entropy, gradients(policy, batch))

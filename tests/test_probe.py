@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import VOCABULARY
 from test_trainer import trainer
 
-from tba.config.plugins import GIVEN
+from tba.engines import Built
 from tba.engines.transformers import Transformers
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.types import Batch, Group, Prompt, Trajectory, collate
@@ -45,13 +45,9 @@ def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[G
 
 
 @dataclass
-class Silent:
+class Silent(Built):
     """Engine that does not say whether it keeps prompts."""
 
-    policy: Any = field(metadata=GIVEN)
-    text: Any = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
     version: int = 0
 
     def generate(self, prompts: Any, sampling: Any, seed: int) -> Any: ...

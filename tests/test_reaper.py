@@ -6,33 +6,85 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from tba.runtime.reaper import family
+import psutil
+import pytest
+
+from tba.runtime.reaper import Reaper, family, left, sessions
+
+SECONDS = 20.0
+"""Deadline of every wait in these tests."""
 
 SLEEP = "import time; time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
 
 
-def test_a_zombie_does_not_blind_it_and_strangers_are_spared() -> None:
-    zombie = subprocess.Popen([sys.executable, "-c", "pass"])
-    time.sleep(0.5)  # ended, and not waited for
-    stranger = subprocess.Popen([sys.executable, "-c", SLEEP])
-    ours = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])",
-            "--session=/x/session_1",
-        ]
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait(timeout=SECONDS)
+
+
+def python(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", *arguments])
+
+
+def test_a_zombie_does_not_blind_it_and_strangers_are_spared(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    session = Path("/x/session_1")
+    zombie = python("pass")
+    ours, reader, stranger = (
+        python(PARENT, f"--session={session}"),
+        python(SLEEP, str(session / "log")),  # a file of it is no option
+        python(SLEEP),
     )
+    started += [zombie, ours, reader, stranger]
+    deadline = time.monotonic() + SECONDS
+    while len(found := family(os.getpid(), [session])) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     try:
-        deadline = time.monotonic() + 10
-        while len(found := family(os.getpid(), "/x/session_1")) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert ours.pid in {p.pid for p in found}
         assert len(found) == 2  # the process and its child
-        assert stranger.pid not in {p.pid for p in found}
+        assert ours.pid in {p.pid for p in found}
+        assert left(set(), [session]) == {psutil.Process(ours.pid)}
+        assert left(found, []) == found
     finally:
-        for process in [*found, stranger]:
+        for process in found:
             process.kill()
-        for popen in (zombie, stranger, ours):
-            popen.wait(timeout=10)
+
+
+def test_only_sessions_of_the_driver_since_it_began_are_its_own(tmp_path: Path) -> None:
+    since = "2026-01-02_03-04-05_000006"
+    own = tmp_path / "session_2026-01-02_03-04-05_000007_42"
+    for name in (
+        own.name,
+        "session_2026-01-02_03-04-05_000005_42",
+        "session_2026-01-02_03-04-05_000007_142",
+        "session_latest_42",
+    ):
+        (tmp_path / name).mkdir()
+    assert sessions(42, tmp_path, since) == [own]
+
+
+def test_what_is_left_of_a_session_is_removed(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """A watcher that was killed is replaced, and knows the session."""
+    session = tmp_path / "session_1"
+    (session / "logs").mkdir(parents=True)
+    started += [python(SLEEP, f"--session={session}"), python(SLEEP)]
+    reaper = Reaper(tmp_path)
+    reaper.follow(str(session))
+    watcher = reaper._process
+    watcher.kill()
+    watcher.wait(timeout=SECONDS)
+    reaper.keep()
+    assert reaper._process is not watcher
+    reaper.finish()
+    assert started[0].wait(timeout=SECONDS) != 0 and started[1].poll() is None
+    assert not session.exists()

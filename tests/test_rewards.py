@@ -78,7 +78,7 @@ def judge_all(
 ) -> list[list[Verdict]]:
     prompts = [Prompt(str(i), "count") for i in range(len(groups))]
     answers = [[Answer(a, finished=True) for a in group] for group in groups]
-    return Guard(task, deadline, concurrency)(prompts, answers)
+    return Guard({"": task}, deadline, concurrency)(prompts, answers)
 
 
 def judge(
@@ -167,7 +167,7 @@ def test_a_sync_function_has_one_group_at_a_time() -> None:
 
 def test_a_sync_function_is_never_called_by_two_searches_at_once() -> None:
     overlaps = Overlaps()
-    at_once(Guard(Scored(overlaps), DEADLINE), [ANSWERS] * 5)
+    at_once(Guard({"": Scored(overlaps)}, DEADLINE), [ANSWERS] * 5)
     assert overlaps.most == 1
 
 
@@ -178,11 +178,11 @@ def test_the_time_that_a_search_waits_for_another_does_not_count() -> None:
         time.sleep(0.2)
         return [1.0]
 
-    assert at_once(Guard(Scored(score), 0.6), [["one"]] * 5) == [[1.0]] * 5
+    assert at_once(Guard({"": Scored(score)}, 0.6), [["one"]] * 5) == [[1.0]] * 5
 
 
 def test_a_call_that_hangs_delays_other_searches_by_its_deadline(hang: Callable[[], float]) -> None:
-    guard = Guard(Scored(length_except("?", hang)), DEADLINE)
+    guard = Guard({"": Scored(length_except("?", hang))}, DEADLINE)
     results = at_once(guard, [["?"], ["one"], ["?"], ["three"]])
     assert results == [["timeout"], [3.0], ["timeout"], [5.0]]
 
@@ -196,7 +196,7 @@ def test_all_searches_have_one_event_loop() -> None:
             await asyncio.sleep(0.01)
         return [len(t) for t in texts]
 
-    guard = Guard(Asynchronous(score), 10.0)
+    guard = Guard({"": Asynchronous(score)}, 10.0)
     for _ in range(2):
         assert at_once(guard, [["one"], ["three"]]) == [[3.0], [5.0]]
 
@@ -235,7 +235,7 @@ def test_a_call_has_a_longest_time_however_many_answers_it_has(
     kind: type[Scored], hang: Callable[[], float]
 ) -> None:
     """Of 128 answers with 10 s each, all but 0.3 s."""
-    guard = Guard(kind(hangs_for("?", kind, hang)), 10.0, longest=0.3)
+    guard = Guard({"": kind(hangs_for("?", kind, hang))}, 10.0, longest=0.3)
     began = time.monotonic()
     (verdicts,) = guard([Prompt("0", "count")], [[Answer("?", True)] * 128])
     assert time.monotonic() - began < 5
@@ -334,7 +334,7 @@ def test_an_async_function_that_blocks_the_event_loop_does_not_hang_the_search(
 ) -> None:
     """Later searches score on another event loop."""
     monkeypatch.setattr("tba.search.rewards.GRACE", 0.1)
-    guard = Guard(Asynchronous(length_except("?", hang)), DEADLINE)
+    guard = Guard({"": Asynchronous(length_except("?", hang))}, DEADLINE)
     answers = [[Answer("?", True)], [Answer("one", True)]]
     verdicts = guard([Prompt("0", "count"), Prompt("1", "count")], answers)
     rejected = verdicts[0][0]
@@ -345,7 +345,7 @@ def test_an_async_function_that_blocks_the_event_loop_does_not_hang_the_search(
 
 def test_the_event_loop_ends_with_its_searcher() -> None:
     before = set(threading.enumerate())
-    guard = Guard(Asynchronous(each(len)), DEADLINE)
+    guard = Guard({"": Asynchronous(each(len))}, DEADLINE)
     assert at_once(guard, [["one"]]) == [[3.0]]
     (thread,) = [t for t in set(threading.enumerate()) - before if t.name == "scoring"]
     del guard
@@ -454,7 +454,7 @@ def test_what_cannot_be_scored_is_not_right_however_low_the_bar(
         "eval.k=[4]",
     )
     searcher = check(config(tiny_model, tmp_path, *settings)).search_setup().build("cpu", False)
-    guard = Guard(Scored(each(float), pass_reward=-1.0), DEADLINE)
+    guard = Guard({"": Scored(each(float), pass_reward=-1.0)}, DEADLINE)
     prompts = [Prompt(str(i), "1+1=") for i in range(40)]
     setup = replace(searcher.setup, held_out=tuple(prompts))
     scores = evaluate_held_out(replace(searcher, guard=guard, setup=setup)).scores

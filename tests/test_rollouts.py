@@ -90,7 +90,7 @@ def estimate(
     text: Text, groups: list[Group], rollouts: int, step_tokens: int
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine, request = Endings(text), ValueRollouts(rollouts, step_tokens)
-    all_of = Rollouts(engine, text, Guard(Digits(), 10.0), SAMPLING, request)
+    all_of = Rollouts(engine, text, Guard({"": Digits()}, 10.0), SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from tba.config.schema import Config, load
+from tba.report.charts import OTHERS, reward_chart, sections
+from tba.runs.console import Console
 from tba.runs.log import SAMPLES, Journal, read
 from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
 from tba.runs.parts import check
@@ -23,6 +27,11 @@ METRICS = {
     "sync/logp_gap": float("nan"),
     "loss": 1.0,
 }
+EVERY = {
+    curve.metric.replace("*", "format"): 0.25 + number / 4
+    for number, curve in enumerate(curve for panel in PANELS for curve in panel.curves)
+}
+"""A value for each metric of the first screen, of which a reward function has one as well."""
 SCREEN = {
     f"{SECTION}/01 reward": 0.5,
     f"{SECTION}/01 format": 0.25,
@@ -52,6 +61,23 @@ def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
     labels = [curve.label for panel in PANELS for curve in panel.curves]
     assert len(set(metrics)) == len(metrics) and len(set(labels)) == len(labels)
     assert first_screen(METRICS) == SCREEN
+
+
+def test_each_metric_of_a_panel_has_a_chart_in_the_report() -> None:
+    """A chart of its own, and not one among those of all other metrics."""
+    shown = sections([pd.DataFrame([EVERY])], {"": "pass@1"})
+    titles = {OTHERS: shown.pop(OTHERS, None)}
+    charts = [chart["metrics"] for _, charts in shown.values() for chart in charts]
+    drawn = {*reward_chart().metrics}.union(*charts)
+    assert EVERY.keys() <= drawn, titles
+
+
+def test_the_console_shows_each_metric_of_a_panel() -> None:
+    lines: list[str] = []
+    Console(9, lines.append).step(1, {"time": 1.0, **EVERY})
+    labels = [curve.label.replace("*", "format") for panel in PANELS for curve in panel.curves]
+    (line,) = lines
+    assert [label for label in labels if f"  {label} " not in line] == []
 
 
 class Recorder:
@@ -148,6 +174,32 @@ def test_tensorboard_has_the_panels_as_its_custom_scalars(tmp_path: Path) -> Non
     assert category.title == SECTION
     assert [chart.title for chart in category.chart] == list(tensorboard_layout()[SECTION])
     assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
+
+
+def test_all_twelve_panels_reach_each_service(
+    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """W&B and trackio as values by panel, and TensorBoard as charts of the metrics."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorders = [service(name)[0] for name in ("wandb", "trackio")]
+    journal = Journal(tmp_path, load(None, ["log.wandb=true", "log.trackio=true"]))
+    journal.row(1, EVERY)
+    journal.close()
+    screen = first_screen(EVERY)
+    numbers = {name.removeprefix(f"{SECTION}/")[:2] for name in screen}
+    assert numbers == {f"{number:02}" for number in range(1, 13)} and len(screen) == len(EVERY)
+    for recorder in recorders:
+        (row,) = recorder.logged("reward")
+        assert screen.items() | EVERY.items() <= row.items()
+    charts = list(tensorboard_layout()[SECTION].values())
+    assert len(charts) == 12
+    patterns = [[re.compile(tag) for tag in tags] for _, tags in charts]
+    for name in EVERY:
+        assert sum(any(p.search(name) for p in own) for own in patterns) == 1, name
+    told = EventAccumulator(str(tmp_path / "tensorboard"))
+    told.Reload()
+    assert EVERY.keys() <= {*told.Tags()["scalars"]}
 
 
 def test_samples_are_written_without_a_service(tmp_path: Path) -> None:

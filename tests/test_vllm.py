@@ -366,20 +366,25 @@ def test_weights_of_another_model_leave_the_old_ones_in_place(
 
 
 def with_update_in_the_middle(
-    engine: VLLM, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    engine: VLLM,
+    weights: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Sequence[np.ndarray] | None = None,
+    after: int = 10,
 ) -> list[Completion]:
-    """Return 12 completions; newer weights arrive after 10 steps."""
+    """Return completions; newer weights arrive after some steps."""
     step, steps, loading = engine._engine.step, iter(range(10**6)), ThreadPoolExecutor(1)
 
     def counted() -> Any:
-        if next(steps) == 10:
+        if next(steps) == after:
             loading.submit(engine._batch.update, lambda: engine._update(weights), weights.version)
             while not engine._batch._updates:
                 pass
         return step()
 
     monkeypatch.setattr(engine._engine, "step", counted)
-    groups = engine.generate(long_prompts(), Sampling(SAMPLES, TEMPERATURE, 60), seed=3)
+    sampling = Sampling(SAMPLES if prompts is None else 1, TEMPERATURE, 60)
+    groups = engine.generate(prompts or long_prompts(), sampling, seed=3)
     loading.shutdown()
     return [c for group in groups for c in group]
 
@@ -422,6 +427,23 @@ def test_in_flight_weights_change_within_a_completion(
         np.testing.assert_allclose(c.logp[:place], before[:place], atol=1e-4)
         np.testing.assert_allclose(c.logp[place:], after[place:], atol=1e-4)
         assert [version for _, version in c.switches] in ([], [5])
+
+
+@installed
+def test_a_completion_that_had_no_token_at_an_update_is_of_the_newer_weights(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts are too many for vLLM's first step: the update comes before some of them run."""
+    engine, newer = start(wide_model, in_flight=True), moved_policy(wide_model, 1)
+    rng, weights = np.random.default_rng(1), weights_of(newer, 5)
+    prompts = [rng.integers(2, 14, 150).astype(np.int32) for _ in range(60)]
+    completions = with_update_in_the_middle(engine, weights, monkeypatch, prompts, after=0)
+    late = [(p, c) for p, c in zip(prompts, completions, strict=True) if c.version == 5]
+    assert 0 < len(late) < len(completions)
+    for prompt, c in late:
+        assert c.switches == ()
+        expected = log_probs(newer, prompt, c.tokens)
+        np.testing.assert_allclose(c.logp, expected, atol=1e-4)
 
 
 @installed

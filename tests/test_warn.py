@@ -22,7 +22,7 @@ SOUND = {
     "kl": 0.002,
     "sync/logp_gap_max": 0.001,
     "samples_trained": 100.0,
-    "samples_generated": 50.0,
+    "buffer/added": 50.0,
 }
 CASES: dict[str, tuple[dict[str, float], str]] = {
     "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
@@ -87,6 +87,25 @@ def test_kl_is_compared_with_that_of_the_first_steps() -> None:
 def test_a_small_kl_does_not_run_away() -> None:
     own = warnings()
     assert given(own, {"kl": 1e-6}, FIRST) + given(own, {"kl": 1e-3}, FIRST) == []
+
+
+def test_one_step_of_old_data_is_no_kl_that_runs_away() -> None:
+    """A few tokens that have become unlikely since they were sampled can give a large k3."""
+    own = warnings()
+    steps = [{"kl": 5.0 if step % WINDOW == 0 else 0.002} for step in range(3 * FIRST)]
+    assert [text for metrics in steps for text in given(own, metrics, 1)] == own.end() == []
+
+
+def test_the_cause_of_reuse_depends_on_whether_the_trainer_waits() -> None:
+    """Rejected samples are not trained on, and do not count."""
+    often = {"samples_trained": 450.0, "samples_generated": 4000.0}
+    (text,) = given(warnings(), often, WINDOW)
+    assert "the trainer is faster than the searchers; add searchers" in text
+    waiting = ["runtime.use=local", "runtime.fresh=1", "trainer.batch_size=160"]
+    (text,) = given(warnings(*waiting), often, WINDOW)
+    assert "faster" not in text
+    assert "waits for new groups, but for 1 of the 8 in a batch only" in text
+    assert "raise runtime.fresh" in text
 
 
 def test_the_gap_is_compared_with_the_limit_of_the_engine() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tba.runtime.deadline import Calls
 from tba.runtime.handle import PUBLICATIONS, Handle, Kind, Task
 from tba.runtime.placement import Place
 from tba.types import Prompt
@@ -12,7 +13,7 @@ from tba.weights import Sent
 
 
 def handle(*tasks: Task) -> Handle:
-    return Handle(Place("cpu"), None, 0, list(tasks))
+    return Handle(Place("cpu"), None, 0, list(tasks), Calls(1.0))
 
 
 def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:

@@ -64,6 +64,26 @@ def test_scores_do_not_depend_on_who_does_which_piece(
     assert (evaluations.running, evaluations.take(), evaluations.collect()) == (0, None, [])
 
 
+def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: Parts) -> None:
+    """However many are requested, three keep their weights, and each one ends."""
+    evaluations = Evaluations(parts.search_setup())
+
+    def request(versions: range) -> list[int]:
+        for version in versions:
+            evaluations.request(Sent(version, None))
+        return [weights.version for weights in evaluations.weights]
+
+    assert request(range(1, 6)) == [1, 5]
+    taken = [evaluations.take() for _ in range(2 * PIECES)]
+    assert [p.weights.version for p in taken if p] == [1] * PIECES + [5] * PIECES
+    assert request(range(6, 10)) == [1, 5, 9]
+    assert evaluations.take() is None  # two are under way
+    left_out = evaluations.collect()
+    assert [e.version for e in left_out] == [2, 3, 4, 6, 7, 8]
+    assert all(not e.scores for e in left_out) and evaluations.left_out == 6
+    assert evaluations.running == 3
+
+
 def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[Searcher]) -> None:
     """Prompts at the same place of two pieces are not sampled with the same numbers."""
     setup = parts.search_setup()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def test_every_wait_has_a_deadline() -> None:
     post.publisher.publish(source, 1)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline = 0\.01 s; raise"):
         post.publisher.finish()
+    until(lambda: time.monotonic() - (post.publisher._sending_since or math.inf) > 0.01)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline"):
         post.publisher.publish(source, 2)
     source.ready.set()

@@ -188,7 +188,7 @@ def test_a_wrong_number_of_rewards_is_rejected_as_that(
 ) -> None:
     task = custom(name)
     answers = [Answer(text, finished=True) for text in COMPLETIONS]
-    (verdicts,) = Guard(task, 1.0)(task.prompts()[:1], [answers])
+    (verdicts,) = Guard({"": task}, 1.0)(task.prompts()[:1], [answers])
     detail = f"{name} returned 2 rewards for 3 completions"
     assert verdicts == [Rejected("wrong_length", detail)] * 3
 

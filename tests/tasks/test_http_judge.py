@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import tba
-from tba.config.plugins import resolve
+from tba.config.plugins import JUDGES, resolve
 from tba.config.schema import load
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
@@ -387,7 +387,7 @@ def task(server: Judge, tmp_path: Path) -> Callable[..., Any]:
 def test_groups_are_scored_at_once_and_a_bad_answer_costs_itself(
     server: Judge, task: Callable[..., Any]
 ) -> None:
-    guard = Guard(task(), deadline=5.0, concurrency=4)
+    guard = Guard({"": task()}, deadline=5.0, concurrency=4)
     prompts = [Prompt(str(i), "1+1=") for i in range(4)]
     answers = [[Answer("x" * i + t, True) for t in "yz"] for i in range(4)]
     server.always = Reply(delay=0.2)
@@ -405,7 +405,8 @@ def test_a_judge_that_is_too_slow_rejects_its_group(
     server: Judge, task: Callable[..., Any]
 ) -> None:
     server.always = Reply(delay=2.0)
-    (verdicts,) = Guard(task(), deadline=0.1)([Prompt("0", "1+1=")], [[Answer("x", True)] * 2])
+    guard = Guard({"": task()}, deadline=0.1)
+    (verdicts,) = guard([Prompt("0", "1+1=")], [[Answer("x", True)] * 2])
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["timeout"] * 2
 
 
@@ -466,17 +467,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "query": ({"url": f"http://host/classify?key={CANARY}"}, "use api_key_env for a key"),
     "template": ({"template": "{prompt}"}, "template must contain {completion}"),
     "logit": ({"url": "http://h/v1/chat/completions", "value": "logit"}, "value = 'logit' needs"),
-    "deadline": ({"deadline": 0.0}, "deadline must be above 0"),
-    "concurrency": ({"concurrency": 0}, "concurrency 1 or more"),
-    "retries": ({"retries": -1}, "retries and cache_size 0 or more"),
+    "deadline": ({"deadline": 0.0}, "task.reward.deadline = 0.0: Input should be greater than 0"),
+    "concurrency": ({"concurrency": 0}, "task.reward.concurrency = 0: Input should be greater"),
+    "retries": ({"retries": -1}, "task.reward.retries = -1: Input should be greater than or equal"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_option_is_refused(case: str) -> None:
     options, told = WRONG[case]
+    given = {"url": "http://localhost:8000/classify", "model": "m"} | options
     with pytest.raises(ValueError) as error:
-        Http(**{"url": "http://localhost:8000/classify", "model": "m"} | options)
+        resolve(JUDGES, "task.reward", "http", given).build()
     assert told in str(error.value)
     assert CANARY not in str(error.value)
 
@@ -498,7 +500,7 @@ def test_the_key_is_sent_and_told_nowhere(
             server.always = Reply(status, echo=True)
             with pytest.raises(JudgeError, match=r"Bearer \*\*\*") as error:
                 ask(judge, f"b{status}")
-            told.append(Guard(Asked(judge), 5.0)([Prompt("0", "p")], [[Answer("c", True)]]))
+            told.append(Guard({"": Asked(judge)}, 5.0)([Prompt("0", "p")], [[Answer("c", True)]]))
             told.append(error.value)
         server.always = Reply(drop=True)
         with pytest.raises(JudgeError) as error:

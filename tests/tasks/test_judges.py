@@ -203,7 +203,7 @@ def test_a_text_that_is_too_long_costs_only_its_answer(make: Make, tmp_path: Pat
     reward = {"use": "classifier", "model": str(make())}
     task = resolve("tasks", "task", "custom", {**options, "reward": reward}).build()
     answers = [Answer(text, True) for text in ("2", "1" * CONTEXT, "3")]
-    (verdicts,) = Guard(task, 10.0)(task.prompts()[:1], [answers])
+    (verdicts,) = Guard({"": task}, 10.0)(task.prompts()[:1], [answers])
     assert [isinstance(v, Rejected) for v in verdicts] == [False, True, False]
     assert isinstance(verdicts[1], Rejected)
     assert "has 68 tokens; the judge" in verdicts[1].detail

@@ -183,7 +183,7 @@ def test_a_hundred_pairs_are_graded_as_listed(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_what_cannot_be_compared_in_time_has_no_reward() -> None:
     """By math-verify's own limit, in the main thread of the scoring process, which goes on."""
-    guard = Guard(Math(), deadline=10.0, process=InProcess(Math, max_memory=4.0))
+    guard = Guard({"": Math()}, deadline=10.0, process=InProcess({"": Math}, max_memory=4.0))
     answers = [boxed(text) for text in ("\\frac{14}{2}", HANGS, "8", "10000000!")]
     (verdicts,) = guard([prompt("7")], [answers])
     guard.close()

@@ -62,8 +62,8 @@ def __getattr__(name):
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
 ANSWERS = [
-    Answer("110", True, tokens=(4, 4, 3, 1), version=3),
-    Answer("21011", False, tokens=(5, 4, 3, 4, 4), version=4),
+    Answer("110", True, tokens=(4, 4, 3, 1), version=3, steps=20),
+    Answer("21011", False, tokens=(5, 4, 3, 4, 4), version=4, steps=20),
 ]
 
 
@@ -94,7 +94,7 @@ def calls(plugin: Callable[..., Plugin]) -> list[list[float]]:
 
 
 def judged(task: Task, answers: Sequence[Answer], process: InProcess | None = None) -> list[Any]:
-    guard = Guard(task, 60.0, process=process, steps=20)
+    guard = Guard({"": task}, 60.0, process=process)
     (verdicts,) = guard([task.prompts()[0]], [answers])
     guard.close()
     return verdicts
@@ -106,7 +106,7 @@ def test_functions_get_what_trl_passes_and_log_as_in_trl(
 ) -> None:
     """Also through the process that scores. The second function does not apply to five tokens."""
     made = plugin("ones", "lengths", reward_weights=[1.0, 0.5])
-    process = InProcess(made.build, 1.0) if isolated else None
+    process = InProcess({"": made.build}, 1.0) if isolated else None
     first, second = judged(made.build(), ANSWERS, process)
     assert (first, second) == (2.0 + 0.5 * 4, 3.0)
     logged = {"progress": 4 / 20, "loss": -1.0}  # by the newest weights that began one of them
@@ -227,7 +227,7 @@ def test_trls_functions_give_the_same_numbers_as_called_by_hand(
     )
     pairs = zip(SAID, TOKENS, strict=True)
     answers = [Answer(text, True, tokens=tuple(range(count))) for text, count in pairs]
-    verdicts = judged(made.build(), answers, InProcess(made.build, 8.0))
+    verdicts = judged(made.build(), answers, InProcess({"": made.build}, 8.0))
 
     completions = [[{"role": "assistant", "content": text}] for text in SAID]
     by_hand = {

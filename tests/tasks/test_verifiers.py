@@ -41,7 +41,7 @@ def test_an_answer_has_the_weighted_sum_of_the_rewards() -> None:
 def test_answers_are_scored_by_the_guard() -> None:
     echo = task()
     answers = [[Answer("1", True), Answer("2", True)] for _ in range(4)]
-    verdicts = Guard(echo, 5.0)(echo.prompts()[:4], answers)
+    verdicts = Guard({"": echo}, 5.0)(echo.prompts()[:4], answers)
     assert verdicts == [[1.875, -0.125], [-0.125, 1.875], [-0.125, -0.125], [-0.125, -0.125]]
 
 

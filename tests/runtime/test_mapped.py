@@ -1,0 +1,49 @@
+"""Weights that searchers map from the trainer's memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from test_ray import copies
+
+from tba.runtime.memory import SharedMemory
+from tba.weights import Probe, Transport, Weights
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
+
+
+def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
+    """A parcel that has arrived keeps them, also when the sender has dropped them."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "fp32": rng.normal(size=(30, 70)).astype(np.float32),
+        "bf16": rng.integers(0, 2**16, 7, dtype=np.uint16),
+        "empty": np.zeros((0, 3), np.float32),
+        "not contiguous": np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2],
+    }
+    probe = Probe(np.arange(5, dtype=np.int32), np.arange(2, dtype=np.int32), rng.random(2), 0.7)
+    transport = SharedMemory()
+    assert isinstance(transport, Transport)
+    sent = transport.send(Weights(3, arrays, probe))
+    assert (sent.version, copies()) == (3, 1)
+    file = sent.parcel.file
+    arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
+    del sent
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)  # it is closed; its memory is mapped
+    weights = receiver.receive(arrived)
+    del arrived
+    assert weights.version == 3 and weights.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(weights.arrays[name], array)
+    assert not weights.arrays["fp32"].flags.writeable
+    np.testing.assert_array_equal(weights.probe.logp, probe.logp)
+
+
+def test_nothing_is_sent_without_parameters() -> None:
+    sent = SharedMemory().send(Weights(1, {}))
+    assert dict(SharedMemory().receive(pickle.loads(pickle.dumps(sent))).arrays) == {}

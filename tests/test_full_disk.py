@@ -1,0 +1,232 @@
+"""A full disk pauses a run, or ends it; what has no room is refused before anything starts."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from test_loop import ENVIRONMENT, as_settings, config
+from test_ray import wait_until
+
+from tba.cli import _config
+from tba.run import run
+from tba.runs.checkpoint import newest
+from tba.runs.generations import files_of
+from tba.runs.log import METRICS, read
+from tba.runs.parts import check
+from tba.runs.space import checkpoint_size
+from tba.runtime.opening import check_memory
+
+pytestmark = pytest.mark.timeout(900)
+
+PATIENCE = 240.0
+"""Most seconds for each thing that a run does, however busy the machine is."""
+FULL = "THE DISK IS FULL: "
+MOUNTED = """
+mount -t tmpfs -o size="$0" none "$1" || exit 77
+disk="$1"; shift
+"$@"; status=$?
+cp -r "$disk/run" "$disk-copy"; exit $status
+"""
+"""Runs a command on a small disk of its own, and copies the run from there."""
+
+
+def command(model: Path, folder: Path, *settings: str) -> list[str]:
+    chosen = config(model, folder, "eval.prompts=0", *settings)
+    return [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
+
+
+class Disk:
+    """A disk of so many bytes for a process, which is in a mount namespace of its own."""
+
+    def __init__(self, folder: Path, size: int):
+        self.folder, self.size, self.log = folder / "disk", size, folder / "log"
+        self.folder.mkdir()
+
+    @contextmanager
+    def running(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a command whose files are on this disk."""
+        mounted = ["unshare", "--mount", "sh", "-c", MOUNTED, str(self.size), str(self.folder)]
+        with self.log.open("wb") as log:
+            shell = subprocess.Popen([*mounted, *arguments], env=ENVIRONMENT, stderr=log)
+        try:
+            yield shell
+        finally:
+            if shell.poll() is None:
+                family = psutil.Process(shell.pid).children(recursive=True)
+                shell.kill()
+                for process in family:
+                    process.kill()
+            shell.wait(10)
+
+    def inside(self, shell: subprocess.Popen[bytes]) -> Path:
+        """Return the path of the disk as seen from outside."""
+        return Path(f"/proc/{shell.pid}/root{self.folder}")
+
+    def told(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    """A disk of 24 MB; skips the test where nothing can be mounted."""
+    tried = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(tried, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system, which root has")
+    return Disk(tmp_path, 24 * 2**20)
+
+
+def fill(folder: Path) -> None:
+    """Leave no space on a disk."""
+    try:
+        with (folder / "ballast").open("ab", buffering=0) as ballast:
+            while ballast.write(bytes(4096)):
+                pass
+    except OSError:
+        pass
+
+
+def fills_up(disk: Disk, shell: subprocess.Popen[bytes]) -> bool:
+    """Fill the disk after the first checkpoint, until a run has noticed it."""
+    inside = disk.inside(shell)
+    assert wait_until(lambda: len(list(inside.glob("run/checkpoints/step-*"))) > 0, PATIENCE)
+
+    def noticed() -> bool:
+        fill(inside)  # again and again: the run removes an older checkpoint
+        return FULL in disk.told() or shell.poll() is not None
+
+    return wait_until(noticed, PATIENCE)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether the metrics have one row for each step."""
+    steps = [row["step"] for row in read(folder / METRICS)]
+    return steps == list(range(1, len(steps) + 1))
+
+
+ENDLESS = ("run.steps=100000", "checkpoint.every=2", "checkpoint.keep=1")
+
+
+@pytest.mark.fault
+def test_a_full_disk_pauses_a_run_until_there_is_space(
+    tiny_model: Path, tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk.running(command(tiny_model, disk.folder / "run", *ENDLESS)) as shell:
+        assert fills_up(disk, shell) and shell.poll() is None, disk.told()
+        assert "No space left on device" in disk.told()
+        (disk.inside(shell) / "ballast").unlink()
+        assert wait_until(lambda: "there is space again: " in disk.told(), PATIENCE)
+        (trainer,) = psutil.Process(shell.pid).children()
+        trainer.send_signal(signal.SIGTERM)
+        assert shell.wait(PATIENCE) == 0, disk.told()
+    copy = Path(f"{disk.folder}-copy")
+    assert newest(copy / "checkpoints")
+    assert is_whole(copy) and not caplog.records
+    last = read(copy / METRICS)[-1]["step"]
+    assert run(_config([f"run.steps={last + 1}"], copy), copy).finished
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("on_full", ["pause", "stop"])
+def test_a_run_that_ends_on_a_full_disk_keeps_its_newest_checkpoint(
+    tiny_model: Path, tmp_path: Path, disk: Disk, on_full: str
+) -> None:
+    """One that waits for space ends by SIGTERM; the other at once."""
+    settings = (*ENDLESS, f"checkpoint.on_full={on_full}")
+    with disk.running(command(tiny_model, disk.folder / "run", *settings)) as shell:
+        assert fills_up(disk, shell), disk.told()
+        if on_full == "pause":
+            (trainer,) = psutil.Process(shell.pid).children()
+            trainer.send_signal(signal.SIGTERM)
+        assert shell.wait(PATIENCE) not in (0, 77)
+    assert "No space left on device" in disk.told().splitlines()[-1]
+    assert (FULL in disk.told()) == (on_full == "pause")
+    copy = Path(f"{disk.folder}-copy")
+    assert is_whole(copy)
+    last = read(copy / METRICS)[-1]["step"]
+    assert run(_config([f"run.steps={last + 1}"], copy), copy).finished
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_start(
+    tiny_model: Path, tmp_path: Path, disk: Disk
+) -> None:
+    disk.size = 100 * 2**10
+    with disk.running(command(tiny_model, disk.folder / "run")) as shell:
+        assert shell.wait(PATIENCE) == 2
+    line = disk.told().splitlines()[-1]
+    assert f"error: {disk.folder}/run has 0.1 MB of free space, but a checkpoint takes" in line
+    assert "choose a folder on another disk with run.folder=" in line
+    assert read(Path(f"{disk.folder}-copy") / METRICS) == []
+
+
+def test_a_limit_of_file_sizes_pauses_a_run_until_it_is_raised(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """AdamW's file is larger than the limit; safetensors has an error of its own for that."""
+    unlimited, told = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "log"
+    settings = ("run.steps=4", "checkpoint.every=2", "checkpoint.on_full=pause")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, unlimited[1]))
+
+    with told.open("wb") as log:
+        process = subprocess.Popen(
+            command(tiny_model, tmp_path / "run", *settings),
+            env=ENVIRONMENT, stderr=log, preexec_fn=limit,
+        )  # fmt: skip
+    try:
+        expected = f"{FULL}the checkpoint of step 2 could not be written (Error while serializing"
+        assert wait_until(lambda: expected in told.read_text(), PATIENCE), told.read_text()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+        assert process.wait(PATIENCE) == 0, told.read_text()
+    finally:
+        process.kill()
+    assert "there is space again: the checkpoint of step 2 was written" in told.read_text()
+    assert newest(tmp_path / "run" / "checkpoints").name == "step-00000004"
+    assert is_whole(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("runtime.use=ray",), ("policy.reset_reference_every=1",), ("policy.lora.r=2",)],
+    ids=["local", "ray", "reference", "lora"],
+)
+def test_the_size_of_a_checkpoint_is_known_before_the_start(
+    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    """But for the tokenizer, the buffer and small files."""
+    if "policy.lora.r=2" in settings:
+        pytest.importorskip("peft")
+    chosen = config(tiny_model, tmp_path / "run", "eval.prompts=0", "run.steps=2", *settings)
+    parts = check(chosen)
+    size = checkpoint_size(parts, parts.trainer("cpu"))
+    if chosen.runtime.use == "local":
+        run(chosen)
+        files = files_of(newest(tmp_path / "run" / "checkpoints"))
+        weights = ("model/adapter_model", "model/model", "optimizer", "reference", "search_weights")
+        sizes = [path.stat().st_size for name, path in files.items() if name.startswith(weights)]
+        assert size <= sum(sizes) < 1.1 * size + 20_000
+    else:
+        local = config(tiny_model, tmp_path / "run", "eval.prompts=0")
+        assert size < checkpoint_size(check(local), parts.trainer("cpu"))
+
+
+def test_weights_that_have_no_room_in_memory_are_told(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = check(config(tiny_model, tmp_path)).trainer("cpu")
+    each = trainer.published_bytes
+    assert each == trainer.weights(version=0).nbytes
+    caplog.clear()
+    check_memory(each, 5, 5 * each)
+    assert not caplog.records
+    check_memory(each, 5, 5 * each - 1)
+    assert "5 publications of the weights" in caplog.text

@@ -1,0 +1,181 @@
+"""Ray's own processes are killed and stopped: the run is saved first, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from test_loop import ENVIRONMENT, as_settings
+from test_ray import children, config, conserved, nothing_is_left, run_and_keep, wait_until
+
+from tba.cli import _config
+from tba.runs import checkpoint
+from tba.runs.log import METRICS, read
+
+HOME = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+"""Folder of Ray's sessions."""
+
+SECONDS = 180.0
+"""Deadline of every wait in these tests."""
+
+
+@dataclass
+class Started:
+    """A run that would take hours, in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    errors: Path
+
+    def steps(self) -> int:
+        return sum("loss" in row for row in read(self.folder / METRICS))
+
+    def part(self, name: str) -> psutil.Process:
+        """Return a process of Ray, or the watcher."""
+        found = [p for p in psutil.Process(self.process.pid).children() if name in named(p)]
+        assert len(found) == 1, [named(p) for p in found]
+        return found[0]
+
+    def sessions(self) -> list[Path]:
+        return list(HOME.glob(f"session_*_{self.process.pid}"))
+
+
+def named(process: psutil.Process) -> str:
+    """Return the program of a process, and the script if it is Python."""
+    try:
+        return " ".join(Path(word).name for word in process.cmdline()[:2])
+    except psutil.Error:  # it has ended
+        return ""
+
+
+@contextmanager
+def started(model: Path, folder: Path, *settings: str) -> Iterator[Started]:
+    """Start a run; nothing of Ray is left ten seconds after the block."""
+    more = ("run.steps=1000000", "checkpoint.every=0", "task.size=5000", "eval.every=0")
+    given = as_settings(config(model, folder, *more, *settings))
+    command, errors = [sys.executable, "-m", "tba.cli", "train", *given], folder.parent / "errors"
+    with errors.open("wb") as file:
+        process = subprocess.Popen(
+            command, start_new_session=True, env=ENVIRONMENT, stderr=file, stdout=file
+        )
+    run = Started(process, folder, errors)
+    try:
+        yield run
+        assert wait_until(lambda: not run.sessions(), 10)
+    finally:
+        process.kill()
+        process.wait(timeout=SECONDS)
+
+
+def saved_step(folder: Path) -> int:
+    state = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())
+    return state["progress"]["step"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")]
+)
+def test_a_run_without_ray_is_saved_and_says_how_to_go_on(
+    tiny_model: Path, tmp_path: Path, part: str, number: int, reason: str
+) -> None:
+    """No step is lost, and no prompt. The last step may be without its row of metrics."""
+    folder = tmp_path / "run"
+    with (
+        nothing_is_left() as processes,
+        started(tiny_model, folder, "runtime.cluster_deadline=3") as run,
+    ):
+        assert wait_until(lambda: run.steps() >= 3, SECONDS), run.errors.read_text()
+        processes += children(run.process.pid)
+        victim = run.part(part)
+        victim.send_signal(number)
+        status = run.process.wait(timeout=SECONDS)
+        assert status in (1, 2), run.errors.read_text()  # 1: Ray had to be abandoned
+    step = saved_step(folder)
+    told = run.errors.read_text()
+    assert f"error: Ray is lost: its {part} (process {victim.pid}) {reason}" in told
+    assert f"`tba train --resume {folder}` continues from step {step}" in told
+    assert 3 <= run.steps() <= step <= run.steps() + 1
+    resumed = run_and_keep(_config([f"run.steps={step + 3}"], folder), resume=folder)
+    assert conserved(resumed.buffer)
+    cursor = resumed.searchers.state().cursor
+    held = {group.prompt.id for group in resumed.buffer.groups()}
+    assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_although_ray_is_stopped(
+    tiny_model: Path, tmp_path: Path, number: int
+) -> None:
+    """Its deadline has not passed: nothing that the run does waits for it."""
+    folder = tmp_path / "run"
+    with nothing_is_left() as processes, started(tiny_model, folder) as run:
+        assert wait_until(lambda: run.steps() >= 3, SECONDS), run.errors.read_text()
+        processes += children(run.process.pid)
+        run.part("raylet").suspend()
+        run.process.send_signal(number)
+        assert run.process.wait(timeout=SECONDS) == 0, run.errors.read_text()
+    assert saved_step(folder) == run.steps() >= 3
+
+
+@pytest.mark.fault
+def test_a_second_signal_leaves_at_once_although_ray_is_stopped(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The first one waits for searches that take an hour, in lockstep, after the models' start."""
+    slow = ("engine=scripted", "engine.latency=3600", "engine.answers=['1']", "eval.prompts=0")
+    with (
+        nothing_is_left() as processes,
+        started(tiny_model, tmp_path / "run", *slow) as run,
+    ):
+        assert wait_until(
+            lambda: any("SearcherActor" in named(p) for p in children(run.process.pid)), SECONDS
+        )
+        processes += children(run.process.pid)
+        for part in ("raylet", "gcs_server"):
+            run.part(part).suspend()
+        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(timeout=SECONDS) != 0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("moment", ["reaper.py", "session", "gcs_server", "raylet", "step"])
+def test_a_kill_at_any_moment_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path, moment: str
+) -> None:
+    """The watcher has started before Ray; at the last moment, it was killed before the run."""
+    with (
+        nothing_is_left() as processes,
+        started(tiny_model, tmp_path / "run") as run,
+    ):
+        own = psutil.Process(run.process.pid)
+
+        def come() -> bool:
+            if moment == "session":
+                return bool(run.sessions())
+            if moment == "step":
+                return run.steps() > 0
+            return any(moment in named(p) for p in own.children())
+
+        processes.append(own)
+        assert wait_until(come, SECONDS), run.errors.read_text()
+        if moment == "step":
+            watcher = run.part("reaper.py")
+            watcher.kill()
+            assert wait_until(lambda: not watcher.is_running(), SECONDS)
+            assert wait_until(lambda: any("reaper.py" in named(p) for p in own.children()), SECONDS)
+        processes += children(run.process.pid)
+        run.process.kill()
+        run.process.wait(timeout=SECONDS)

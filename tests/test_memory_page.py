@@ -1,0 +1,212 @@
+"""docs/memory.md says what trainers, their passes and their checkpoints need."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_trainer import trainer
+from torch import nn
+
+import tba
+from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
+from tba.models.lora import load_placed
+from tba.runs.generations import generations
+from tba.types import Batch, collate_tokens
+from tba.weights import trained
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "memory.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results.json"
+MODEL = Path("bundled:arithmetic")
+LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
+
+IN_MEMORY = {name: int(n) for name, n in re.findall(r"^\| (.+?) \| (\d+) \| .+ \|$", PAGE, re.M)}
+ON_DISK = {n: int(b) for n, b in re.findall(r"^\| `(.+?)` \| (\d+) per trained", PAGE, re.M)}
+FORMULAS: dict[str, Any] = {}
+exec(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0], FORMULAS)
+kept: Callable[..., int] = FORMULAS["kept"]
+group: Callable[[int, int, int], tuple[int, int, int]] = FORMULAS["group"]
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "SmolLM2-135M": (49_152, 576, 1_536, 30, 192, 0),
+    "Qwen2.5-0.5B": (151_936, 896, 4_864, 24, 128, 1),
+    "Qwen2.5-1.5B": (151_936, 1_536, 8_960, 28, 256, 1),
+    "Qwen2.5-7B": (152_064, 3_584, 18_944, 28, 512, 1),
+}
+"""Vocabulary, width, that of the MLP, layers, width of keys, and whether q, k, v have a bias."""
+
+
+class Sizes:
+    """Numbers of parameters of a model, by its shape."""
+
+    def __init__(self, name: str, rank: int = 16):
+        vocabulary, self.hidden, self.inner, self.layers, keys, bias = SHAPES[name]
+        tied = name != "Qwen2.5-7B"
+        d, f = self.hidden, self.inner
+        self.embeddings = vocabulary * d
+        self.matrices = self.layers * (2 * d * d + 2 * d * keys + 3 * d * f) + self.embeddings
+        small = self.layers * (2 * d + bias * (d + 2 * keys)) + d
+        self.all = self.matrices + small + (0 if tied else self.embeddings)
+        self.adapters = self.layers * rank * (2 * (d + d) + 2 * (d + keys) + 3 * (d + f))
+        self.frozen = 2 * self.matrices + 4 * (self.embeddings + small)  # bytes in bf16
+
+
+def linear(model: nn.Module) -> int:
+    """Number of weights in linear layers, the LM head aside."""
+    modules = dict(model.named_modules())
+    return sum(
+        m.weight.numel()
+        for name, m in modules.items()
+        if isinstance(m, nn.Linear) and ".lora_" not in name and name != "lm_head"
+    )
+
+
+def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
+    own = trainer(MODEL)
+    own.step(batch, 0)
+    parameters = list(own.policy.parameters())
+    count = sum(p.numel() for p in parameters)
+    states = own.optimizer.state.values()
+    assert {
+        "weights": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "AdamW's moments": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
+        "copy for publishing": own.copy(1).weights().nbytes,  # in fp32, what is sent is the copy
+    } == {
+        name: IN_MEMORY[name] * count
+        for name in ("weights", "gradients", "AdamW's moments", "copy for publishing")
+    }
+    halved = trainer(MODEL, "policy.autocast=bf16").copy(1).weights()
+    assert halved.nbytes == IN_MEMORY["weights as they are sent"] * count
+
+
+def test_adapters_and_frozen_weights() -> None:
+    pytest.importorskip("peft", reason="an extra: see pyproject.toml")
+    model = trainer(MODEL, *LORA, "policy.autocast=bf16").policy.model
+    own = trained(model)
+    config = model.config
+    per_layer = 16 * (4 * 2 * config.hidden_size + 3 * (config.hidden_size + 384))
+    assert sum(p.numel() for p in own.values()) == config.num_hidden_layers * per_layer
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    embeddings = model.get_input_embeddings().weight.numel()
+    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    head = 2 * embeddings  # tied to the embeddings, which stay in fp32
+    expected = 2 * linear(model) + 4 * (embeddings + norms) + head
+    assert sum(p.nbytes for p in frozen.values()) == expected
+
+
+@pytest.mark.parametrize("shape", [(18, 8, 8), (60, 4, 64)], ids=["packed", "cached"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_what_a_pass_keeps(
+    attention: str, bf16: bool, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by the hooks of PyTorch, as `benchmarks/attention.py` does for a larger model."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from attention import run
+
+    table = PolicyTable.model_validate({"model": str(MODEL), "attention": attention})
+    model = load_placed(table, "cpu", bf16=False)
+    prompt, responses, length = shape
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(2, 14, (responses, length)).astype(np.int32)
+    batch = collate_tokens([rng.integers(2, 14, prompt).astype(np.int32)], [list(tokens)])
+    seen, keys, scores = group(*shape)
+    matrices = linear(model) + model.lm_head.weight.numel()
+    c = model.config
+    expected = kept(
+        c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads,
+        seen, keys, scores if attention == "eager" else 0, matrices, bf16,
+    )  # fmt: skip
+    assert run(Policy(model, 1.0, bf16), batch) == pytest.approx(expected, rel=0.1)
+
+
+def test_what_a_pass_of_a_larger_model_keeps() -> None:
+    own, rows = Sizes("SmolLM2-135M"), json.loads(RESULTS.read_text())
+    measured = [row for row in rows if row["name"].startswith("attention on cpu")]
+    assert len(measured) == 4
+    for row in measured:
+        shape = map(int, re.findall(r"\d+", row["name"]))
+        eager, sdpa = (int(n) * 2**20 for n in re.findall(r"(?:eager|sdpa) (\d+)", row["note"]))
+        tokens, keys, scores = group(*shape)
+        for kind, bytes_kept in ((scores, eager), (0, sdpa)):
+            sizes = own.layers, own.hidden, own.inner, 9, tokens, keys, kind, own.matrices
+            assert kept(*sizes) == pytest.approx(bytes_kept, rel=0.015)
+
+
+def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
+    small = [
+        "run.steps=1", "runtime.use=local", "task.train_size=20", "sampling.samples=4",
+        "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=0", "log.console=off",
+        "log.tensorboard=false", f"run.folder={tmp_path / 'run'}",
+    ]  # fmt: skip
+    result = tba.train(load(None, small))
+    folder = generations(result.folder / "checkpoints")[-1]
+    count = sum(p.numel() for p in result.model().parameters())
+    for name in ("model/", "optimizer.safetensors", "search_weights.safetensors"):
+        file = folder / (name + "model.safetensors" if name.endswith("/") else name)
+        assert file.stat().st_size == pytest.approx(ON_DISK[name] * count, rel=0.01)
+    (found,) = re.findall(r"^\| `replay/` \| (\d+) per token and (\d+) per response", PAGE, re.M)
+    per_token, per_response = map(int, found)
+    columns = load_file(folder / "replay" / "columns.safetensors")
+    segments = [load_file(path) for path in (folder / "replay" / "segments").iterdir()]
+    tokens = sum(len(s["tokens"]) for s in segments)
+    assert sum(a.nbytes for s in segments for a in s.values()) == per_token * tokens
+    assert sum(a.nbytes for a in columns.values()) == per_response * len(columns["reward"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_examples(name: str) -> None:
+    own = Sizes(name)
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| ([\d.]+) billion \| (.+) \|$", PAGE, re.M)
+    assert float(row[0]) == pytest.approx(own.all / 1e9, rel=0.005)
+    layer = kept(1, own.hidden, own.inner, 0, 1000, 0, 0)
+    expected = [
+        20 * own.all + 2 * own.matrices,
+        own.frozen + 20 * own.adapters,
+        own.layers * layer,
+        own.layers * 4 * own.hidden * 1000,
+        6 * own.all,
+        12 * own.all,
+    ]
+    shown = [float(cell) for cell in row[1].split(" | ")]
+    assert shown == pytest.approx([n / 1e9 for n in expected], rel=0.02, abs=0.051)
+
+
+def test_the_sums_beside_measurements() -> None:
+    """The sum is below the peak of a process, and by a quarter at most."""
+    rows = {row["name"]: row for row in json.loads(RESULTS.read_text())}
+    own, heads = Sizes("SmolLM2-135M"), 9
+    one = group(100, 16, 64)
+    shape = own.layers, own.hidden, own.inner, heads
+    four = kept(*shape, *(4 * n for n in one))
+    base, copies = 0.9e9, 2 * own.matrices  # the LM head and the process; bf16 copies
+    lora = rows["LoRA peak memory"]
+    expected = {
+        "full fine-tuning, one pass": (16 * own.all + four + copies + base, lora["peer"] * 1e9),
+        "LoRA, one pass": (
+            own.frozen + 16 * own.adapters + four + base,
+            lora["value"] * 1e9,
+        ),
+        "full fine-tuning, one group in a pass": (
+            16 * own.all + kept(*shape, *one, own.matrices) + base,
+            rows["training step, peak memory"]["value"] * 1e9,
+        ),
+    }
+    found = re.findall(r"^\| (.+?) \| ([\d.]+) GB \| ([\d.]+) GB \|$", PAGE, re.M)
+    shown = {name: (float(total), float(measured)) for name, total, measured in found}
+    assert shown.keys() == expected.keys()
+    for name, (total, measured) in expected.items():
+        assert shown[name] == pytest.approx((total / 1e9, measured / 1e9), rel=0.03)
+        assert 0.75 < total / measured < 1
+    assert rows["LoRA published bytes"]["value"] == 2 * own.adapters
+    assert f"{2 * own.all:,} bytes" in PAGE and f"{2 * own.adapters:,} bytes" in PAGE
