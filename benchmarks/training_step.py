@@ -4,7 +4,7 @@
 
 Both sides learn from the same 4 x 16 responses of 64 tokens to prompts of 100, in fp32 weights with
 bf16 autocast (fp32 where the CPU has no bf16), clip gradients and take a step of the fused AdamW.
-Each side is a process of its own (peak memory), one after the other, with 16 responses in a
+Each side is a process of its own (peak memory), one after the other, with 32 responses in a
 micro-batch. TRL runs with eager attention, which is its fastest on a CPU.
 The gradients are compared in fp32 with those of the plain path: each prompt run with each response,
 no chunks of the head. Our step is also measured with layers that are compiled, and with PyTorch's
@@ -35,8 +35,8 @@ OURS: dict[str, tuple[str, ...]] = {
 """Our side: without further settings, and with some."""
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-MICRO = SAMPLES
-"""Responses in a micro-batch, on both sides: whole groups. All 64 need more than 23 GB with TRL."""
+MICRO = 2 * SAMPLES
+"""Responses in a micro-batch, on both sides: two groups. All four need more than 23 GB with TRL."""
 STEPS = 6
 """Steps of a process; the first is warm-up."""
 
