@@ -36,7 +36,7 @@ SLOWER = 3
 TAIL = 0.5
 """Standard deviation of the logarithm of the decoding time."""
 NAME = f"scripted engine, decoding {SLOWER} times as long as a training step, {SEARCHERS} searchers"
-WARMUP, STEPS = 5, 50
+WARMUP, STEPS, CALIBRATION = 5, 50, 15
 PARTS = 5
 
 
@@ -58,8 +58,10 @@ def main() -> None:
 def compare(model: str, steps: int, options: argparse.Namespace) -> None:
     """Measure a training step, then both sides with decoding that takes three times as long."""
     command = [sys.executable, __file__, "--model", model, "--steps", str(steps), "--one"]
-    calibrated = _measure.run_json([*command, "calibrate"], 900)
-    latency = SLOWER * median(calibrated["step_times"])
+    latency = 0.0
+    for steps_taken in (steps, CALIBRATION):  # a step that follows a pause takes longer
+        calibrate = [*command, "calibrate", "--latency", str(latency), "--steps", str(steps_taken)]
+        latency = SLOWER * median(_measure.run_json(calibrate, 900)["step_times"])
     print(f"a training step takes {latency / SLOWER:.3f} s; decoding {latency:.3f} s on average")
     deadline = 600 + 10 * steps * latency
     sides = {}
