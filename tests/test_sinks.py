@@ -51,7 +51,7 @@ def write(folder: Path, given: Config) -> None:
     journal.sample(1, "eval", "1+2=", "<b>", None, 1)
     journal.row(5, METRICS)
     journal.sample(5, "train", "1+1=", "3", 0.0, 1)
-    journal.warn(5, "too few")
+    journal.warn(5, "reuse", "too few")
     journal.close()
 
 

@@ -20,7 +20,9 @@ from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import EAGER_TOKENS, Text, computes_in_bf16, load_text
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
+from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets
+from tba.runs.warn import Sign
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
@@ -54,6 +56,10 @@ class Parts:
     """Further evaluation sets, by name."""
     given: Sequence[Answered]
     """Answers from a file, which enter the buffer first."""
+    notes: Sequence[str]
+    """What the run tells at its start."""
+    signs: Sequence[Sign]
+    """Warnings that are given at the start."""
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
@@ -138,7 +144,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    text, config = _with_text(config)
+    text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)
@@ -162,13 +168,16 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         prompts, trained_on = _without_held_out(prompts, trained_on, apart)
     if not held_out:
         _check_unevaluated(config)
-    sets, longest = evaluation_sets(config, memory, task, text, set(trained_on))
-    longest = max(longest, *map(len, tokens)) + config.sampling.max_tokens
+    sets, encoded = evaluation_sets(config, memory, task, text, set(trained_on))
+    encoded += zip(used, tokens, strict=True)
+    log_doubled_bos(text, encoded)
+    signs = unknown_characters(config.warn.unknown_characters, text, encoded)
+    longest = max(len(ids) for _, ids in encoded) + config.sampling.max_tokens
     config = _with_attention(config, longest)
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
-        held_out, functions, sets, given,
+        held_out, functions, sets, given, notes, signs,
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
@@ -197,10 +206,11 @@ def _without_held_out(
     return [p for p, _ in pairs], [own for _, own in pairs]
 
 
-def _with_text(config: Config) -> tuple[Text, Config]:
-    """Load the tokenizer, which decides what `chat = "auto"` means."""
+def _with_text(config: Config) -> tuple[Text, list[str], Config]:
+    """Load the tokenizer, which decides what `chat = "auto"` means, with notes on that."""
     text = load_text(config.policy).within(config.engine.context)
-    return text, with_chat(config, text.tokenizer.chat_template is not None)
+    has_template = text.tokenizer.chat_template is not None
+    return text, chat_notes(config, has_template), with_chat(config, has_template)
 
 
 def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
