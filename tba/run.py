@@ -235,7 +235,9 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
-    if generation is not None:
+    if generation is None:
+        (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
+    else:
         progress, search = checkpoint.restore(generation, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it

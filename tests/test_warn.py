@@ -14,7 +14,7 @@ from tba.cli import _config
 from tba.config.schema import load
 from tba.replay.buffer import ReplayBuffer
 from tba.run import run
-from tba.runs.log import METRICS, Journal, read, read_warnings, rewind
+from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
 from tba.runs.summary import Tracker
 from tba.runs.warn import FIRST, WINDOW, Sign, Warnings
 from tba.search.result import SearchStats
@@ -222,6 +222,9 @@ def test_a_short_run_that_is_resumed_states_its_warnings_once(
     """Those of the start and of its first end, neither of which metrics alone can tell."""
     folder = tmp_path / "run"
     settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
+    folder.mkdir()  # with what is left of a start that was killed
+    left = {"step": 0, "key": "warmup", "text": "of another start"}
+    (folder / WARNINGS).write_text(json.dumps(left) + "\n")
     run(config(tiny_model, folder, *settings, "run.steps=3", "log.console=plain"))
     first = capsys.readouterr().out
     before = summary(folder)["warnings"]
