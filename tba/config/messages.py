@@ -69,7 +69,8 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     known = list(known)
     if all_of_them is None or len(known) <= FEW:
         all_of_them = f"known: {', '.join(known) or 'none'}"
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=3)
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"{nearest}; {all_of_them}"
 

@@ -87,7 +87,7 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
 def _null(model: type[Table], path: Sequence[str], error: ErrorDetails) -> str:
     """Return an error message for null as the value of a key that is not optional."""
     where, table = ".".join(path), model
-    if path[-1] == "use" and path[0] in model.model_fields:
+    if path[1:] == ["use"] and path[0] in PLUGGED:
         return no_null(path[0], model.model_fields[path[0]].default.use)
     for each in path[:-1]:
         field = table.model_fields.get(each)
