@@ -206,6 +206,7 @@ def open_run(
             folder = log.folder_of(parts.config)
             closing.enter_context(locked(folder))
             log.check_unused(folder)
+            (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
             log.write_json(folder / log.CONFIG, log.stored(parts.config))
         else:
             folder, before = resume, config_of(resume)
@@ -235,9 +236,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
-    if generation is None:
-        (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
-    else:
+    if generation is not None:
         progress, search = checkpoint.restore(generation, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
@@ -246,10 +245,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
-    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
-    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    for note in parts.notes:
-        console.note(f"note: {note}")
+    _describe_prompts(console, parts)
     saves, table = folder / log.CHECKPOINTS, c.checkpoint
     checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored, disk)
     closing.enter_context(checkpoints)
@@ -268,3 +264,11 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
         warnings, stop, progress.step, progress.missing, progress.evaluating, read_scores(folder),
     )  # fmt: skip
+
+
+def _describe_prompts(console: Console, parts: Parts) -> None:
+    """Show how many prompts there are, and what there is to tell about them."""
+    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
+    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
+    for note in parts.notes:
+        console.note(f"note: {note}")

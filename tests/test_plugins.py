@@ -59,7 +59,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta'?; known: beta",
+        "objective.bta: 'tb' has no such option; did you mean 'beta' or 'tau'?;"
+        " known: beta, tapered, ",
     ),
     "an option by its name in TRL": (
         "objectives",
@@ -96,7 +97,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "dr_grop",
         {},
-        "no objectives called 'dr_grop'; did you mean 'dr_grpo' or 'grpo'?; `tba list` lists all;"
+        "no objectives called 'dr_grop'; did you mean 'dr_grpo'?; `tba list` lists all;"
         " or write `package.module.Class`",
     ),
     "missing option": (

@@ -10,6 +10,7 @@ from typing import Any
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.sampling import OFF
 from tba.config.schema import Config
+from tba.config.watch import LogTable
 from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, first_probe, prompt_length
@@ -131,10 +132,7 @@ class Parts:
 def check(config: Config, memory: InMemory | None = None) -> Parts:
     """Resolve and check everything that a config names, before any process starts."""
     config = with_memory(config, memory)
-    for name, wanted in (("wandb", config.log.wandb), ("trackio", config.log.trackio)):
-        if wanted and find_spec(name) is None:
-            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
-            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
+    _check_log(config.log)
     config = with_defaults(config)
     plugins = resolve_all(config)
     objective, engine = plugins.objective, plugins.engine.cls
@@ -181,6 +179,13 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
+
+
+def _check_log(table: LogTable) -> None:
+    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
+        if wanted and find_spec(name) is None:
+            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
+            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
 
 
 def _without_held_out(
