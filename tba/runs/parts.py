@@ -157,8 +157,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     check_acceleration(config.policy, config.trainer)
     _check_tools(config, task, objective, prompts[0])
     encode = encoder(text, task)
-    used = [*prompts, *held_out]
-    tokens = text.encode_all(used, config.sampling.max_tokens, encode)
+    tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
     identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
     trained_on, apart = identities[: len(prompts)], set(identities[len(prompts) :])
     if not isinstance(task, SamplesAgain):
