@@ -4,14 +4,13 @@ import re
 from typing import Any
 
 project = html_title = "tba"
-extensions = ["myst_parser", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser"]
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md"]
 exclude_patterns = [".*", "build", "runs"]
 html_theme = "furo"
 highlight_language = "text"
 myst_heading_anchors = 4
-myst_fence_as_directive = ["mermaid"]
 
 LINK = re.compile(r"\]\((docs/\w+|CHANGELOG)\.md\)")
 

@@ -95,10 +95,13 @@ def evaluate(
     reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,
     step: Step = None,
     completions: Annotated[
-        Path | None, Option(metavar="FILE", help="New file for all completions, as JSONL.")
+        Path | None, Option(metavar="FILE", help="Write all completions to a new JSONL file.")
     ] = None,
 ) -> None:
-    """Evaluate a run, or a model with a config, on held-out prompts; print the scores as JSON."""
+    """Evaluate a run, or a model with a config, on held-out prompts; print the scores as JSON.
+
+    Completions are written only with --completions FILE.
+    """
     from tba.runs.base import base_of, from_here, working_in
     from tba.runs.log import is_run
     from tba.runs.offline import evaluate_model, evaluate_run

@@ -24,7 +24,7 @@ from tba.runs.resumed import check_resumed, check_step, config_of
 from tba.runs.space import open_disk
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
-from tba.runs.warn import Warnings
+from tba.runs.warn import Sign, Warnings
 from tba.runtime import Searchers, SearchJob
 from tba.runtime.deadline import NoAnswerError
 from tba.runtime.opening import open_places, open_searchers
@@ -102,11 +102,11 @@ class Run:
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
 
-    def warn(self, texts: list[str]) -> None:
-        """Show warnings."""
-        for text in texts:
+    def warn(self, signs: list[Sign]) -> None:
+        """Show warnings, and write them down for a resumed run."""
+        for key, text in signs:
             self.console.warn(text)
-            self.journal.warn(self.step, text)
+            self.journal.warn(self.step, key, text)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -206,6 +206,7 @@ def open_run(
             folder = log.folder_of(parts.config)
             closing.enter_context(locked(folder))
             log.check_unused(folder)
+            (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
             log.write_json(folder / log.CONFIG, log.stored(parts.config))
         else:
             folder, before = resume, config_of(resume)
@@ -244,13 +245,13 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")
-    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
-    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
+    _describe_prompts(console, parts)
     saves, table = folder / log.CHECKPOINTS, c.checkpoint
     checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored, disk)
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
-    warnings = Warnings(c, limit, before=log.read(folder / log.METRICS))
+    before = log.read(folder / log.METRICS), log.read_warnings(folder)
+    warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *before)
     record_session(folder, progress.step, trainer.policy.model)
     journal = log.Journal(folder, c, progress.step, disk)
     closing.callback(journal.close)
@@ -263,3 +264,11 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
         warnings, stop, progress.step, progress.missing, progress.evaluating, read_scores(folder),
     )  # fmt: skip
+
+
+def _describe_prompts(console: Console, parts: Parts) -> None:
+    """Show how many prompts there are, and what there is to tell about them."""
+    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
+    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
+    for note in parts.notes:
+        console.note(f"note: {note}")

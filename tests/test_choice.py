@@ -18,7 +18,7 @@ import tba
 from tba.config.schema import load
 from tba.run import open_run, run
 from tba.runs.checkpoint import generations
-from tba.runs.choice import best_step, choose, path_of, step_of
+from tba.runs.choice import best_step, choose, kept_beside, path_of, step_of
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses, export_run
 from tba.runtime.local import LocalSearchers
@@ -52,6 +52,8 @@ def kept(folder: Path) -> list[int]:
 
 def test_the_best_step_has_the_highest_score_and_a_checkpoint() -> None:
     assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}) == 2
+    assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}, kept=[4, 6]) == 4
+    assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}, kept=[6]) == 2
     assert best_step({0: 0.9}) is None
     assert best_step({}) is None
 
@@ -96,6 +98,17 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_p
     (folder / METRICS).write_text("")
     with pytest.raises(ValueError, match="no checkpoint has been evaluated; give --step N"):
         choose(folder, "best")
+
+
+def test_of_equal_scores_one_whose_checkpoint_is_there_is_the_best(
+    ended: Path, tmp_path: Path
+) -> None:
+    folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.8, 4: 0.8, 6: 0.8, 8: 0.2})
+    assert step_of(choose(folder, "best")) == 2
+    shutil.rmtree(path_of(folder / "checkpoints", 2))
+    assert step_of(choose(folder, "best")) == 4
+    kept = kept_beside(folder, {2: 0.8, 4: 0.8, 6: 0.8, 8: 0.2}, evaluating=set())
+    assert kept == {path_of(folder / "checkpoints", 4)}
 
 
 @pytest.mark.parametrize("best", [2, 6])

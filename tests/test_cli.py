@@ -261,6 +261,17 @@ def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) 
     assert found["objectives"]["tb"]["class"] == "tba.objectives.tb.TrajectoryBalance"
 
 
+def test_the_help_says_when_completions_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tba", "eval", "--help"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit):
+        main()
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Completions are written only with --completions FILE." in shown
+
+
 def test_an_unknown_option_is_told(commands: dict[str, Future[Ended]]) -> None:
     ended = commands["no such option"].result()
     assert ended.status == 2 and "--dry-run" in ended.err and "Traceback" not in ended.err

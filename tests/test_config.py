@@ -65,7 +65,28 @@ WRONG = {
     "learning_rat=1e-4": "did you mean `trainer.learning_rate=1e-4`?",
     "seed=1": "did you mean `run.seed=1` or `faults.seed=1` or `eval.seed=1`?",
     "stepps": "such as `trainer.learning_rate=1e-4`",
-    "run.steps=null": "run.steps = None: expected an integer, got null",
+    "run.steps=null": (
+        "run.steps cannot be null; leave it out, or type run.steps=200, which is its default"
+    ),
+    "trainer.schedule=null": "type trainer.schedule=constant, which",
+    "trainer.betas=null": "type trainer.betas=[0.9, 0.999], which",
+    "log.tensorboard=null": "type log.tensorboard=true, which",
+    "sampling.truncated=null": "type sampling.truncated=keep, which",
+    "policy.lora.r=null": "policy.lora.r cannot be null; leave it out, or type policy.lora.r=16",
+    "objective=null": "objective cannot be null; leave it out, or type objective=tb, which",
+    "eval.k=[1, 2.5]": "eval.k.1 = 2.5: expected an integer, got a decimal number",
+    "trainer.lr=1e-4": "unknown key 'trainer.lr': lr is trainer.learning_rate here",
+    "lr=1e-4": "'lr=1e-4': write `table.key=value`, lr is trainer.learning_rate here",
+    "num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
+    "sampling.num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
+    "trainer.temperature=0.7": "temperature is sampling.temperature here",
+    "run.max_steps=9": "max_steps is run.steps here",
+    "run.num_train_epochs=3": "num_train_epochs is run.steps here",
+    "trainer.per_device_train_batch_size=8": "is trainer.batch_size here",
+    "sampling.max_completion_length=8": "max_completion_length is sampling.max_tokens here",
+    "trainer.beta=0.1": "beta is objective.beta here",
+    "log.logging_steps=1": "logging_steps has no counterpart here; docs/from_trl.md says more",
+    "run.samples=4": "samples is sampling.samples or eval.samples here",
     "sampling.truncated=drop": "sampling.truncated = 'drop': write keep, reject, or a number",
     "sampling.truncated=true": "sampling.truncated = True: write keep, reject, or a number",
     "sampling.top_k=-1": "sampling.top_k = -1: Input should be greater than or equal to 0",
@@ -78,6 +99,27 @@ def test_a_mistake_is_told_with_what_to_write(setting: str) -> None:
     with pytest.raises(ValueError) as error:
         load(None, [setting])
     assert WRONG[setting] in str(error.value)
+
+
+def test_a_table_that_is_null_is_told() -> None:
+    with pytest.raises(ValueError, match="trainer cannot be null; leave the table out for its"):
+        parse({"trainer": None})
+
+
+def test_few_of_many_keys_are_told_and_where_all_are() -> None:
+    with pytest.raises(ValueError) as error:
+        load(None, ["trainer.max_grad_nrom=1"])
+    assert str(error.value) == (
+        "unknown key 'trainer.max_grad_nrom'; did you mean 'max_grad_norm'?;"
+        " docs/configuration.md lists the keys of [trainer]"
+    )
+    with pytest.raises(ValueError, match=r"known: per_prompt, capacity, first_fill$"):
+        load(None, ["replay.sizes=1"])
+    with pytest.raises(ValueError) as error:
+        load(None, ["trainer.warm_up_steps=1", "trainer.zzz=1"])
+    first, second = str(error.value).splitlines()
+    assert len(first) < 200 and "did you mean 'warmup_steps'?;" in first
+    assert second == "unknown key 'trainer.zzz'; docs/configuration.md lists the keys of [trainer]"
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -80,6 +81,16 @@ def test_the_configs_of_the_scaling_page_are_accepted() -> None:
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
 
 
+def test_the_diagram_of_the_architecture_page_needs_no_network_and_no_script() -> None:
+    text = (ROOT / "docs" / "architecture.svg").read_text()
+    parts = list(ElementTree.fromstring(text).iter())
+    assert {part.tag.rpartition("}")[2] for part in parts} <= {
+        "svg", "title", "style", "defs", "marker", "path", "rect", "text"
+    }  # fmt: skip
+    assert not re.findall(r"url\((?!#)|@import|href", text)
+    assert all("```mermaid" not in page.read_text() for page in PAGES)
+
+
 def test_experiments_in_the_readme_exist() -> None:
     for name in re.findall(r"(?:experiments|examples)/\w+\.\w+", (ROOT / "README.md").read_text()):
         assert (ROOT / name).is_file(), name
@@ -103,5 +114,8 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     pages = {path.stem for path in PAGES}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
+    loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*")
+    for file in tmp_path.rglob("*.html"):
+        assert not loaded.findall(file.read_text()), file.name
     start = (tmp_path / "README.html").read_text()
     assert all(f'href="docs/{path.stem}.html"' in start for path in PAGES[2:])

@@ -107,15 +107,56 @@ def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Pat
     plain = config("length", policy={"model": str(folder)})
     _, told = dry_run(plain)
     assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
-    assert "task.chat=auto" in told[2]
+    assert told[3] == (
+        "note: prompts are plain text, but there is a chat template; task.chat=auto uses it"
+    )
     options = {**plain.task.model_dump(), "chat": "auto"}
     tables, told = dry_run(config(policy={"model": str(folder)}, task=options))
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
     assert tables["task"]["chat"] == "on"
+    assert not [line for line in told if line.startswith("note:")]
+    parts = {"a": {**plain.task.model_dump()}, "b": {**plain.task.model_dump()}}
+    mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "parts": parts})
+    assert [line for line in dry_run(mixed)[1] if line.startswith("note:")] == [
+        "note: prompts are plain text, but there is a chat template; task.parts.a.chat=auto and"
+        " task.parts.b.chat=auto use it"
+    ]
+
+
+def test_plain_text_for_want_of_a_template_is_noted_once(config: Make) -> None:
+    asked = {**config("length").task.model_dump(), "chat": "auto"}
+    tables, told = dry_run(config(task=asked))
+    assert [line for line in told if "template" in line] == [
+        "note: task.chat = auto: prompts are used as plain text, because the tokenizer has no chat"
+        " template"
+    ]
+    assert tables["task"]["chat"] == "off"
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_warned_of(
+    config: Make, tmp_path: Path
+) -> None:
+    """Its unknown token is <pad> here, and no `unk_token` is declared."""
+    rows = [
+        {"prompt": f"{text}=", "answer": "0"} for text in ("1+1", "what is 2?", "3 4", "5", "6")
+    ]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {**config("length").task.model_dump(), "data": str(tmp_path / "words.jsonl")}
+    _, told = dry_run(config(task=task))
+    assert [line for line in told if line.startswith("warning:")] == [
+        "warning: 2 of 5 prompts (40.0%) have characters that the tokenizer does not know (' ' '?'"
+        " 'a' 'h' 'i' 's' 't' 'w'); more than warn.unknown_characters = 0: the policy reads '<pad>'"
+        " in their place; write the prompts without them, or choose another model"
+    ]
+    for quiet in (
+        {"task": task, "warn": {"unknown_characters": 0.4}},
+        {"task": config("length").task},
+    ):
+        assert not [line for line in dry_run(config(**quiet))[1] if line.startswith("warning:")]
 
 
 WRONG = {
-    "one": "the scoring function returned a float, 0.5; return a list with one number",
+    "one": "the scoring function returned a float, 0.5; return a list with one number for each",
     "short": "short returned 1 rewards for 2 completions",
     "words": "a reward is '0.5'; return a list with a number or None for each completion",
 }
@@ -126,6 +167,7 @@ def test_a_wrong_kind_of_reward_is_refused(config: Make, reward: str) -> None:
     with pytest.raises(ValueError, match=f"reward of '{DUMMY}' is no number: ") as error:
         dry_run(config(reward))
     assert WRONG[reward] in str(error.value)
+    assert str(error.value).count("return a list with") == 1
 
 
 def test_a_package_that_a_reward_lacks_is_named(config: Make) -> None:

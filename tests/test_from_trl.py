@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,15 @@ from statistics import fmean
 
 import pytest
 
+from tba.config.counterparts import COMMON, TRL
+from tba.config.plugins import find, names, options_of
+from tba.config.schema import PLUGGED, Config
+from tba.config.tables import LoraTable, inner_table
 from tba.runs.log import METRICS, read
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / ".venv-bench" / "bin" / "python"
+NAME = re.compile(r"`(?:[\w.]+\()?(\w+).*?`")  # model in `GRPOTrainer(model=…)`
 NAMES = ("right", "soft_overlong_punishment_reward")
 
 
@@ -37,6 +43,53 @@ def python_with_trl(folder: Path) -> str:
             if tried.returncode == 0:
                 return python
     pytest.skip("TRL is not installed: pip install -e '.[bench]', or make .venv-bench/installed")
+
+
+def table() -> list[tuple[list[str], str]]:
+    """Each row of the page's table: the names of TRL, and the second column without its marks."""
+    page = (ROOT / "docs" / "from_trl.md").read_text()
+    lines = page.partition("| TRL | here | difference |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines]
+    return [(NAME.findall(theirs), ours.replace("`", "")) for theirs, ours in cells]
+
+
+def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
+    """In the order of the page; a name without a counterpart has an empty cell there."""
+    rows = table()
+    assert len(rows) > 40
+    assert [name for theirs, _ in rows for name in theirs] == list(TRL)
+    for theirs, ours in rows:
+        assert ", ".join(dict.fromkeys(TRL[name] for name in theirs)) == ours
+
+
+def test_every_counterpart_is_a_key() -> None:
+    """Of a table, or an option of one of its plug-ins."""
+    keys = {f"{table}.use" for table in PLUGGED}
+    for table_name, kind in PLUGGED.items():
+        options = [options_of(find(kind, name)) for name in names(kind)]
+        keys |= {f"{table_name}.{option}" for own in options for option in own}
+    for table_name, holder in Config.model_fields.items():
+        inner = inner_table(holder)
+        assert inner is not None
+        keys |= {f"{table_name}.{key}" for key in inner.model_fields}
+    keys |= {f"policy.lora.{key}" for key in LoraTable.model_fields}
+    for place in [*TRL.values(), *COMMON.values()]:
+        for key in re.findall(r"(?<![\w.])[a-z]+(?:\.[a-z_]+)+", place):
+            assert key in keys, place
+
+
+@pytest.mark.slow
+def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
+    """Arguments of GRPOConfig and of GRPOTrainer, and of the calls of the page."""
+    code = (
+        "import inspect, json, trl\n"
+        "given = [inspect.signature(f).parameters for f in (trl.GRPOConfig, trl.GRPOTrainer)]\n"
+        "print(json.dumps([name for each in given for name in each]))"
+    )
+    command = [python_with_trl(tmp_path), "-c", code]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True)
+    known = json.loads(done.stdout.splitlines()[-1])
+    assert TRL.keys() - set(known) <= {"resume_from_checkpoint"}  # an argument of `train`
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from talk import CHARACTERS
 from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
+from tba.runs.notes import log_doubled_bos
 from tba.runs.parts import check
 from tba.runs.resumed import check_resumed
 from tba.tasks.custom import Custom
@@ -151,6 +152,30 @@ def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, 
     assert not isinstance(held_out.text, str)
 
 
+def test_the_advice_about_bos_is_given_once_for_all_prompts(
+    model: Model, data: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those to train on, the held-out ones, and those of an evaluation set of the same task."""
+    doubled = {**data, "prompt": BOS + "{prompt}"}
+    again = {"prompts": 1, "sets": {"b": {"prompt": BOS + "b: {prompt}"}}}
+    check(config(model(bos=True), doubled, eval=again))
+    assert [text for text in caplog.messages if "two BOS tokens" in text] == [
+        "7 of 7 prompts begin with two BOS tokens; remove <bos> from their text"
+    ]
+
+
+def test_plain_text_for_want_of_a_template_is_noted(model: Model, data: dict[str, Any]) -> None:
+    """Once for all tasks, and not where there is a template, or nothing to decide."""
+    asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}
+    told = "prompts are used as plain text, because the tokenizer has no chat template"
+    assert check(config(model(), asked)).notes == [f"task.chat = auto: {told}"]
+    both = config(model(), asked, eval={"prompts": 1, "sets": {"b": {"chat": "auto", "shots": 1}}})
+    assert check(both).notes == [f"task.chat, eval.sets.b.chat = auto: {told}"]
+    mixed = config(model(), {"use": "mixture", "parts": {"a": part}})
+    assert check(mixed).notes == [f"task.parts.a.chat = auto: {told}"]
+    assert check(config(model(CHAT), asked)).notes == check(config(model(), data)).notes == []
+
+
 def test_arguments_of_the_chat_template(model: Model) -> None:
     folder = model(CHAT)
     messages: list[Message] = [{"role": "user", "content": "Hi"}]
@@ -179,9 +204,10 @@ def test_a_prompt_with_two_bos_tokens_is_warned_of(
     once, twice = Prompt("0", "Hi"), Prompt("1", f"{BOS}Hi")
     assert text.encode(once)[0] == text.tokenizer.bos_token_id
     np.testing.assert_array_equal(text.encode(twice)[1:], text.encode(once))
-    text.encode_all([once], 8, text.encode)
+    encoded = [(prompt, text.encode(prompt)) for prompt in (once, twice)]
+    log_doubled_bos(text, encoded[:1])
     assert not caplog.records
-    text.encode_all([once, twice], 8, text.encode)
+    log_doubled_bos(text, encoded)
     assert caplog.messages == [
         "1 of 2 prompts begin with two BOS tokens; remove <bos> from their text"
     ]

@@ -59,7 +59,46 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta'?; known: beta",
+        "objective.bta: 'tb' has no such option; did you mean 'beta' or 'tau'?;"
+        " known: beta, tapered, ",
+    ),
+    "an option by its name in TRL": (
+        "objectives",
+        "grpo",
+        {"epsilon_high": 0.3},
+        "objective.epsilon_high: 'grpo' has no such option: epsilon_high is objective.clip_high"
+        " here",
+    ),
+    "an option that only another plug-in has": (
+        "objectives",
+        "raft",
+        {"epsilon_high": 0.3},
+        "objective.epsilon_high: 'raft' has no such option; known: ",
+    ),
+    "an option of another table": (
+        "objectives",
+        "tb",
+        {"temperature": 0.3},
+        "objective.temperature: 'tb' has no such option: temperature is sampling.temperature here",
+    ),
+    "null for a number": (
+        "objectives",
+        "tb",
+        {"beta": None},
+        "objective.beta cannot be null; leave it out, or type objective.beta=0.05, which is its",
+    ),
+    "null for what is needed": (
+        "objectives",
+        "tba_other.Mine",
+        {"sizes": None},
+        "objective.sizes = null: expected a list, got null",
+    ),
+    "many plug-ins": (
+        "objectives",
+        "dr_grop",
+        {},
+        "no objectives called 'dr_grop'; did you mean 'dr_grpo'?; `tba list` lists all;"
+        " or write `package.module.Class`",
     ),
     "missing option": (
         "objectives",

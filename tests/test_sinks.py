@@ -15,7 +15,7 @@ import pytest
 from tba.config.schema import Config, load
 from tba.report.charts import OTHERS, reward_chart, sections
 from tba.runs.console import Console
-from tba.runs.log import SAMPLES, Journal, read
+from tba.runs.log import SAMPLES, WARNINGS, Journal, read
 from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
 from tba.runs.parts import check
 
@@ -51,7 +51,7 @@ def write(folder: Path, given: Config) -> None:
     journal.sample(1, "eval", "1+2=", "<b>", None, 1)
     journal.row(5, METRICS)
     journal.sample(5, "train", "1+1=", "3", 0.0, 1)
-    journal.warn(5, "too few")
+    journal.warn(5, "reuse", "too few")
     journal.close()
 
 
@@ -205,7 +205,9 @@ def test_all_twelve_panels_reach_each_service(
 def test_samples_are_written_without_a_service(tmp_path: Path) -> None:
     write(tmp_path, config())
     assert [row["completion"] for row in read(tmp_path / SAMPLES)] == ["2", "<b>", "3"]
-    assert set(tmp_path.iterdir()) == {tmp_path / SAMPLES, tmp_path / "metrics.jsonl"}
+    assert set(tmp_path.iterdir()) == {
+        tmp_path / name for name in (SAMPLES, WARNINGS, "metrics.jsonl")
+    }
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

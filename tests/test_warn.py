@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from test_loop import config
 
 from tba.cli import _config
 from tba.config.schema import load
+from tba.replay.buffer import ReplayBuffer
 from tba.run import run
-from tba.runs.log import METRICS, read
-from tba.runs.warn import FIRST, WINDOW, Warnings
+from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
+from tba.runs.summary import Tracker
+from tba.runs.warn import FIRST, WINDOW, Sign, Warnings
+from tba.search.result import SearchStats
+from tba.types import Group
 
 SOUND = {
     "frac_reward_zero_std": 0.1,
@@ -39,7 +44,11 @@ def warnings(*settings: str) -> Warnings:
 
 def given(own: Warnings, metrics: dict[str, float], steps: int) -> list[str]:
     """Return what is given in so many steps with these metrics."""
-    return [text for _ in range(steps) for text in own.step({**SOUND, **metrics})]
+    return [text for _ in range(steps) for text in texts(own.step({**SOUND, **metrics}))]
+
+
+def texts(signs: list[Sign]) -> list[str]:
+    return [text for _, text in signs]
 
 
 def test_a_sound_run_has_no_warnings() -> None:
@@ -63,8 +72,8 @@ def test_a_short_run_warns_at_its_end(case: str) -> None:
     metrics, words = CASES[case]
     own = warnings()
     assert given(own, metrics, 3) == []
-    (text,) = own.end()
-    assert text.startswith(words)
+    ((key, text),) = own.end()
+    assert key == case and text.startswith(words)
 
 
 @pytest.mark.parametrize("case", [*CASES, "kl", "gap"])
@@ -73,6 +82,40 @@ def test_a_threshold_can_turn_its_warning_off(case: str) -> None:
     own = warnings(f"warn.{case}={OFF[case]}")
     assert given(own, {}, FIRST) == []
     assert given(own, metrics or CASES[case][0], WINDOW) == own.end() == []
+
+
+NOTHING, EVERYTHING = "nothing is solved yet; ", "everything is solved; choose harder prompts"
+EITHER = "the prompts are too easy by now, or too hard, or the reward function is at fault"
+VALUES: list[tuple[float, float, float | None, str]] = [
+    (0.0, 0.0, None, f", all of them 0, which do not tell|: {NOTHING}"),
+    (1.0, 1.0, None, f", all of them 1, which do not tell|: {EVERYTHING}"),
+    (0.0, 1.0, None, f"rewards, which do not tell|: {EITHER}"),
+    (5.0, 5.0, None, f", all of them 5, which do not tell|: {EITHER}"),
+    (1.2, 1.2, 1.0, f", all of them 1.2, which do not tell|: {EVERYTHING}"),
+    (0.1, 0.1, 1.0, f", all of them 0.1, which do not tell|: {NOTHING}"),
+    (0.0, 0.0, 0.0, f", all of them 0, which do not tell|: {EVERYTHING}"),
+]
+
+
+@pytest.mark.parametrize(("lowest", "highest", "pass_reward", "words"), VALUES)
+def test_equal_rewards_are_told_with_their_value(
+    lowest: float, highest: float, pass_reward: float | None, words: str
+) -> None:
+    """And with what it means, also if a step in between had no such group."""
+    own = Warnings(load(None, ["trainer.warmup_steps=20"]), 0.01, pass_reward)
+    assert given(own, {"frac_reward_zero_std": 0.0}, 1) == []
+    value = {"equal_rewards/min": lowest, "equal_rewards/max": highest}
+    (text,) = given(own, {"frac_reward_zero_std": 0.8, **value}, WINDOW)
+    assert all(part in text for part in words.split("|"))
+
+
+def test_the_value_of_equal_rewards_is_of_their_groups_only(groups: list[Group]) -> None:
+    mixed, *others = groups
+    equal = [replace(g, trajectories=tuple(replace(t, reward=float(i)) for t in g.trajectories))
+             for i, g in enumerate(others)]  # fmt: skip
+    row = Tracker().step(9, [mixed, *equal], ReplayBuffer(), SearchStats())
+    assert (row["equal_rewards/min"], row["equal_rewards/max"]) == (0.0, 1.0)
+    assert "equal_rewards/min" not in Tracker().step(9, [mixed], ReplayBuffer(), SearchStats())
 
 
 def test_kl_is_compared_with_that_of_the_first_steps() -> None:
@@ -119,7 +162,7 @@ def test_the_gap_is_compared_with_the_limit_of_the_engine() -> None:
 
 def test_a_model_without_warm_up_is_warned_of_at_the_start() -> None:
     own = warnings("trainer.warmup_steps=0")
-    (text,) = own.start()
+    (text,) = texts(own.start())
     assert text.startswith("trainer.warmup_steps = 0") and own.start() == []
     assert warnings("trainer.warmup_steps=0", "warn.warmup=false").start() == []
 
@@ -128,6 +171,19 @@ def test_the_rows_of_an_evaluation_are_not_steps() -> None:
     own = warnings()
     for _ in range(2 * WINDOW):
         assert own.step({"time": 1.0, "eval/sampled_reward": 0.0}) == []
+
+
+def test_a_resumed_run_gives_no_warning_again() -> None:
+    """Whatever its first part gave stays; a sign that it did not give is a warning now."""
+    config, (metrics, words) = load(None, ["trainer.warmup_steps=20"]), CASES["cut_off"]
+    rows = [{**SOUND, **metrics}] * 3
+    before = {"ess": "as it was then", "cut_off": f"{words}, then"}
+    own = Warnings(config, 0.01, rows=rows, given=before)
+    assert given(own, {"off_policy/ess": 0.1, **metrics}, 2 * WINDOW) == own.end() == []
+    assert own.texts == ["as it was then", f"{words}, then"]
+    again = Warnings(config, 0.01, rows=rows)
+    (text,) = given(again, metrics, WINDOW - 3)  # the rows before count
+    assert text.startswith(words) and again.texts == [text]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -153,11 +209,65 @@ def test_a_run_whose_rewards_are_all_zero_says_so(
     assert shown.count(f"warning: {words}") == 1 and shown.count(words) == 2
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
-    texts = summary(tmp_path / "run")["warnings"]
-    assert [text for text in texts if text.startswith(words)]
+    before = summary(tmp_path / "run")["warnings"]
+    assert [text for text in before if text.startswith(f"{words}, all of them 0, which do")]
     run(_config(["run.steps=14"], tmp_path / "run"), tmp_path / "run")
     assert f"warning: {words}" not in capsys.readouterr().out
-    assert summary(tmp_path / "run")["warnings"] == texts
+    assert summary(tmp_path / "run")["warnings"] == before
+
+
+def test_a_short_run_that_is_resumed_states_its_warnings_once(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the start and of its first end, neither of which metrics alone can tell."""
+    folder = tmp_path / "run"
+    settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
+    folder.mkdir()  # with what is left of a start that was killed
+    left = {"step": 0, "key": "warmup", "text": "of another start"}
+    (folder / WARNINGS).write_text(json.dumps(left) + "\n")
+    run(config(tiny_model, folder, *settings, "run.steps=3", "log.console=plain"))
+    first = capsys.readouterr().out
+    before = summary(folder)["warnings"]
+    assert len(before) == 3  # no warm-up, equal rewards, responses that are cut off
+    assert all(first.count(f"warning: {text}") == 1 for text in before)
+    run(_config(["run.steps=14", "sampling.max_tokens=4"], folder), folder)
+    again = capsys.readouterr().out
+    assert "warning: " not in again
+    assert summary(folder)["warnings"] == before
+    assert all(again.count(text) == 1 for text in before)  # in the summary
+    assert list(read_warnings(folder).values()) == before
+
+
+def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    for step, key in ((0, "warmup"), (10, "ess"), (11, "kl")):
+        journal.warn(step, key, f"of {key}")
+    rewind(tmp_path, 10)
+    assert read_warnings(tmp_path) == {"warmup": "of warmup", "ess": "of ess"}
+
+
+def test_unknown_characters_are_warned_of_at_the_start(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, also if the run is resumed, and in the summary."""
+    rows = [json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    (tmp_path / "rewards.py").write_text(
+        "def one(completions):\n    return [1.0] * len(completions)\n"
+    )
+    settings = (
+        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5", "run.steps=1",
+        f"task.reward={tmp_path}/rewards.py:one", "task.chat=auto", "log.console=plain",
+    )  # fmt: skip
+    run(config(tiny_model, tmp_path / "run", *settings))
+    shown = capsys.readouterr().out
+    words = "20 of 20 prompts (100.0%) have characters that the tokenizer does not know (' ');"
+    assert shown.index(f"warning: {words}") < shown.index("step 1/1")
+    assert shown.count("note: task.chat = auto: prompts are used as plain text") == 1
+    assert [text for text in summary(tmp_path / "run")["warnings"] if text.startswith(words)]
+    run(_config(["run.steps=2"], tmp_path / "run"), tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert f"warning: {words}" not in shown and "note: " not in shown
 
 
 def test_cut_off_responses_and_a_wrong_weight_update_are_warned_of(

@@ -17,6 +17,16 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse
 Range = Annotated[tuple[Finite, Finite], Field(strict=False)]
 
 
+PLUGGED = {
+    "task": "tasks",
+    "engine": "engines",
+    "objective": "objectives",
+    "strategy": "strategies",
+    "selection": "selections",
+}
+"""The tables that name a plug-in, and the folder of each."""
+
+
 def _single(value: Any) -> Any:
     return (value,) if isinstance(value, int | str) else value
 

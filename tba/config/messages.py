@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -25,9 +26,14 @@ DEEPEST = 64
 """Most levels of lists and tables in a config or a data set."""
 
 
+FEW = 6
+"""Most names that a message lists."""
+
+
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
     value, first = errors[0]["input"], errors[0]["type"]
+    given = "null" if value is None else repr(value)
     if first == "missing":
         return f"{name} is missing"
     expected = []
@@ -35,9 +41,9 @@ def explain(name: str, *errors: ErrorDetails) -> str:
         literal = error["type"] == "literal_error"
         kind = error["ctx"]["expected"] if literal else EXPECTED.get(error["type"])
         if kind is None:
-            return f"{name} = {value!r}: {reason(error)}"
+            return f"{name} = {given}: {reason(error)}"
         expected.append(kind)
-    message = f"{name} = {value!r}: expected {' or '.join(expected)}"
+    message = f"{name} = {given}: expected {' or '.join(expected)}"
     if first == "literal_error" and isinstance(value, str):
         return message
     message += f", got {GIVEN.get(type(value), type(value).__name__)}"
@@ -49,12 +55,24 @@ def reason(error: ErrorDetails) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-def choices(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the nearest one, and all."""
+def no_null(key: str, default: Any) -> str:
+    """Return an error message for null as the value of a key that is not optional."""
+    typed = default if isinstance(default, str) and default else json.dumps(default)
+    return f"{key} cannot be null; leave it out, or type {key}={typed}, which is its default"
+
+
+def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
+    """Return the end of an error message about an unknown name: the nearest ones, and all.
+
+    If there are more than a few, `all_of_them` says instead where all are listed.
+    """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    nearest = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{nearest}; known: {', '.join(known) or 'none'}"
+    if all_of_them is None or len(known) <= FEW:
+        all_of_them = f"known: {', '.join(known) or 'none'}"
+    close = difflib.get_close_matches(name, known, n=3)
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"{nearest}; {all_of_them}"
 
 
 def _is_quoted(value: object) -> bool:

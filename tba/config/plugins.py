@@ -14,13 +14,15 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from tba.config.messages import choices, explain
+from tba.config.messages import choices, explain, no_null
+from tba.config.mistakes import elsewhere
 from tba.config.schema import PLUGGED, Config
 from tba.config.tables import Positive, Use
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 JUDGES = "tasks.judges"
+NAMES, OPTIONS = "`tba list` lists all", "`tba list` lists all options"
 KINDS = (*PLUGGED.values(), JUDGES)
 
 
@@ -91,7 +93,7 @@ def find(kind: str, name: str) -> type:
     known = names(kind)
     if name not in known:
         raise ValueError(
-            f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known)};"
+            f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known, NAMES)};"
             " or write `package.module.Class`"
         )
     module = importlib.import_module(f"tba.{kind}.{name}")
@@ -161,16 +163,19 @@ def check_options(
     checked: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"{table}.{name}: {use!r} has no such option{choices(name, known)}")
-        checked[name] = _checked(f"{table}.{name}", value, known[name].kind, scheduled)
+            hint = elsewhere(Config, f"{table}.{name}", known) if table in PLUGGED else ""
+            hint = f": {hint}" if hint else choices(name, known, OPTIONS)
+            raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
+        checked[name] = _checked(f"{table}.{name}", value, known[name], scheduled)
     for name, option in known.items():
         if option.required and name not in checked:
             raise ValueError(f"{table}.{name} is missing: {use!r} needs it")
     return checked
 
 
-def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
-    """Return the value as a `kind`; ValueError if it is not one."""
+def _checked(name: str, value: Any, option: Option, scheduled: bool) -> Any:
+    """Return the value as the kind of the option; ValueError if it is not one."""
+    kind = option.kind
     if scheduled and kind is float and isinstance(value, Mapping):
         kind, known = Schedule, options_of(Schedule)
         for key in sorted(value.keys() - known.keys()):
@@ -181,6 +186,8 @@ def _checked(name: str, value: Any, kind: Any, scheduled: bool) -> Any:
         # as JSON, because strict validation of Python values would refuse lists for tuples
         return adapter.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
+        if value is None and not option.required:
+            raise ValueError(no_null(name, option.default)) from error
         places = [(_place(value, each), each) for each in error.errors()]
         # a union has an error for each member: those of the member that fits best lie deepest
         deepest = max((place for place, _ in places), key=len)

@@ -5,7 +5,6 @@ other keys are its options. `docs/configuration.md` lists all keys. This module 
 torch, so that a mistake is reported at once.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from tba.config import tables
-from tba.config.messages import check_depth, choices, explain, reason
+from tba.config.keys import PLUGGED as PLUGGED
+from tba.config.messages import check_depth
+from tba.config.mistakes import explain_mistake, without_table
 from tba.config.tables import Table, Use
 from tba.config.watch import LogTable, WarnTable
 
 Parsed = TypeVar("Parsed", bound=Table)
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
-PLUGGED = {
-    "task": "tasks",
-    "engine": "engines",
-    "objective": "objectives",
-    "strategy": "strategies",
-    "selection": "selections",
-}
-"""The tables that name a plug-in, and the folder of each."""
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
 
@@ -210,7 +202,7 @@ def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
     try:
         return model.model_validate(plain)
     except ValidationError as error:
-        mistakes = [_explain(model, each) for each in error.errors()]
+        mistakes = [explain_mistake(model, each) for each in error.errors()]
         raise ValueError("\n".join(mistakes)) from error
 
 
@@ -226,24 +218,11 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
             hint = (
                 "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
             )
-            near = _in_tables(key) if equals else []
-            if near:
-                hint = f"did you mean {' or '.join(f'`{each}={text}`' for each in near)}?"
+            if equals:
+                hint = without_table(Config, key, text) or hint
             raise ValueError(f"{setting!r}: write `table.key=value`, {hint}")
         values[f"{key}.use" if key in PLUGGED else key] = _value(text)
     assign_all(plain, values)
-
-
-def _in_tables(name: str) -> list[str]:
-    """Return the keys `table.key` whose last part is nearest to a name, if one is near."""
-    keys: dict[str, list[str]] = {}
-    for table, holder in Config.model_fields.items():
-        inner = tables.inner_table(holder)
-        for key in inner.model_fields if inner else ():
-            if key != "use":
-                keys.setdefault(key, []).append(f"{table}.{key}")
-    close = difflib.get_close_matches(name, keys, n=1)
-    return keys[close[0]] if close else []
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -273,24 +252,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
-
-
-def _explain(model: type[Table], error: ErrorDetails) -> str:
-    path = [str(part) for part in error["loc"]]
-    where = ".".join(path)
-    match error["type"]:
-        case "extra_forbidden":
-            table: type[Table] = model
-            for name in path[:-1]:
-                table = tables.inner_table(table.model_fields[name]) or table
-            known = [field.alias or name for name, field in table.model_fields.items()]
-            return f"unknown key {where!r}{choices(path[-1], known)}"
-        case "value_error":
-            return reason(error)
-        case "model_type":
-            hint = f"write a table, [{where}], with its keys"
-            if where in PLUGGED:
-                hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
-            return f"{where} = {error['input']!r}: {hint}"
-        case _:
-            return explain(where, error)

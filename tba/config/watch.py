@@ -41,4 +41,9 @@ class WarnTable(Table):
         "warn if log-probs of an engine and the trainer differ by more after a weight update, in"
         " nats; default: engine.max_logp_gap; inf: never",
     )
+    unknown_characters: Share = key(
+        0.0,
+        "warn if a larger share of the prompts has characters that the tokenizer does not know;"
+        " 1: never",
+    )
     warmup: bool = key(True, "warn if a model is trained without trainer.warmup_steps")

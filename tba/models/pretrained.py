@@ -1,6 +1,5 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ from tba.types import Answer, Completion, Prompt, Trajectory
 
 BUNDLED = Path(__file__).parent
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
-log = logging.getLogger(__name__)
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -96,10 +94,6 @@ class Text:
         lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
-        two = [self.tokenizer.bos_token_id] * 2
-        if doubled := sum(ids[:2].tolist() == two for ids in tokens):
-            told = "%d of %d prompts begin with two BOS tokens; remove %s from their text"
-            log.warning(told, doubled, len(prompts), self.tokenizer.bos_token)
         room = self.context - max_tokens
         long = {name: length for name, length in lengths.items() if length > room}
         if long:

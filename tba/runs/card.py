@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from tba.runs.choice import score_of
 from tba.runs.log import METRICS, read, read_config, read_evaluations
+from tba.tasks._data import SUFFIXES
 
 TEMPLATE = Path(__file__).with_name("card.md")
 SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
@@ -22,15 +23,15 @@ SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "re
 def write_card(run: Path, folder: Path, step: int, name: str, adapter: bool) -> None:
     """Write README.md and a figure beside the model of a step; `name` is where others load it."""
     config, evaluations = read_config(run), read_evaluations(run)
-    by_step = {int(scores["step"]): _texts(scores) for scores in evaluations}
-    before, after = by_step.get(0, {}), by_step.get(step, {})
+    by_step = {int(scores["step"]): scores for scores in evaluations}
+    before, after = _texts(by_step.get(0, {})), _texts(by_step.get(step, {}))
     steps = [row for row in read(run / METRICS) if "loss" in row]
     _draw(steps, evaluations, folder / "training.png")
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        metadata=_metadata(config, after, name, adapter),
+        metadata=_metadata(config, by_step.get(step, {}), name, adapter),
         config=config,
         reference=_reference(config["policy"]),
         name=name,
@@ -45,42 +46,55 @@ def write_card(run: Path, folder: Path, step: int, name: str, adapter: bool) -> 
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _texts(scores: Mapping[str, float]) -> dict[str, str]:
-    """Return each score that has a standard error, as `0.921 ± 0.007`."""
-    texts = {}
+def _measured(scores: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return each score that has a standard error, with it."""
+    measured = {}
     for error in scores:
         name = error.removesuffix("_stderr")
         if name != error:
             name = name if name in scores else f"{name}_pass@1"  # that of `sampled_stderr`
-            texts[name] = f"{scores[name]:.3f} ± {scores[error]:.3f}"
-    return texts
+            measured[name] = scores[name], scores[error]
+    return measured
+
+
+def _texts(scores: Mapping[str, float]) -> dict[str, str]:
+    """Return each score that has a standard error, as `0.921 ± 0.007`."""
+    measured = _measured(scores).items()
+    return {name: f"{score:.3f} ± {error:.3f}" for name, (score, error) in measured}
 
 
 def _metadata(
-    config: Mapping[str, Any], scores: Mapping[str, str], name: str, adapter: bool
+    config: Mapping[str, Any], scores: Mapping[str, float], name: str, adapter: bool
 ) -> str:
-    """Return the YAML at the head of the card, which the hub reads."""
-    task, model = config["task"]["use"], config["policy"]["model"]
+    """Return the YAML at the head of the card, which the hub reads; `scores` are of this model."""
+    task, model = config["task"], config["policy"]["model"]
+    data = task.get("held_out_data") or task.get("data") or ""
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=task,
-            dataset_name=f"{task}, held-out prompts",
-            metric_type=score,
+            dataset_type=data if _on_hub(data) else task["use"],
+            dataset_name=f"{task['use']}, held-out prompts",
+            metric_type=score.removeprefix("sampled_").removeprefix("greedy_"),
+            metric_name=score,
             metric_value=value,
         )
-        for score, value in scores.items()
+        for score, (value, _) in _measured(scores).items()
         if "/" not in score  # else of an evaluation set
     ]
-    local = model.startswith(("bundled:", ".", "/", "~")) or Path(model).exists()
     return ModelCardData(
-        base_model=None if local or model.count("/") > 1 else model,
+        base_model=model if _on_hub(model) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "trajectory-balance", "tba"],
         model_name=name.rpartition("/")[2] if results else None,
         eval_results=results or None,
     ).to_yaml()
+
+
+def _on_hub(name: str) -> bool:
+    """Return whether a model or a data set is named as on the hub, and not by a path."""
+    is_path = name.startswith(("bundled:", ".", "/", "~")) or name.endswith(SUFFIXES)
+    return bool(name) and not is_path and name.count("/") <= 1 and not Path(name).exists()
 
 
 def _reference(policy: Mapping[str, Any]) -> str:

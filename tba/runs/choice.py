@@ -1,6 +1,6 @@
 """Choice of a checkpoint: the newest one, that of a step, or the best one."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from pathlib import Path
 
 from tba.replay.files import SEGMENTS
@@ -21,17 +21,24 @@ def read_scores(run: Path) -> dict[int, float]:
     return {int(scores["step"]): score_of(scores) for scores in read_evaluations(run)}
 
 
-def best_step(scores: Mapping[int, float]) -> int | None:
-    """Return the step with the highest score, the first of equal ones; None if there is none.
+def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | None:
+    """Return the step with the highest score; None if there is none.
 
-    Step 0 is the model that training begins with, which has no checkpoint.
+    Of equal ones, it is the first whose checkpoint was `kept`, or else the first. Step 0 is the
+    model that training begins with, which has no checkpoint.
     """
-    return max(sorted(scores.keys() - {0}), key=scores.__getitem__, default=None)
+    steps = sorted(scores.keys() - {0})
+    return max(steps, key=lambda step: (scores[step], step in kept), default=None)
+
+
+def kept_steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints."""
+    return [step_of(generation) for generation in generations(run / CHECKPOINTS)]
 
 
 def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:
     """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
-    steps = {best_step(scores), *(evaluating - scores.keys())}
+    steps = {best_step(scores, kept_steps(run)), *(evaluating - scores.keys())}
     return {path_of(run / CHECKPOINTS, step) for step in steps if step}
 
 
@@ -43,9 +50,9 @@ def choose(run: Path, step: int | str | None = None) -> Path:
     """
     if step is None:
         return newest(run / CHECKPOINTS, drop_damaged_replay=True)
-    kept = [step_of(generation) for generation in generations(run / CHECKPOINTS)]
+    kept = kept_steps(run)
     there = f"the checkpoints in {run} are those of steps {', '.join(map(str, kept)) or '(none)'}"
-    number = best_step(read_scores(run)) if step == BEST else _number(step)
+    number = best_step(read_scores(run), kept) if step == BEST else _number(step)
     if number is None:
         raise ValueError(f"--step best: no checkpoint has been evaluated; give --step N: {there}")
     if number not in kept:

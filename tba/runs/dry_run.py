@@ -31,6 +31,8 @@ SECONDS = 5.0
 DUMMY = "dummy answer"
 WRONG_KIND = ("wrong_length", "not_a_number")
 """Reasons of rejections that do not depend on the answer."""
+ADVICE = "return a list with"
+"""What a message about a wrong kind of reward may say already."""
 MISSING = re.compile(r"^(ImportError|ModuleNotFoundError): .*", re.MULTILINE)
 """Last line of the traceback of an import that fails, which does not depend on the answer."""
 
@@ -55,6 +57,12 @@ def dry_run(
     told = []
     for name, prompt in firsts.items():
         told += [*_shown(parts, name, prompt), *_scored(parts, name, prompt)]
+    if plain := [name for name, prompt in firsts.items() if _could_chat(parts, prompt)]:
+        keys = [f"task.parts.{name}.chat=auto" if name else "task.chat=auto" for name in plain]
+        what = "prompts are plain text, but there is a chat template"
+        told.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
+    told += [f"note: {note}" for note in parts.notes]
+    told += [f"warning: {text}" for _, text in parts.signs]
     counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
     return every_key(parts.config), [*told, f"config OK (dry run): {counts}"]
 
@@ -73,12 +81,14 @@ def _shown(parts: Parts, part: str, prompt: Prompt) -> list[str]:
     tokenizer, task = parts.text.tokenizer, part_of(parts.task, prompt)[1]
     tokens = encoder(parts.text, task)(prompt)
     of_part = f" of {part}" if part else ""
-    lines = [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
+    return [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
+
+
+def _could_chat(parts: Parts, prompt: Prompt) -> bool:
+    """Return whether a prompt is plain text, but could go through a chat template."""
+    task, template = part_of(parts.task, prompt)[1], parts.text.tokenizer.chat_template
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not tools_of(task)
-    if plain and tokenizer.chat_template is not None:
-        key = f"task.parts.{part}.chat" if part else "task.chat"
-        lines.append(f"note: this is plain text, but there is a chat template; {key}=auto uses it")
-    return lines
+    return plain and template is not None
 
 
 def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
@@ -113,10 +123,10 @@ def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
     if not isinstance(verdict, Rejected):
         return [f"reward of {DUMMY!r}: {verdict:g}"]
     if verdict.reason in WRONG_KIND:
-        raise ValueError(
-            f"the reward of {DUMMY!r} is no number: {verdict.detail}; return a list with a number"
-            " or None for each completion"
+        advice = (
+            "" if ADVICE in verdict.detail else f"; {ADVICE} a number or None for each completion"
         )
+        raise ValueError(f"the reward of {DUMMY!r} is no number: {verdict.detail}{advice}")
     if missing := MISSING.search(verdict.detail):
         raise ValueError(f"the reward of {DUMMY!r} cannot import what it needs: {missing[0]}")
     return [f"warning: {DUMMY!r} has no reward ({verdict.reason}): {verdict.detail}"]

@@ -15,7 +15,7 @@ from tba.runs.generations import generations
 from tba.runs.sinks import Sink, open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
-SESSIONS, CHECKPOINTS = "sessions.jsonl", "checkpoints"
+SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -104,15 +104,20 @@ def read_evaluations(run: Path) -> list[dict[str, float]]:
     return sorted(evaluations, key=lambda scores: scores["step"])
 
 
+def read_warnings(run: Path) -> dict[str, str]:
+    """Return the warnings that a run has given, by key."""
+    return {row["key"]: row["text"] for row in read(run / WARNINGS)}
+
+
 def rewind(run: Path, step: int) -> None:
-    """Drop metrics and samples after `step`, at which a run is resumed."""
-    for path in (run / METRICS, run / SAMPLES):
+    """Drop metrics, samples and warnings after `step`, at which a run is resumed."""
+    for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
         kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
         write_whole(path, "".join(kept))
 
 
 class Journal:
-    """Writer of metrics and samples; `start` is the step at which the run begins or resumes."""
+    """Writer of metrics, samples and warnings; `start` is the step at which the run begins."""
 
     def __init__(self, folder: Path, config: Config, start: int = 0, disk: Disk | None = None):
         self._folder, self._disk = folder, disk or Disk()
@@ -138,7 +143,9 @@ class Journal:
         if self._sinks:
             self._shown.append({**row, "lag": max(0, step - 1 - version)})
 
-    def warn(self, step: int, text: str) -> None:
+    def warn(self, step: int, key: str, text: str) -> None:
+        """Log a warning; `key` is that of `[warn]`."""
+        self._write(WARNINGS, {"step": step, "key": key, "text": text})
         self._show(lambda sink: sink.warn(step, text))
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.sampling import OFF
 from tba.config.schema import Config
+from tba.config.watch import LogTable
 from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, first_probe, prompt_length
@@ -20,7 +21,9 @@ from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import EAGER_TOKENS, Text, computes_in_bf16, load_text
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
+from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets
+from tba.runs.warn import Sign
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
@@ -54,6 +57,10 @@ class Parts:
     """Further evaluation sets, by name."""
     given: Sequence[Answered]
     """Answers from a file, which enter the buffer first."""
+    notes: Sequence[str]
+    """What the run tells at its start."""
+    signs: Sequence[Sign]
+    """Warnings that are given at the start."""
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
@@ -125,10 +132,7 @@ class Parts:
 def check(config: Config, memory: InMemory | None = None) -> Parts:
     """Resolve and check everything that a config names, before any process starts."""
     config = with_memory(config, memory)
-    for name, wanted in (("wandb", config.log.wandb), ("trackio", config.log.trackio)):
-        if wanted and find_spec(name) is None:
-            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
-            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
+    _check_log(config.log)
     config = with_defaults(config)
     plugins = resolve_all(config)
     objective, engine = plugins.objective, plugins.engine.cls
@@ -138,7 +142,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    text, config = _with_text(config)
+    text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)
@@ -153,8 +157,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     check_acceleration(config.policy, config.trainer)
     _check_tools(config, task, objective, prompts[0])
     encode = encoder(text, task)
-    used = [*prompts, *held_out]
-    tokens = text.encode_all(used, config.sampling.max_tokens, encode)
+    tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
     identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
     trained_on, apart = identities[: len(prompts)], set(identities[len(prompts) :])
     if not isinstance(task, SamplesAgain):
@@ -162,16 +165,26 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         prompts, trained_on = _without_held_out(prompts, trained_on, apart)
     if not held_out:
         _check_unevaluated(config)
-    sets, longest = evaluation_sets(config, memory, task, text, set(trained_on))
-    longest = max(longest, *map(len, tokens)) + config.sampling.max_tokens
+    sets, encoded = evaluation_sets(config, memory, task, text, set(trained_on))
+    encoded += zip(used, tokens, strict=True)
+    log_doubled_bos(text, encoded)
+    signs = unknown_characters(config.warn.unknown_characters, text, encoded)
+    longest = max(len(ids) for _, ids in encoded) + config.sampling.max_tokens
     config = _with_attention(config, longest)
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
-        held_out, functions, sets, given,
+        held_out, functions, sets, given, notes, signs,
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
+
+
+def _check_log(table: LogTable) -> None:
+    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
+        if wanted and find_spec(name) is None:
+            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
+            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
 
 
 def _without_held_out(
@@ -197,10 +210,11 @@ def _without_held_out(
     return [p for p, _ in pairs], [own for _, own in pairs]
 
 
-def _with_text(config: Config) -> tuple[Text, Config]:
-    """Load the tokenizer, which decides what `chat = "auto"` means."""
+def _with_text(config: Config) -> tuple[Text, list[str], Config]:
+    """Load the tokenizer, which decides what `chat = "auto"` means, with notes on that."""
     text = load_text(config.policy).within(config.engine.context)
-    return text, with_chat(config, text.tokenizer.chat_template is not None)
+    has_template = text.tokenizer.chat_template is not None
+    return text, chat_notes(config, has_template), with_chat(config, has_template)
 
 
 def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:

@@ -7,6 +7,7 @@ from tba.config.messages import about
 from tba.config.schema import Config
 from tba.config.tables import Use
 from tba.models.pretrained import Text
+from tba.runs.notes import Encoded
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.searcher import EvaluationSet
@@ -20,13 +21,14 @@ def evaluation_sets(
     task: Task,
     text: Text,
     trained_on: Set[bytes],
-) -> tuple[dict[str, EvaluationSet], int]:
-    """Return the sets by name, and the tokens of their longest prompt; ValueError if one is wrong.
+) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
+    """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.
 
     Prompts whose identity is trained on are left out, unless the task samples from these again.
     `task` is the task of the run.
     """
-    sets, longest = {}, 0
+    sets: dict[str, EvaluationSet] = {}
+    encoded: list[Encoded] = []
     for name, table in config.eval.sets.items():
         key = f"eval.sets.{name}"
         if isinstance(task, HasParts) and name in task.weights:
@@ -39,7 +41,7 @@ def evaluation_sets(
                 own.check()
         prompts = own.held_out()
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
-        longest = max(longest, *map(len, tokens), 0)
+        encoded += zip(prompts, tokens, strict=True)
         again = isinstance(own, SamplesAgain)  # there are no prompts but those it is trained on
         fresh = []
         for prompt, ids in zip(prompts, tokens, strict=True):
@@ -55,4 +57,4 @@ def evaluation_sets(
             check_tools(tools, fresh[0], config.reward.isolate)
         chosen = fresh[: table.prompts or config.eval.prompts]
         sets[name] = EvaluationSet(Use(use=use, **options), tuple(chosen))
-    return sets, longest
+    return sets, encoded

@@ -129,6 +129,7 @@ class Tracker:
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
             "sync/bytes": stats.published_bytes - before.published_bytes,
             **_of_searchers(stats),
+            **_equal_rewards(groups),
         }
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
@@ -230,6 +231,13 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
         "tools/failures": stats.tool_failures,
     }
     return metrics | {name: count for name, count in rare.items() if count}
+
+
+def _equal_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the lowest and the highest reward of the groups whose rewards are all equal."""
+    rewards = [{t.reward for t in group.trajectories} for group in groups]
+    equal = [value for own in rewards if len(own) == 1 for value in own]
+    return {"equal_rewards/min": min(equal), "equal_rewards/max": max(equal)} if equal else {}
 
 
 def _idle_share(seconds: Mapping[str, float]) -> float:

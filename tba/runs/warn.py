@@ -16,6 +16,7 @@ EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
     "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl",
 )  # fmt: skip
 TRAINED, ARRIVED = "samples_trained", "buffer/added"
+LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
 
 Sign = tuple[str, str]
 """A key of `[warn]`, and the text of its warning."""
@@ -24,64 +25,73 @@ Sign = tuple[str, str]
 class Warnings:
     """Compares the metrics of a run with the thresholds of `[warn]`; each warns once.
 
-    Nothing else matters, so that the warnings of a resumed run follow from its `metrics.jsonl`.
-    `gap_limit` is the log-prob gap, in nats, at which a searcher is replaced, and `before` are the
-    rows of the sessions before this one.
+    `gap_limit` is the log-prob gap, in nats, at which a searcher is replaced; `pass_reward` is the
+    least reward of a correct answer, if there is one; `at_start` are signs that need no metrics.
+    A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
     """
 
     def __init__(
-        self, config: Config, gap_limit: float, before: Sequence[Mapping[str, float | None]] = ()
-    ):
-        self._given: dict[str, str] = {}
-        self._config, self._gap_limit = config, gap_limit
+        self, config: Config, gap_limit: float, pass_reward: float | None = None,
+        at_start: Sequence[Sign] = (), rows: Sequence[Mapping[str, float | None]] = (),
+        given: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self._given = dict(given or {})
+        self._config, self._gap_limit, self._pass_reward = config, gap_limit, pass_reward
+        self._at_start = at_start
         self._recent = {name: deque[float](maxlen=WINDOW) for name in AVERAGED}
+        self._equal = deque[tuple[float, ...]](maxlen=WINDOW)
         self._first_kl: list[float] = []
         self._usual_kl: float | None = None
         self._newest: Mapping[str, float | None] = {}
-        if before:
-            self.start()
-        for row in before:
-            self.step(row)
+        for row in rows:
+            self._read(row)
 
     @property
     def texts(self) -> list[str]:
         """The warnings so far."""
         return list(self._given.values())
 
-    def start(self) -> list[str]:
+    def start(self) -> list[Sign]:
         """Return the warnings that need no metrics."""
-        trainer = self._config.trainer
-        if trainer.warmup_steps or not self._config.warn.warmup:
-            return []
-        text = (
-            "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
-            f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
-            " pretrained model; set trainer.warmup_steps=20 or more"
-        )
-        return self._new([("warmup", text)])
+        trainer, signs = self._config.trainer, list(self._at_start)
+        if not trainer.warmup_steps and self._config.warn.warmup:
+            text = (
+                "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
+                f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
+                " pretrained model; set trainer.warmup_steps=20 or more"
+            )
+            signs.append(("warmup", text))
+        return self._new(signs)
 
-    def step(self, metrics: Mapping[str, float | None]) -> list[str]:
+    def step(self, metrics: Mapping[str, float | None]) -> list[Sign]:
         """Return the warnings that the metrics of a step give for the first time."""
-        if EQUAL not in metrics:  # those of an evaluation
+        if not self._read(metrics):
             return []
+        full = len(self._recent[KL]) == WINDOW
+        return self._new([*self._gap(), *(self._signs() if full else ())])
+
+    def end(self) -> list[Sign]:
+        """Return the warnings of a run that had too few steps for them."""
+        return self._new(self._signs()) if self._recent[KL] else []
+
+    def _read(self, metrics: Mapping[str, float | None]) -> bool:
+        """Keep the metrics of a step; return whether they are of a step, not of an evaluation."""
+        if EQUAL not in metrics:
+            return False
         for name, values in self._recent.items():
             values.append(metrics[name] or 0.0)
+        self._equal.append(tuple(metrics[n] or 0.0 for n in (LOWEST, HIGHEST) if n in metrics))
         if self._usual_kl is None:
             self._first_kl.append(self._recent[KL][-1])
             if len(self._first_kl) == FIRST:
                 self._usual_kl = median(self._first_kl)
         self._newest = metrics
-        full = len(self._recent[KL]) == WINDOW
-        return self._new([*self._gap(), *(self._signs() if full else ())])
+        return True
 
-    def end(self) -> list[str]:
-        """Return the warnings of a run that had too few steps for them."""
-        return self._new(self._signs()) if self._recent[KL] else []
-
-    def _new(self, signs: Iterable[Sign]) -> list[str]:
+    def _new(self, signs: Iterable[Sign]) -> list[Sign]:
         new = {key: text for key, text in signs if key not in self._given}
         self._given |= new
-        return list(new.values())
+        return list(new.items())
 
     def _gap(self) -> Iterator[Sign]:
         own, gap = self._config.warn.gap, self._newest.get("sync/logp_gap_max")
@@ -98,12 +108,12 @@ class Warnings:
         """Yield the signs of trouble in the latest steps."""
         w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
         if mean[EQUAL] > w.equal_rewards:
+            value, cause = self._equal_value()
             yield (
                 "equal_rewards",
-                f"{mean[EQUAL]:.0%} of the groups have equal rewards, which do not tell better"
-                f" responses from worse (more than warn.equal_rewards = {w.equal_rewards:g}): the"
-                " prompts are too easy by now, or too hard, or the reward function is at fault;"
-                " choose other prompts, or set strategy.filter_equal=true",
+                f"{mean[EQUAL]:.0%} of the groups have equal rewards{value}, which do not tell"
+                " better responses from worse (more than warn.equal_rewards ="
+                f" {w.equal_rewards:g}): {cause}",
             )
         if mean[CUT_OFF] > w.cut_off:
             yield (
@@ -135,6 +145,28 @@ class Warnings:
                 f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
+
+    def _equal_value(self) -> tuple[str, str]:
+        """Return which reward the groups of equal rewards have, if all the same, and the cause."""
+        values = {value for pair in self._equal for value in pair}
+        cause = (
+            "the prompts are too easy by now, or too hard, or the reward function is at fault;"
+            " choose other prompts, or set strategy.filter_equal=true"
+        )
+        if len(values) != 1:
+            return "", cause
+        (value,) = values
+        solved = {0.0: False, 1.0: True}.get(value)
+        if self._pass_reward is not None:
+            solved = value >= self._pass_reward
+        if solved:
+            cause = "everything is solved; choose harder prompts, or selection=difficulty"
+        elif solved is False:
+            cause = (
+                "nothing is solved yet; read some completions, and choose easier prompts, reward"
+                " partial answers, or raise sampling.samples"
+            )
+        return f", all of them {value:g}", cause
 
     def _cause_of_reuse(self) -> str:
         """Return why the same samples are trained on, and what to do about it."""

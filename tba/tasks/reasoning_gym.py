@@ -112,7 +112,8 @@ class ReasoningGym(Rendering):
 
         name, options = self.generator, self.options
         if name not in DATASETS:
-            raise ValueError(f"task.generator = {name!r}: unknown{choices(name, DATASETS)}")
+            full = "reasoning_gym.factory.DATASETS has all"
+            raise ValueError(f"task.generator = {name!r}: unknown{choices(name, DATASETS, full)}")
         dataset, config = DATASETS[name][:2]
         try:
             return dataset(config(**options, size=self.size, seed=self.seed))

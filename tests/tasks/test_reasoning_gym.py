@@ -163,7 +163,7 @@ def test_the_task_runs(make_model: Any, tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "generator": (
         {"generator": "chain_sums"},
-        "task.generator = 'chain_sums': unknown; did you mean 'chain_sum'?; known: ",
+        "task.generator = 'chain_sums': unknown; did you mean 'chain_sum'",
     ),
     "option": (
         {"options": {"max_digit": 2}},
