@@ -16,6 +16,7 @@ from tba.config.schema import DEFAULT, load
 from tba.report import report
 from tba.run import run
 from tba.runs.log import SAMPLES, SUMMARY
+from tba.runs.panels import PANELS
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -196,3 +197,26 @@ def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_pa
             assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
             assert page.locator("img").count() == 0 and "stolen" not in page.title()
             assert hostile.name in page.locator("body").inner_text()
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
+    browser: Any, demo: Path, hostile: Path, tmp_path: Path, width: int
+) -> None:
+    for path in (report([demo]), report([demo, hostile], tmp_path)):
+        with opened(browser, path, width) as page:
+            panels = page.locator(".panels figure")
+            assert panels.locator("figcaption").all_inner_texts() == [p.title for p in PANELS]
+            filled = page.locator(".panels .plot").count()
+            assert 9 < filled == 12 - page.get_by_text("no values", exact=True).count()
+            until(page, f"document.querySelectorAll('.panels canvas').length === {filled}")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            rows = {figure.bounding_box()["y"] for figure in panels.all()}
+            assert len(rows) == (12 if width == NARROW else 3)
+            shown = "document.querySelector('.panels .u-legend').innerText"
+            at_the_end = page.evaluate(shown)
+            panels.first.locator(".plot").focus()
+            page.keyboard.press("ArrowRight")
+            until(page, f"{shown} !== {json.dumps(at_the_end)}")
+            told = page.locator("#cursor").inner_text()
+            assert told.startswith("steps 1; ") and "reward 0." in told

@@ -206,8 +206,8 @@ def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path)
     (tmp_path / "run.json").write_text(json.dumps(plain))
     path = tmp_path / "completions.jsonl"
     scores = evaluate_model(str(model), load(tmp_path / "run.json", settings), path)
-    timed = {"run", "model", "seconds", "sampled_kl"}
-    assert scores.keys() == of_run.keys() - {"run", "sampled_kl"}
+    timed = {"run", "model", "seconds", "sampled_log_ratio"}
+    assert scores.keys() == of_run.keys() - {"run", "sampled_log_ratio"}
     for name in of_run.keys() - timed:
         assert scores[name] == of_run[name], name
     assert (len(written(path)), scores["model"]) == (15, str(model))
@@ -228,8 +228,8 @@ def test_an_adapters_folder_is_evaluated_with_a_config(
     (tmp_path / "run.json").write_text(json.dumps(plain))
     scores = evaluate_model(str(adapter), load(tmp_path / "run.json"))
     assert scores.keys() == of_run.keys() - {"run"}
-    assert abs(scores["sampled_kl"]) > 1e-3
-    for name in ("sampled_reward", "greedy_reward", "sampled_kl"):
+    assert abs(scores["sampled_log_ratio"]) > 1e-3
+    for name in ("sampled_reward", "greedy_reward", "sampled_log_ratio"):
         assert scores[name] == pytest.approx(of_run[name], abs=1e-4)
     other = [f"policy.model={make_model()}"]
     with pytest.raises(ValueError, match=r"the adapter in .* does not fit"):

@@ -269,7 +269,7 @@ def test_evaluations_hold_dialogues_too(config: Callable[..., Config]) -> None:
     assert found.scores["greedy_length"] == found.scores["sampled_length"] == len(asks) + 11
     assert found.scores["greedy_finished"] == 1.0
     assert found.scores["sampled_reward"] == len("It is 42.")
-    assert found.scores["sampled_kl"] == 0.0  # the engine is its own reference
+    assert found.scores["sampled_log_ratio"] == 0.0  # the engine is its own reference
     example = found.examples[0]
     assert example.prompt.endswith("[user]Say 6[assistant]") and "<tools>" in example.prompt
     assert "<tool_response>\n42\n" in example.completion and "It is 42." in example.completion

@@ -89,14 +89,14 @@ def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(
     first, *others = (evaluate_piece(searcher, i) for i in range(len(pieces(searcher.setup))))
     whole = join(3, [first, *others]).scores
     changed = join(3, [replace(first, reference=7), *others]).scores
-    gone = {name for name in whole if "perplexity" in name or name == "sampled_kl"}
+    gone = {name for name in whole if "perplexity" in name or name == "sampled_log_ratio"}
     assert len(gone) == 7  # two of each mode, and two standard errors
     assert whole.keys() - changed.keys() == gone
     silent = replace(searcher.setup, evaluation=searcher.setup.evaluation.model_copy(
         update={"perplexity": False}
     ))  # fmt: skip
     scores = evaluate_held_out(replace(searcher, setup=silent)).scores
-    assert whole.keys() - scores.keys() == gone - {"sampled_kl"}
+    assert whole.keys() - scores.keys() == gone - {"sampled_log_ratio"}
 
 
 @dataclass(frozen=True)

@@ -364,8 +364,8 @@ def test_both_exports_compute_what_the_trainer_does(toy_model: Path, tmp_path: P
         torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
     assert (Policy(base, 1.0).logp(batch) - expected).abs().max() < 1e-5  # PEFT changed it in place
     scores = evaluate_run(folder, [], reference=False)
-    assert abs(scores["sampled_kl"]) > 1e-3
-    assert abs(evaluate_run(folder, [], reference=True)["sampled_kl"]) < 1e-5
+    assert abs(scores["sampled_log_ratio"]) > 1e-3
+    assert abs(evaluate_run(folder, [], reference=True)["sampled_log_ratio"]) < 1e-5
     with pytest.raises(ValueError, match="leave out --adapter"):
         plain = tmp_path / "plain"
         run(replace_lora(small(toy_model, plain, "run.steps=1")))

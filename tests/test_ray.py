@@ -131,7 +131,7 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     evaluated = log.read_evaluations(tmp_path / "run")
     for scores, reference in ((evaluated[0], True), (evaluated[-1], False)):
         again = evaluate_run(tmp_path / "run", [], reference)
-        for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_kl"):
+        for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_log_ratio"):
             assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 

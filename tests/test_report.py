@@ -14,8 +14,9 @@ import pytest
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.charts import POINTS, columns
+from tba.report.charts import POINTS, columns, panel_charts
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, Journal
+from tba.runs.panels import PANELS
 
 SCRIPT = "<script>alert('7')</script>"
 HALF_A_PAIR = "\ud83d"
@@ -164,6 +165,13 @@ def charts(html: str) -> list[dict[str, Any]]:
     return [json.loads(text) for text in re.findall(r"data-chart='(.*?)'", html)]
 
 
+def first_screen(html: str) -> dict[str, str]:
+    """The figures of the first screen by title, in order."""
+    (grid,) = re.findall(r'<div class="panels">(.*?)</div>\n</section>', html, re.DOTALL)
+    figures = re.findall(r"<figure.*?</figure>", grid, re.DOTALL)
+    return {re.findall(r"<figcaption>(.*?)</figcaption>", f)[0]: f for f in figures}
+
+
 def test_the_page_loads_nothing_and_runs_no_script_but_its_own(page, comparison):
     for html in (page, comparison):
         assert not re.search(r"<link|<img|@import|url\(|\ssrc\s*=|\shref\s*=", html)
@@ -209,6 +217,44 @@ def test_charts_are_those_that_have_data(page, comparison):
     steps = data(page)[0]["steps"]
     assert steps["reward"] == [step / 10 for step in range(1, 13)]
     assert "sync/logp_gap" not in steps  # no step has it
+
+
+def test_the_first_screen_has_all_panels_in_order_before_all_else(page, comparison):
+    titles = [panel.title for panel in PANELS]
+    for html, results in ((page, "<dl"), (comparison, 'aria-label="Comparison"')):
+        screen = first_screen(html)
+        assert list(screen) == titles
+        assert html.index("</header>") < html.index('class="panels"') < html.index(results)
+        empty = [title for title, figure in screen.items() if ">no values<" in figure]
+        assert empty == [
+            "cut-off responses", "gradient norm", "log-prob gap, engine to trainer (nats)",
+            "samples per second", "samples per second of an engine",
+        ]  # fmt: skip
+        drawn = {title: charts(figure) for title, figure in screen.items()}
+        assert [title for title, own in drawn.items() if not own] == empty
+        passed = drawn["held-out pass@1"][0]
+        assert passed["metrics"] == ["eval/sampled_pass@1", "eval/greedy_pass@1"]
+        assert (passed["labels"], passed["form"]) == (["pass@1", "pass@1 greedy"], "share")
+
+
+def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
+    steps = {
+        "reward": [1.0, -0.5], "rewards/b/mean": [2.0, 1.0], "rewards/a/mean": [0.0, 1.0],
+        "off_policy/lag_mean": [3.0, 4.0], "off_policy/ess": [1.0, 0.5], "buffer/size": [8.0, 9.0],
+        "grad_norm": [0.5, nan], "kl": [nan, nan],
+    }  # fmt: skip
+    drawn = panel_charts([pd.DataFrame(steps), pd.DataFrame({"grad_norm": [0.25]})])
+    by_title = {chart["title"]: chart for chart in drawn}
+    reward = by_title["reward"]
+    assert reward["metrics"] == ("reward", "rewards/a/mean", "rewards/b/mean")
+    assert reward["labels"] == ("reward", "a", "b") and reward["form"] == "number"
+    lag = by_title["lag (steps) and effective sample size"]
+    assert (lag["form"], lag["shares"]) == ("positive", ("off_policy/ess",))
+    assert by_title["responses in the buffer"]["form"] == "count"
+    assert by_title["gradient norm"]["form"] == "positive"
+    assert by_title["KL to the reference (nats per token)"]["metrics"] == ()
+    (only,) = (c for c in panel_charts([pd.DataFrame({"off_policy/ess": [0.5]})]) if c["metrics"])
+    assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
 
 
 def test_each_reward_function_and_each_unknown_metric_has_a_chart(tmp_path):

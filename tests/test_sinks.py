@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tba.config.schema import Config, load
-from tba.report.charts import OTHERS, reward_chart, sections
+from tba.report.charts import OTHERS, panel_charts, sections
 from tba.runs.console import Console
 from tba.runs.log import SAMPLES, WARNINGS, Journal, read
 from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
@@ -63,13 +63,12 @@ def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
     assert first_screen(METRICS) == SCREEN
 
 
-def test_each_metric_of_a_panel_has_a_chart_in_the_report() -> None:
-    """A chart of its own, and not one among those of all other metrics."""
-    shown = sections([pd.DataFrame([EVERY])], {"": "pass@1"})
-    titles = {OTHERS: shown.pop(OTHERS, None)}
-    charts = [chart["metrics"] for _, charts in shown.values() for chart in charts]
-    drawn = {*reward_chart().metrics}.union(*charts)
-    assert EVERY.keys() <= drawn, titles
+def test_the_report_has_the_panels_and_not_their_metrics_among_all_others() -> None:
+    tables = [pd.DataFrame([EVERY])]
+    charts = panel_charts(tables)
+    assert [chart["title"] for chart in charts] == [panel.title for panel in PANELS]
+    assert [name for chart in charts for name in chart["metrics"]] == list(EVERY)
+    assert OTHERS not in sections(tables, {"": "pass@1"})
 
 
 def test_the_console_shows_each_metric_of_a_panel() -> None:

@@ -89,7 +89,7 @@ def write_run(path: Path, trial: Trial, failed: bool) -> None:
                     **totals,
                     "eval/last": {
                         "sampled_pass@1": score(trial, STEPS),
-                        "sampled_kl": 0.77 + seed,
+                        "sampled_log_ratio": 0.77 + seed,
                         "step": STEPS,
                     },
                 }
@@ -296,9 +296,9 @@ def test_published_results_stand_beside_the_runs_where_they_have_both_scores(tmp
         [study]
         folder = "{tmp_path}"
         [study.published]
-        "theirs" = {{ "sampled_pass@1" = 0.8, sampled_kl = 1.5 }}
+        "theirs" = {{ "sampled_pass@1" = 0.8, sampled_log_ratio = 1.5 }}
         "no cost" = {{ "sampled_pass@1" = 0.7 }}
-        "no score" = {{ sampled_kl = 1.6 }}
+        "no score" = {{ sampled_log_ratio = 1.6 }}
     """
     grid = '[[grid]]\nname = "g"\n"objective.use" = ["tb", "grpo"]\n'
     (tmp_path / "s.toml").write_text(table + grid)

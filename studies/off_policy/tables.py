@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
 KEPT = (
     "grid", "label", "objective", "seed", "status", "error", "last", "peak", "peak_step", "drop",
-    "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_kl", "kl", "log_ratio", "ess", "lag_mean",
-    "samples_generated", "samples_trained", "steps", "seconds", "settings",
+    "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_log_ratio", "kl", "log_ratio", "ess",
+    "lag_mean", "samples_generated", "samples_trained", "steps", "seconds", "settings",
 )  # fmt: skip
 PICTURES = (
     "gradient_variance.png",
@@ -75,11 +75,12 @@ def table(
 
 
 def listed(rows: pd.DataFrame, key: str) -> str:
-    """Return a table with pass@1 at the end, the drop after the peak and the KL of each value."""
-    lines = [markdown([title(key), "pass@1", "worst drop", "KL"]), "| --- | ---: | ---: | ---: |"]
+    """Return a table with pass@1 at the end, the worst drop and log(pi / ref) of each value."""
+    heads = [title(key), "pass@1", "worst drop", "log(pi / ref)"]
+    lines = [markdown(heads), "| --- | ---: | ---: | ---: |"]
     for value, own in rows.groupby(key, sort=False):
         scores = [mean(own["last"], share), mean(own["drop"], share)]
-        lines.append(markdown([str(value), *scores, mean(own["sampled_kl"], nats)]))
+        lines.append(markdown([str(value), *scores, mean(own["sampled_log_ratio"], nats)]))
     return "\n".join(lines)
 
 
@@ -118,7 +119,7 @@ def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
         "rates": table(grid("rates"), use, "trainer.learning_rate", best=True),
         "lags": table(grid("lags"), use, lag),
         "drops": table(grid("lags"), use, lag, "drop"),
-        "kl": table(grid("lags"), use, lag, "sampled_kl", nats),
+        "log_ratio": table(grid("lags"), use, lag, "sampled_log_ratio", nats),
         "ess": table(grid("lags"), use, lag, "ess", nats),
         "same_rate": table(grid("same_rate"), use, lag),
         "replayed": table(grid("replayed"), use, "strategy.recent"),

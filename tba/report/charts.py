@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import isnan, nan
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.page import MODES, names
+from tba.runs.panels import PANELS, Panel
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""
@@ -24,7 +26,7 @@ class Chart:
     """A chart of a few metrics, each with its own dashes, and ± its `spread`.
 
     The axis of `number` fits the values; others begin at 0. Metrics of steps are smoothed, unless
-    they are counts. Evaluations are points.
+    they are counts. Evaluations are points. Those of `shares` have an axis of their own.
     """
 
     title: str
@@ -32,27 +34,19 @@ class Chart:
     form: Literal["number", "positive", "share", "count"] = "number"
     labels: tuple[str, ...] = ()
     spread: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
 
 
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
     "Optimisation": (
-        "Each step of the optimizer. In a sound run the effective sample size stays high, and"
-        " neither KL nor gradient norm runs away.",
+        "Each step of the optimizer.",
         (
             Chart("loss", ("loss",)),
-            Chart("gradient norm", ("grad_norm",), "positive"),
             Chart("learning rate", ("learning_rate",), "positive"),
-            Chart("KL to the reference (nats per token)", ("kl",), "positive"),
             Chart("log(pi / ref) of the batches (nats per response)", ("log_ratio",)),
-            Chart("entropy (nats per token)", ("entropy",), "positive"),
-            Chart("effective sample size (share of K)", ("off_policy/ess",), "share"),
             Chart("ratios pi / mu outside the clip range", ("clip_ratio",), "share"),
             Chart("|log(pi / mu)| (nats per response)", ("off_policy/log_ratio",), "positive"),
-            Chart(
-                "log-prob gap, engine to trainer (nats)", ("sync/logp_gap", "sync/logp_gap_max"),
-                "positive", ("mean", "worst"),
-            ),
         ),
     ),
     "Training batches": (
@@ -62,7 +56,6 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart("lag (steps)", LAG, "positive", ("mean", "max")),
             Chart("reward, mean ± standard deviation", ("reward",), spread=("reward_std",)),
             Chart("response length (tokens)", ("completions/mean_length",), "positive"),
-            Chart("cut-off responses", ("completions/clipped_ratio",), "share"),
             Chart("groups with equal rewards", ("frac_reward_zero_std",), "share"),
         ),
     ),
@@ -70,7 +63,6 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
         "Distinct responses in the buffer. Of duplicates only the newest is kept; evicted responses"
         " made room for new ones.",
         (
-            Chart("responses in the buffer", ("buffer/size",), "count"),
             Chart("prompts held", ("buffer/prompts",), "count"),
             Chart(
                 "samples", ("buffer/added", "buffer/duplicates"), "count", ("added", "duplicates")
@@ -83,19 +75,10 @@ SECTIONS: dict[str, tuple[str, Sequence[Chart]]] = {
             Chart("distinct responses in a group", ("buffer/distinct_per_group",), "positive"),
         ),
     ),
-    "Waits and timing": (
-        "Search and training should not wait for each other: both shares should stay near zero.",
+    "Timing and restarts": (
+        "Seconds of each optimizer step, and of each publication of the weights. Restarts and"
+        " rejected samples are counted from the start.",
         (
-            Chart(
-                "waits (share of the time)", ("wait/trainer", "wait/searchers"), "share",
-                ("trainer", "searchers"),
-            ),
-            Chart("samples per second", ("samples_per_second",), "positive"),
-            Chart(
-                "samples per second of an engine",
-                ("engine/samples_per_second", "engine/samples_per_second_min"), "positive",
-                ("mean", "worst"),
-            ),
             Chart("optimizer step (s)", ("step_time",), "positive"),
             Chart(
                 "publishing the weights (s)", ("sync/blocked", "sync/adopted"), "positive",
@@ -115,6 +98,36 @@ def reward_chart() -> Chart:
     values, stderrs = zip(*(names("reward", mode) for mode in MODES), strict=True)
     labels = ("training batches", *(f"held-out, {mode}" for mode in MODES))
     return Chart("reward", ("reward", *values), "number", labels, ("", *stderrs))
+
+
+def panel_charts(tables: Sequence[pd.DataFrame]) -> list[dict[str, Any]]:
+    """Return a chart for each panel of the first screen, as JSON, of the metrics that have values.
+
+    Only a metric that has been negative needs an axis that does not begin at 0.
+    """
+    lowest = pd.concat([table.min() for table in tables]).dropna().groupby(level=0).min()
+    least = {str(name): float(value) for name, value in lowest.items()}
+    return [asdict(_panel_chart(panel, least)) for panel in PANELS]
+
+
+def _panel_chart(panel: Panel, least: Mapping[str, float]) -> Chart:
+    """Return the chart of a panel; `least` has the lowest value of each metric."""
+    labels: dict[str, str] = {}
+    shares: list[str] = []
+    form: Any = "positive"
+    for curve in panel.curves:
+        own = curve.labels(least)
+        labels |= own
+        if "%" in curve.form:
+            shares += own
+        elif ".0f" in curve.form:
+            form = "count"
+        elif any(least[name] < 0 for name in own):
+            form = "number"
+    metrics, texts = tuple(labels), tuple(labels.values())
+    if len(shares) == len(metrics):
+        return Chart(panel.title, metrics, "share", texts)
+    return Chart(panel.title, metrics, form, texts, shares=tuple(shares))
 
 
 def sections(
@@ -139,7 +152,7 @@ def sections(
         "Held-out prompts": ("Evaluations, with standard errors over prompts.", held_out),
         **SECTIONS,
     }
-    used = {*AXES, "samples_trained"}
+    used = {*AXES, "samples_trained", *chain(*(p["metrics"] for p in panel_charts(tables)))}
     for chart in (reward_chart(), *(c for _, charts in planned.values() for c in charts)):
         used.update(chart.metrics, chart.spread)
     others = [name for name in sorted(filled - used) if not name.endswith("stderr")]
@@ -167,7 +180,7 @@ def _held_out(measures: Mapping[str, str]) -> list[Chart]:
     errors = tuple(f"{name}_stderr" for name in wins)
     return [
         *scores,
-        Chart("log(pi / ref) of held-out answers (nats per response)", ("eval/sampled_kl",)),
+        Chart("log(pi / ref) of held-out answers (nats per response)", ("eval/sampled_log_ratio",)),
         Chart("perplexity of answers", perplexity, "number", MODES),
         Chart("win rate", wins, "share", MODES, errors),
         Chart("distance of answers (cosine)", ("eval/sampled_distance",), "positive"),

@@ -15,7 +15,7 @@ COLUMNS = {
     "last": ("end", ""),
     "peak": ("peak", ""),
     "drop": ("drop after it", ""),
-    "sampled_kl": ("KL at the end (nats)", "{:.3f}"),
+    "sampled_log_ratio": ("log(pi / ref) at the end (nats)", "{:.3f}"),
     "sampled_perplexity": ("perplexity at the end", "{:.2f}"),
     "sampled_perplexity_with_prompt": ("with prompt tokens", "{:.3f}"),
     "lag_mean": ("lag (steps)", "{:.1f}"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tba.report.charts import AXES, LAG, OTHERS, columns, reward_chart, sections
+from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
 from tba.report.page import MODES, measures_of, names, number, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read
 from tba.studies.results import Row, flat, read_json, read_metrics
@@ -134,8 +134,9 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     values = {
         "runs": records, "differences": _differences(records), "measures": measures,
         "measure": measures[""], "modes": MODES, "score": score, "number": number, "nan": nan,
-        "axes": AXES, "reward": asdict(reward_chart()), "sections": sections(tables, measures),
-        "others": OTHERS, "data": {"axes": AXES, "runs": [record.data() for record in records]},
+        "axes": AXES, "panels": panel_charts(tables), "reward": asdict(reward_chart()),
+        "sections": sections(tables, measures), "others": OTHERS,
+        "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
     return write_page(folder, "report.html", {**values, **script("uplot.min.js", "report.js")})
 

@@ -20,7 +20,7 @@ from tba.report.page import write_page
 from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {
-    "sampled_kl": "KL to the reference at the end (nats)",
+    "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",
     "sampled_perplexity": "perplexity under the reference at the end",
     "sampled_perplexity_with_prompt": "perplexity at the end, prompt tokens counted",
     "seconds": "time of a run (s)",

@@ -88,7 +88,7 @@ def evaluate_model(model: str, config: Config, completions: Path | None = None) 
         weights = _rounded(dict(whole.named_parameters()), parts.config, version=0)
     scores = _evaluate(parts, weights, None, completions)
     if not is_adapter:
-        scores = {name: value for name, value in scores.items() if not name.endswith("_kl")}
+        scores = {name: v for name, v in scores.items() if not name.endswith("_log_ratio")}
     return {"model": model, "prompts": len(parts.held_out), **scores}
 
 

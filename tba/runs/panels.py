@@ -1,7 +1,7 @@
 """The first screen of a run: twelve panels, the same in console, report, TensorBoard and W&B."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from math import isfinite
@@ -17,6 +17,14 @@ class Curve:
     metric: str
     label: str
     form: str = "{:.3f}"
+
+    def labels(self, metrics: Collection[str]) -> dict[str, str]:
+        """Return the label of each of the metrics that the curve stands for."""
+        before, star, after = self.metric.partition("*")
+        if not star:
+            return {self.metric: self.label} if self.metric in metrics else {}
+        names = matching(metrics, self.metric)
+        return {name: name.removeprefix(before).removesuffix(after) for name in names}
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,7 @@ def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, float]]
     """Yield panel number, label, format and value of each metric that the panels show."""
     for number, panel in enumerate(PANELS, 1):
         for curve in panel.curves:
-            before, star, after = curve.metric.partition("*")
-            names = matching(metrics, curve.metric) if star else {curve.metric} & metrics.keys()
-            for name in names:
-                label = name.removeprefix(before).removesuffix(after) if star else curve.label
+            for name, label in curve.labels(metrics.keys()).items():
                 if isfinite(metrics[name]):
                     yield number, label, curve.form, metrics[name]
 

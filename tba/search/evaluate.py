@@ -28,9 +28,9 @@ EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
 
 MODES = ("greedy", "sampled")
-OF_REFERENCE = ("_kl", "_nats", "_with_prompt")
+OF_REFERENCE = ("_log_ratio", "_nats", "_with_prompt")
 """Ends of the names of scores that depend on the reference."""
-PLAIN = ("_rejected", "_length", "_finished", "_kl", "_nats")
+PLAIN = ("_rejected", "_length", "_finished", "_log_ratio", "_nats")
 """Ends of the names of scores without a standard error."""
 
 
@@ -102,7 +102,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     scores |= _scores("sampled", sampled.completions, judged, least)
     version = searcher.reference.version
     if settings.temperature == setup.sampling.temperature:  # that of the reference
-        scores["sampled_kl"], version = _kl(sampled, searcher.reference)
+        scores["sampled_log_ratio"], version = _log_ratio(sampled, searcher.reference)
     if settings.perplexity:
         for mode, responses in zip(MODES, (greedy, sampled), strict=True):
             likelihood, version = _likelihood(responses, searcher.reference)
@@ -121,13 +121,13 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     """Return the scores of all pieces together; `SET/` or `PART/` begins the name of a subset's.
 
-    `sampled_kl` is the KL of the sampled answers to the reference, in nats a response. Perplexities
-    are those of the answers under the reference: of the whole set by its tokens, and see
-    `_likelihood`. All are left out if the reference was reset between two pieces. A standard error
-    is over prompts, because samples of one prompt are not independent. Samples that the task cannot
-    score count as wrong and as reward 0; `rejected` is their share. Greedy answers of which it
-    scores none have no score: it may compare answers, of which there is one. `seconds` are those of
-    all pieces.
+    `sampled_log_ratio` is the mean log(pi / ref) of the sampled answers, in nats per response: an
+    unbiased estimate of KL(pi, ref), which may be negative. Perplexities are those of the answers
+    under the reference: of the whole set by its tokens, and see `_likelihood`. All are left out if
+    the reference was reset between two pieces. A standard error is over prompts, because samples of
+    one prompt are not independent. Samples that the task cannot score count as wrong and as reward
+    0; `rejected` is their share. Greedy answers of which it scores none have no score: it may
+    compare answers, of which there is one. `seconds` are those of all pieces.
     """
     one_reference = len({p.reference for p in pieces}) == 1
     scores: dict[str, float] = {}
@@ -217,8 +217,8 @@ def _scores(
     return {f"{mode}_{name}": values for name, values in scores.items()}
 
 
-def _kl(responses: Responses, reference: Reference) -> tuple[Float[np.ndarray, " P"], int]:
-    """Return for each prompt an unbiased estimate of KL(pi, ref), and the reference's version."""
+def _log_ratio(responses: Responses, reference: Reference) -> tuple[Float[np.ndarray, " P"], int]:
+    """Return the mean log(pi / ref) of the answers to each prompt, and the reference's version."""
     logp, version = reference.logp(responses.prompts, responses.completions)
     estimates = []
     for group, rows in zip(responses.completions, logp, strict=True):

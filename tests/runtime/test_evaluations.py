@@ -90,7 +90,7 @@ def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[S
     first = setup.held_out[0]
     same = replace(searchers[0], setup=replace(setup, held_out=(first,) * 6))
     one, other = (evaluate_piece(same, number) for number in (0, 1))
-    alike, different = "greedy_length", "sampled_kl"
+    alike, different = "greedy_length", "sampled_log_ratio"
     assert one.scores[alike].tolist() == other.scores[alike].tolist()
     assert one.scores[different].tolist() != other.scores[different].tolist()
 
@@ -107,7 +107,7 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
         evaluations.done(piece, evaluate_piece(searchers[piece.number == 2], piece.number))
     (evaluation,) = evaluations.collect()
     expected = scores(evaluate_held_out(searchers[0]))
-    assert not math.isnan(expected.pop("sampled_kl"))
+    assert not math.isnan(expected.pop("sampled_log_ratio"))
     assert scores(evaluation) == expected
 
 

@@ -6,7 +6,10 @@ const { axes, runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
 const DASHES = [[], [7, 4], [2, 3]];
 const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of the marks in a legend
-const LEAST = { positive: 1e-9, share: 0.1, count: 1 }; // top of an axis from 0: small shares look small
+const LEAST = { positive: 0, share: 0.1, count: 1 }; // top of an axis from 0: small shares look small
+const LOOKS = { // height of a plot, width of its y axis and size of the text, in pixels
+  "": { height: 190, gutter: 58, text: 12 }, wide: { height: 320, gutter: 58, text: 12 }, small: { height: 118, gutter: 42, text: 11 },
+};
 const ROWS = 12; // of a line in the table of a chart
 const GROUPS = 20; // shown at once
 const charts = new Map(); // by the element that contains the plot
@@ -46,36 +49,41 @@ function linesOf(chart, x) {
     const rows = evaluated ? run.evaluations : run.steps;
     if (!rows[metric]) return;
     const count = chart.form === "count";
+    const own = several && chart.metrics.length === 1 ? "" : chart.labels[m] ?? (several ? "" : metric);
+    const ofRun = several ? run.name + (own && ",\u00a0") : "";
     lines.push({
-      label: [several && run.name, chart.labels[m]].filter(Boolean).join(", ") || metric,
+      name: ofRun + own,
+      label: element("span", {}, element("span", { className: "run" }, ofRun), own), // panels show it without the run
       x: rows[x],
       y: count ? rows[metric].map((value) => value ?? 0) : rows[metric],
       spread: rows[chart.spread[m]],
+      form: chart.shares.includes(metric) ? "share" : chart.form,
+      scale: chart.shares.includes(metric) ? "share" : "y",
       evaluated,
       smoothed: !evaluated && !count,
       stroke: colour(`--line${(several ? r : m) % 12}`),
-      dash: DASHES[m],
+      dash: DASHES[m % DASHES.length],
     });
   }));
   return lines;
 }
 
 // Add a line to the series, columns and bands of a plot: values, raw values, and edges of its spread.
-function addLine(line, form, series, columns, bands) {
+function addLine(line, series, columns, bands) {
   const y = line.smoothed ? smooth(line.y) : line.y;
   const raw = line.smoothed ? 1 : 0, high = line.spread ? raw + 1 : 0;
   series.push({
-    label: line.label, stroke: line.stroke, dash: line.dash, width: 2,
+    name: line.name, label: line.label, scale: line.scale, stroke: line.stroke, dash: line.dash, width: 2,
     points: { show: line.evaluated || y.length < 3, size: 7, fill: line.stroke },
     value: (plot, _, s, hovered) => {
       const i = hovered ?? plot.data[s].findLastIndex((value) => value != null);
       const error = high ? plot.data[s + high][i] - plot.data[s][i] : NaN;
-      return short(plot.data[s + raw][i], form) + (error >= 0 ? ` ± ${short(error, form, 2)}` : "");
+      return short(plot.data[s + raw][i], line.form) + (error >= 0 ? ` ± ${short(error, line.form, 2)}` : "");
     },
   });
   columns.push(y);
   const addQuiet = (values, look) => {
-    series.push({ class: "quiet", points: { show: false }, ...look });
+    series.push({ class: "quiet", scale: line.scale, points: { show: false }, ...look });
     columns.push(values);
   };
   if (raw) addQuiet(line.y, { stroke: `${line.stroke}48`, width: 1 });
@@ -89,34 +97,40 @@ function addLine(line, form, series, columns, bands) {
   }
 }
 
+// The range of an axis: around the values, or from 0.
+function rangeOf(form) {
+  const least = LEAST[form];
+  return (_, low, high) =>
+    least === undefined ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, Math.max(1.05 * high, least) || 1];
+}
+
 function draw(place) {
   charts.get(place)?.destroy();
   const figure = place.closest("figure"), chart = JSON.parse(figure.dataset.chart);
   const x = figure.querySelector("input:checked")?.value ?? "step";
-  const series = [{ label: axes[x], value: (plot, value) => short(value ?? plot.data[0].at(-1)) }];
+  const series = [{ name: axes[x], label: axes[x], value: (plot, value) => short(value ?? plot.data[0].at(-1)) }];
   const tables = [], bands = [];
   for (const line of linesOf(chart, x)) {
     const columns = [line.x];
-    addLine(line, chart.form, series, columns, bands);
+    addLine(line, series, columns, bands);
     tables.push(columns);
   }
-  const least = LEAST[chart.form];
+  const { height, gutter, text } = LOOKS[figure.dataset.size];
   const axis = {
-    stroke: colour("--soft"), font: "12px system-ui, sans-serif", ticks: { show: false },
+    stroke: colour("--soft"), font: `${text}px system-ui, sans-serif`, ticks: { show: false },
     grid: { stroke: colour("--rule"), width: 1 },
   };
+  const axisOf = (form, look) => ({ ...axis, size: gutter, values: (_, ticks) => ticks.map((tick) => short(tick, form)), ...look });
   const plot = new uPlot({
-    width: place.clientWidth, height: figure.classList.contains("wide") ? 320 : 190, series, bands,
+    width: place.clientWidth, height, series, bands,
     scales: {
       x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-      y: {
-        range: (_, low, high) =>
-          least === undefined ? uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true) : [0, Math.max(1.05 * high, least)],
-      },
+      y: { range: rangeOf(chart.form) },
+      share: { range: rangeOf("share") },
     },
     axes: [
-      { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => short(tick)) },
-      { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick, chart.form)) },
+      axisOf("", { size: 28 }), axisOf(chart.form),
+      axisOf("share", { scale: "share", side: 1, show: chart.shares.length > 0, grid: { show: false } }),
     ],
     cursor: { y: false, sync: { key: x === "step" ? "step" : null } },
     legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
@@ -124,7 +138,7 @@ function draw(place) {
   charts.set(place, plot);
   const ends = shownSeries(plot).slice(1).map((s) => {
     const first = plot.data[s].findIndex((value) => value != null);
-    return `${plot.series[s].label} from ${cell(plot, s, first)} to ${cell(plot, s, null)}`;
+    return `${plot.series[s].name} from ${cell(plot, s, first)} to ${cell(plot, s, null)}`;
   });
   place.setAttribute("aria-label", `${chart.title}: ${ends.join("; ")}. The arrow keys move the cursor.`);
   fillTable(figure.querySelector(".values"), plot);
@@ -148,7 +162,7 @@ function fillTable(details, plot) {
     for (let k = 0; k < ROWS; k++) rows.add(filled[Math.round((k * (filled.length - 1)) / (ROWS - 1))]);
   }
   const table = element("table", {});
-  table.createTHead().append(element("tr", {}, ...shown.map((s) => element("th", { scope: "col" }, plot.series[s].label))));
+  table.createTHead().append(element("tr", {}, ...shown.map((s) => element("th", { scope: "col" }, plot.series[s].name))));
   table.createTBody().append(...[...rows].sort((a, b) => a - b).map((i) =>
     element("tr", {}, ...shown.map((s) => element("td", {}, plot.data[s][i] == null ? "" : cell(plot, s, i))))));
   details.append(table);
@@ -162,7 +176,7 @@ function moveCursor(event, place) {
   const xs = plot.data[0], last = xs.length - 1, from = plot.cursor.idx ?? (direction > 0 ? -1 : last + 1);
   const i = Math.min(last, Math.max(0, from + direction * Math.ceil(xs.length / 50)));
   plot.setCursor({ left: plot.valToPos(xs[i], "x"), top: 1 });
-  const values = shownSeries(plot).map((s) => `${plot.series[s].label} ${cell(plot, s, plot.cursor.idxs[s])}`);
+  const values = shownSeries(plot).map((s) => `${plot.series[s].name} ${cell(plot, s, plot.cursor.idxs[s])}`);
   document.getElementById("cursor").textContent = values.join("; ");
 }
 
