@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_loop import config
 from test_ray import conserved, run_and_keep
-from toy import Ones, count
+from toy import Ones
 
 from tba.cli import _config
 from tba.engines import SearchError
@@ -24,34 +24,36 @@ SAMPLES = 64
 
 @dataclass(frozen=True)
 class Raising(Ones):
-    """A call of the scoring function raises; the others write down their prompts."""
+    """Scoring writes down its prompts, and raises after so many, until there is a judge."""
 
     folder: str = ""
-    at: int = -1
+    after: int = 0
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        if count(Path(self.folder)) == self.at:
-            raise ValueError("no judge any more")
-        with Path(self.folder, "..", "scored").open("a") as file:
+        with Path(self.folder, "scored").open("a+") as file:
+            file.seek(0)
+            if len(file.readlines()) == self.after and not Path(self.folder, "judge").exists():
+                raise ValueError("no judge any more")
             file.write(f"{prompt.id}\n")
         return super().score(prompt, answers)
 
 
 @pytest.mark.parametrize("lag", ["none", "1"])
-@pytest.mark.parametrize("at", [1, 7])
+@pytest.mark.parametrize("after", [1, 7])
 def test_a_search_that_ends_a_local_run_loses_nothing(
-    tiny_model: Path, tmp_path: Path, at: int, lag: str
+    tiny_model: Path, tmp_path: Path, after: int, lag: str
 ) -> None:
     """The second of three prompts, in the first fill and in a step. It is scored again."""
-    folder, calls = tmp_path / "run", tmp_path / "calls"
+    folder = tmp_path / "run"
     settings = [f"sampling.samples={SAMPLES}", "runtime.prompts_per_task=1", "eval.prompts=0"]
     if lag != "none":
         settings += [f"runtime.lag={lag}", "strategy=recent"]
-    task = ["task=test_ended_search.Raising", f"task.folder={calls}", f"task.at={at}"]
+    task = ["task=test_ended_search.Raising", f"task.folder={tmp_path}", f"task.after={after}"]
     with pytest.raises(SearchError, match="no judge any more"):
         run(config(tiny_model, folder, *settings, *task))
     step = int(newest(folder / "checkpoints").name.rpartition("-")[2])
-    assert (step > 0) == (at > 1)
+    assert (step > 0) == (after > 1)
+    (tmp_path / "judge").touch()
     ended = run_and_keep(_config([], folder), folder)
     scored = (tmp_path / "scored").read_text().split()
     delayed = 3 if lag == "1" else 0
