@@ -19,10 +19,11 @@ class SearchState:
 
     cursor: Cursor
     tasks: int  # number of the next search task
-    stats: SearchStats  # statistics of all groups that `gather` has returned
+    stats: SearchStats  # statistics of all groups that were found
     weights: Weights | None  # weights to search with; None where they are the newest (ray)
     reference: Weights | None  # weights of the reference, if it has been reset
-    held: tuple[Group, ...] = ()  # groups on their way to the buffer, with a constant lag
+    held: tuple[Group, ...] = ()
+    """Groups on their way to the buffer: with a constant lag, or when a search ended the run."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class Searchers(Protocol):
 
 
 class LaggedSearchers:
-    """Searchers with a constant lag: they hold back the newest `behind` groups (lag x B)."""
+    """Searchers with a constant lag: they hold back the newest `behind` groups (lag x B).
+
+    Groups that were `held` when the run was saved come first, also without a lag.
+    """
 
     def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
         self._searchers, self._behind = searchers, behind
@@ -99,10 +103,11 @@ class LaggedSearchers:
         return self._searchers.stats
 
     def gather(self, at_least: int) -> list[Group]:
-        missing = max(0, self._behind - len(self._held))
-        self._held.extend(self._searchers.gather(at_least + missing))
+        missing = at_least + self._behind - len(self._held)
+        self._held.extend(self._searchers.gather(max(0, missing)))
         ready = len(self._held) - self._behind  # negative when a stop has cut the search short
         return [self._held.popleft() for _ in range(ready)]
 
     def state(self) -> SearchState:
-        return replace(self._searchers.state(), held=tuple(self._held))
+        state = self._searchers.state()
+        return replace(state, held=(*self._held, *state.held))

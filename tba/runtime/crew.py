@@ -1,6 +1,8 @@
 """The searchers of a run on Ray, the weights that they get, and the copies that exist of them."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tba.config.tables import RuntimeTable
@@ -14,12 +16,28 @@ PUBLISHED, REFERENCES = 4, 2
 Each keeps a copy for as long as a slow searcher needs to take it.
 """
 
+BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
+"""Seconds before the second restart in a row of a searcher, which double, and most seconds."""
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """Place of a searcher that has ended."""
+
+    place: Place
+    at: float  # time at which another one may start
+    failures: int  # in a row
+    after_gap: bool  # whether the last one had wrong weights
+
 
 class Crew:
     """All searchers. Whoever calls a method holds the lock of the collector."""
 
-    def __init__(self, starter: Starter, settings: RuntimeTable):
-        self._starter, self._settings = starter, settings
+    def __init__(
+        self, starter: Starter, settings: RuntimeTable, clock: Callable[[], float] = time.monotonic
+    ):
+        self._starter, self._settings, self._clock = starter, settings, clock
+        self._vacancies: list[Vacancy] = []
         self.handles: list[Handle] = []
         self.newest: Sent | None = None  # weights that were published last
         self.published = 0.0  # time at which they were
@@ -29,17 +47,33 @@ class Crew:
     def start(self, place: Place) -> None:
         self.handles.append(self._starter.start(place, self.newest))
 
-    def replace(self, handle: Handle) -> Handle:
-        """End a searcher and start another in its place."""
+    def replace(self, handle: Handle, after_gap: bool = False) -> float:
+        """End a searcher; return the seconds until `restart` starts another in its place.
+
+        There are none, but after failures in a row, between which it has delivered nothing.
+        """
         self.restarts_left -= 1
         handle.kill()
-        started = self._starter.start(handle.place, self.newest)
-        self.handles[self.handles.index(handle)] = started
-        return started
+        self.handles.remove(handle)
+        failures, wait = handle.failures + 1, 0.0
+        if failures > 1:
+            wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (failures - 2))
+        self._vacancies.append(Vacancy(handle.place, self._clock() + wait, failures, after_gap))
+        return wait
+
+    def restart(self) -> None:
+        """Start the searchers that need not wait any longer."""
+        for vacancy in [v for v in self._vacancies if v.at <= self._clock()]:
+            self._vacancies.remove(vacancy)
+            self.start(vacancy.place)
+            started = self.handles[-1]
+            started.failures = vacancy.failures
+            started.after_gap = started.version if vacancy.after_gap else None
 
     def forget(self) -> None:
         """Drop all searchers, and the copies of weights that were kept for them."""
         self.handles, self.newest, self.newest_reference = [], None, None
+        self._vacancies = []
 
     def least_busy_first(self) -> list[Handle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))

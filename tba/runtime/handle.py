@@ -88,6 +88,8 @@ class Handle:
     """Version that it began with, after one with wrong weights; None once newer ones are right."""
     sent: float = -inf
     """Time of the last publication to it."""
+    failures: int = 0
+    """Searchers in a row that have failed in its place, and have delivered nothing before."""
 
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""
@@ -138,6 +140,14 @@ class Handle:
 
     def kill(self) -> None:
         self.calls("end a searcher", ray.kill, self.actor)
+
+    def done(self, task: Task) -> None:
+        """Record that a call has returned its result."""
+        self.tasks.remove(task)
+        if task.kind in ("search", "evaluate"):
+            self.failures = 0
+        if self.after_gap is not None and task.version > self.after_gap:
+            self.after_gap = None
 
     def late(self, deadlines: Mapping[Kind, float]) -> str | None:
         """Return which deadline the searcher has missed, if any."""

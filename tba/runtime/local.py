@@ -33,6 +33,7 @@ class LocalSearchers:
         self._after_gap = False  # whether the searcher replaces one with wrong weights
         self._weights: Weights | None = None
         self._reference: Weights | None = None
+        self._found: list[Group] = []  # in a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
         if state.weights is not None:
             self._load(state.weights)
@@ -41,7 +42,7 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.gather_deadline(at_least)
-        groups: list[Group] = []
+        groups = self._found  # if a search ends the run, they are in its state
         while len(groups) < at_least:
             if time.monotonic() > deadline:
                 few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
@@ -52,10 +53,11 @@ class LocalSearchers:
             prompts = self._stream.take(min(most, at_least - len(groups)))
             result = self._search(prompts)
             self._tasks += 1
+            self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
             self.stats.quarantined += self._stream.done(prompts, result.groups, result.died)
             self.stats.add(result.stats)
-            self._rejections.add(result.stats)
             groups += result.groups
+        self._found = []
         return groups
 
     def publish(self, source: Source, version: int) -> None:
@@ -130,7 +132,8 @@ class LocalSearchers:
 
     def state(self) -> SearchState:
         cursor, stats = self._stream.cursor(), deepcopy(self.stats)
-        return SearchState(cursor, self._tasks, stats, self._weights, self._reference)
+        found = tuple(self._found)
+        return SearchState(cursor, self._tasks, stats, self._weights, self._reference, found)
 
     def close(self) -> None:
         self._searcher.close()

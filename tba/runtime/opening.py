@@ -58,8 +58,9 @@ def open_searchers(
         if search.weights is None and step >= job.settings.publish_every:  # a run on Ray saves none
             search = replace(search, weights=trainer.weights(version=step))
         searchers = LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
-    if job.settings.lag:
-        return LaggedSearchers(searchers, job.settings.lag * job.batch_groups, search.held)
+    behind = (job.settings.lag or 0) * job.batch_groups
+    if behind or search.held:
+        return LaggedSearchers(searchers, behind, search.held)
     return searchers
 
 

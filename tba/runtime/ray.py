@@ -2,8 +2,8 @@
 
 A collector thread keeps every searcher busy and receives the results. The train loop only takes the
 results that have arrived. A searcher that dies, misses a deadline or has a faulty engine is
-restarted, and its tasks are issued again. If Ray itself is lost, the next call raises
-ClusterLostError; `state` and `close` work all the same.
+restarted, after a while if this happens again and again, and its tasks are issued again. If Ray
+itself is lost, the next call raises ClusterLostError; `state` and `close` work all the same.
 """
 
 import logging
@@ -187,6 +187,7 @@ class RaySearchers:
         try:
             while not self._closing:
                 with self._changed:
+                    self._crew.restart()
                     self._hand_out_evaluations()
                     self._hand_out_searches()
                     self._crew.send_newest()
@@ -212,7 +213,7 @@ class RaySearchers:
 
     def _hand_out_searches(self) -> None:
         """Give searches to the least busy searchers: all work on what the trainer waits for."""
-        while count := self._due():
+        while self._handles and (count := self._due()):
             handle = self._crew.least_busy_first()[0]
             if len(handle.work()) >= self._stream.most(self._in_flight):
                 return
@@ -245,14 +246,15 @@ class RaySearchers:
             # an error in code or settings: another searcher would raise it too
             raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:
+            why = "died"
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
-                raise RuntimeError(f"a searcher could not start: {error}") from error
-            self._restart(handle, "died")
+                why = f"could not start: {error}"
+                if handle.failures == 0:  # none has ever worked here
+                    raise RuntimeError(f"a searcher {why}") from error
+            self._restart(handle, why)
             return
         with self._changed:
-            handle.tasks.remove(task)
-            if handle.after_gap is not None and task.version > handle.after_gap:
-                handle.after_gap = None
+            handle.done(task)
             if task.kind == "publish":
                 self._stats.adopt_seconds = time.monotonic() - task.published
             elif task.kind == "search":
@@ -270,11 +272,10 @@ class RaySearchers:
         original = LogpGapError(str(error.args[0]))
         if handle.after_gap is not None or self._crew.restarts_left == 0:
             raise original.repeated()
-        started = self._restart(handle, f"loaded weights wrongly ({original})", error.gap)
-        started.after_gap = started.version
+        self._restart(handle, f"loaded weights wrongly ({original})", error.gap)
 
-    def _restart(self, handle: Handle, why: str, gap: float = 0.0) -> Handle:
-        """End a searcher and start another with its tasks; late results of the old one are lost."""
+    def _restart(self, handle: Handle, why: str, gap: float = 0.0) -> None:
+        """Replace a searcher and issue its tasks again; late results of the old one are lost."""
         with self._changed:
             self._stats.quarantined += self._stream.died([] if gap else handle.searching())
             if self._crew.restarts_left == 0:
@@ -282,11 +283,11 @@ class RaySearchers:
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
                     " restarts; see why searchers fail, or raise that setting"
                 )
-            started = self._crew.replace(handle)
+            wait = self._crew.replace(handle, after_gap=gap > 0)
             self._stats.replaced(gap)
-            log.warning("a searcher %s: restarted, its tasks are issued again", why)
+            when = f"in {wait:g} s" if wait else "now"
+            log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
             for task in handle.tasks:
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)
-        return started

@@ -59,27 +59,29 @@ class PromptStream:
         suspects = [i for i in again if i in self._quarantine.suspects]
         if suspects:
             again = suspects[:1]
-        for i in again:
-            self._again.remove(i)
         taken = [self._prompts[i] for i in again]
         if not suspects:
             taken += self._choose(count - len(taken))
+        if count and not taken:
+            raise SearchError(
+                "every prompt that the selection chooses is in quarantine, because what scored or"
+                " searched it ended several times in a row; fix the reward function, and resume"
+                " with reward.quarantine=0"
+            )
+        for i in again:
+            self._again.remove(i)
         self._outstanding += [p.id for p in taken]
         return taken
 
     def _choose(self, count: int) -> list[Prompt]:
-        """Return the selection's next prompts but those in quarantine."""
+        """Return the selection's next prompts but those in quarantine, fewer if these are many."""
         chosen: list[Prompt] = []
         for _ in range(PATIENCE):
             if len(chosen) == count:
                 return chosen
             choice = self._selection.choose(count - len(chosen))
             chosen += [p for p in choice if p.id not in self._quarantine]
-        raise SearchError(
-            "every prompt that the selection chooses is in quarantine, because what scored or"
-            " searched it ended several times in a row; fix the reward function, and resume with"
-            " reward.quarantine=0"
-        )
+        return chosen
 
     def most(self, tasks: int) -> int:
         """Return how many of `tasks` tasks a searcher may have: one while there are suspects."""

@@ -106,12 +106,12 @@ def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
     goes_on(folder)
 
 
-def goes_on(folder: Path) -> None:
+def goes_on(folder: Path, *settings: str) -> None:
     """Ten steps more: every prompt was answered once, or is out."""
     newest = generations(folder / CHECKPOINTS)[-1]
     step = json.loads((newest / "state.json").read_text())["progress"]["step"]
     alone = ("runtime.use=local", "runtime.searchers=1")
-    run = run_and_keep(_config([f"run.steps={step + 10}", *alone], folder), folder)
+    run = run_and_keep(_config([f"run.steps={step + 10}", *alone, *settings], folder), folder)
     assert conserved(run.buffer)
     cursor = run.searchers.state().cursor
     held = {g.prompt.id for g in run.buffer.groups()}

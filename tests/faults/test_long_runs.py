@@ -12,7 +12,9 @@ import hostile
 import numpy as np
 import psutil
 import pytest
+import test_ray
 from suite import Case, carry_out, cases, forked
+from test_leftovers import goes_on
 from test_loop import as_settings, config
 from test_replay import is_conserved
 from toy import count
@@ -139,6 +141,36 @@ def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(
     assert newest.name == f"step-{opened.step:08d}" and damage(newest) == {}
     summary = run(_config(["engine.start=1000000"], folder), folder)
     assert summary.finished and is_conserved(opened.buffer)
+
+
+@pytest.mark.timeout(600)
+@cases(20, full=2, part=1)
+def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A searcher that fails for good after some searches: the second restart waits, the next ones
+    twice as long each. When it works again, the run goes on, and no prompt is lost."""
+    folder, calls = tmp_path / "run", tmp_path / "calls"
+    start, restarts = int(case.rng.integers(3, 9)), 3 + case.index
+    settings = (
+        "engine=test_long_runs.Failing", f"engine.folder={calls}", f"engine.start={start}",
+        "engine.latency=0.05", "engine.own_reference=true", "runtime.concurrent_searches=1",
+        f"runtime.max_restarts={restarts}", "runtime.fresh=1", "run.steps=1000000",
+        "task.size=20000", "eval.prompts=0", "reward.quarantine=0",
+    )  # fmt: skip
+    told = rf"out of memory(.|\n)* after runtime\.max_restarts = {restarts} restarts"
+    with (
+        open_run(test_ray.config(tiny_model, folder, *settings)) as opened,
+        pytest.raises(EngineError, match=told),
+    ):
+        opened.train()
+    case.tried = case.survived = opened.searchers.stats.restarts
+    failed = sorted(p.stat().st_mtime for p in calls.iterdir() if int(p.name) >= start)
+    waits = [0.0, *(2.0**n for n in range(restarts - 1))]
+    assert all(np.diff(failed) > np.array(waits) - 0.1), np.diff(failed)
+    newest = generations(folder / CHECKPOINTS)[-1]
+    assert newest.name == f"step-{opened.step:08d}" and damage(newest) == {}
+    goes_on(folder, "engine.start=1000000")
 
 
 @cases(20, full=5, quick=0, part=1)

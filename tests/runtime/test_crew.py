@@ -1,9 +1,12 @@
-"""However slow searchers are, few copies of weights wait for them, and no prompt counts twice."""
+"""Searchers that are slow or fail: few copies of weights, patient restarts, no prompt twice."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from suite import until
 from toy import toy_config
 
 from tba.engines import EngineError
@@ -33,25 +37,40 @@ SECONDS = 20.0
 """Deadline of every wait in these tests."""
 
 
+@dataclass(eq=False)
+class Call:
+    """Ray's reference to a call with these arguments to a searcher at this place."""
+
+    place: Place
+    arguments: tuple[Any, ...]
+
+
+@dataclass
 class Method:
     """Method of a searcher in another process that does not end by itself."""
+
+    place: Place
 
     def options(self, concurrency_group: str) -> Method:
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        return Call(arguments)
-
-
-class Call:
-    """Ray's reference to a call with these arguments."""
-
-    def __init__(self, arguments: tuple[Any, ...]):
-        self.arguments = arguments
+        return Call(self.place, arguments)
 
 
 class Actor:
-    search = evaluate = publish = Method()
+    def __init__(self, place: Place):
+        self.search = self.evaluate = self.publish = Method(place)
+
+
+@dataclass
+class Clock:
+    """Clock that stands still."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -62,13 +81,18 @@ def calls() -> Iterator[Calls]:
 
 
 @pytest.fixture
-def crew(tiny_model: Path, tmp_path: Path, calls: Calls) -> Crew:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def crew(tiny_model: Path, tmp_path: Path, calls: Calls, clock: Clock) -> Crew:
     starter: Any = SimpleNamespace(
-        start=lambda place, newest: Handle(place, Actor(), 0, [], calls),
+        start=lambda place, newest: Handle(place, Actor(place), 0, [], calls),
     )
-    crew = Crew(starter, toy_config(tiny_model, tmp_path).runtime)
-    for _ in range(12):
-        crew.start(Place("cpu"))
+    crew = Crew(starter, toy_config(tiny_model, tmp_path).runtime, clock)
+    for core in range(12):
+        crew.start(Place("cpu", (core,)))
     return crew
 
 
@@ -101,14 +125,138 @@ def test_slow_searchers_keep_few_references(crew: Crew) -> None:
     assert crew.reference() == crew.newest_reference  # there is room again
 
 
-def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
+def test_restarts_in_a_row_wait_ever_longer(
+    crew: Crew, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one searcher, until it delivers something; the others are restarted at once."""
+    monkeypatch.setattr(Handle, "kill", lambda self: None)
+    place, waits = crew.handles[3].place, []
+
+    def failing() -> list[Handle]:
+        return [one for one in crew.handles if one.place == place]
+
+    for _ in range(9):
+        waits.append(crew.replace(failing()[0]))
+        clock.now += max(0.0, waits[-1] - 0.5)
+        crew.restart()
+        assert len(failing()) == (waits[-1] == 0) and len(crew.handles) == 11 + len(failing())
+        clock.now += 0.5
+        crew.restart()
+        assert len(failing()) == 1
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert crew.replace(crew.handles[0]) == 0
+    (sound,) = failing()
+    sound.search([], 0, None, None)
+    sound.done(sound.tasks[0])
+    assert crew.replace(sound) == 0
+
+
+Opens = Callable[..., ray_module.RaySearchers]
+
+
+@pytest.fixture
+def opens(
     tiny_model: Path, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Opens]:
+    """A function that opens searchers on a Ray whose calls end as two other functions say."""
+    opened: list[ray_module.RaySearchers] = []
+
+    def start(self: Starter, place: Place, newest: Sent | None) -> Handle:
+        return Handle(place, Actor(place), 0, [], calls)
+
+    def open_searchers(
+        ended: Callable[[list[Call]], list[Call]],
+        received: Callable[[Call], SearchResult],
+        *settings: str,
+        searchers: int = 1,
+    ) -> ray_module.RaySearchers:
+        monkeypatch.setattr(Handle, "kill", lambda self: None)
+        monkeypatch.setattr(Starter, "start", start)
+        monkeypatch.setattr(ray_module, "ended", ended)
+        monkeypatch.setattr(ray_module, "received", received)
+        parts = check(toy_config(tiny_model, tmp_path, "runtime.use=ray", *settings))
+        stream = parts.prompt_stream()
+        job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 3, 0)
+        cluster: Any = SimpleNamespace(
+            connection=SimpleNamespace(calls=calls),
+            transport=None,
+            searcher_gpus=0.0,
+            searchers=[Place("cpu", (core,)) for core in range(searchers)],
+        )
+        state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
+        opened.append(ray_module.RaySearchers(job, cluster, False, lambda: False, state, None))
+        return opened[0]
+
+    yield open_searchers
+    for searchers in opened:
+        searchers.close()
+
+
+def found(call: Call) -> SearchResult:
+    groups = [Group(p, np.array([1], np.int32), ()) for p in call.arguments[0]]
+    return SearchResult(groups, SearchStats(samples=len(groups)))
+
+
+def one_ends(refs: list[Call]) -> list[Call]:
+    """One call after another ends, first those to the first searcher."""
+    time.sleep(0.01)
+    searches = [ref for ref in refs if len(ref.arguments) == 4]
+    return sorted(searches, key=lambda ref: ref.place.cores)[:1]
+
+
+def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
+    opens: Opens, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two searchers fails at every search. While it waits, the other one delivers."""
+    monkeypatch.setattr(ray_module, "Crew", partial(Crew, clock=clock))
+
+    def received(ref: Call) -> SearchResult:
+        if ref.place.cores == (0,):
+            raise EngineError("out of memory")
+        return found(ref)
+
+    settings = ("runtime.max_restarts=3", "reward.quarantine=0", "task=toy.Ones", "task.size=20000")
+    searchers = opens(one_ends, received, *settings, searchers=2)
+    gathered: list[str] = []
+
+    def restarted(times: int) -> bool:
+        return searchers.stats.restarts == times
+
+    for restarts in (2, 3):
+        until(partial(restarted, restarts), SECONDS)
+        gathered += [group.prompt.id for group in searchers.gather(30)]
+        assert searchers.stats.restarts == restarts and len(searchers._handles) == 1
+        clock.now += 2.0 ** (restarts - 2)
+    until(lambda: searchers._failure is not None, SECONDS)
+    with pytest.raises(EngineError, match=r"out of memory.* after runtime\.max_restarts = 3 rest"):
+        searchers.gather(30)
+    cursor = searchers.state().cursor
+    assert len(gathered) == len(set(gathered)) >= 60
+    assert not set(gathered) & set(cursor["outstanding"])
+    assert cursor["state"]["chosen"] == len(gathered) + len(cursor["outstanding"])
+
+
+def test_a_run_whose_only_searcher_waits_to_be_restarted_goes_on(opens: Opens) -> None:
+    """In lockstep, where the searchers that there are share the work."""
+    numbers = count()
+
+    def received(ref: Call) -> SearchResult:
+        if next(numbers) < 2:
+            raise EngineError("out of memory")
+        return found(ref)
+
+    turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent")
+    searchers = opens(one_ends, received, *turns)
+    assert len(searchers.gather(5)) == 5 and searchers.stats.restarts == 2
+
+
+def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two results of one searcher are there at once, and the first leads to its restart.
 
     The prompts of both are issued again: taking the second would count its prompts twice.
     """
-    parts = check(toy_config(tiny_model, tmp_path, "runtime.use=ray", "runtime.max_restarts=1"))
     numbers, together = count(), threading.Event()
 
     def ended(refs: list[Call]) -> list[Call]:
@@ -122,8 +270,7 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
     def received(ref: Call) -> SearchResult:
         if ref.arguments[1] == first_seed[0]:
             raise EngineError("out of memory")
-        groups = [Group(p, np.array([1], np.int32), ()) for p in ref.arguments[0]]
-        return SearchResult(groups, SearchStats(samples=len(groups)))
+        return found(ref)
 
     first_seed: list[int] = []
     search = Handle.search
@@ -133,27 +280,10 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
         search(self, prompts, seed, *rest)
 
     monkeypatch.setattr(Handle, "search", remember)
-    monkeypatch.setattr(Handle, "kill", lambda self: None)
-    monkeypatch.setattr(
-        Starter, "start", lambda self, place, newest: Handle(place, Actor(), 0, [], calls)
-    )
-    monkeypatch.setattr(ray_module, "ended", ended)
-    monkeypatch.setattr(ray_module, "received", received)
-    stream = parts.prompt_stream()
-    job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 3, 0)
-    cluster: Any = SimpleNamespace(
-        connection=SimpleNamespace(calls=calls),
-        transport=None,
-        searcher_gpus=0.0,
-        searchers=[Place("cpu")],
-    )
-    state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
-    searchers = ray_module.RaySearchers(job, cluster, False, lambda: False, state, None)
-    try:
-        assert together.wait(SECONDS)
-        gathered = [group.prompt.id for group in searchers.gather(30)]
-    finally:
-        searchers.close()
+    searchers = opens(ended, received, "runtime.max_restarts=1")
+    assert together.wait(SECONDS)
+    gathered = [group.prompt.id for group in searchers.gather(30)]
+    searchers.close()
     assert searchers.stats.restarts == 1
     assert len(gathered) == len(set(gathered)) >= 30
     cursor = searchers.state().cursor

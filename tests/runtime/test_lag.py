@@ -21,12 +21,13 @@ class Numbered:
 
     numbers: count = field(default_factory=count)
     most: int = 1_000
+    found: list[str] = field(default_factory=list)
+    """In a call that has not returned."""
     calls: list[str] = field(default_factory=list)
     stats: SearchStats = field(default_factory=SearchStats)
 
     def gather(self, at_least: int) -> list[Group]:
-        numbers = [next(self.numbers) for _ in range(min(at_least, self.most))]
-        return [Group(Prompt(str(n), "?"), np.array([n], np.int32), ()) for n in numbers]
+        return groups(*(str(next(self.numbers)) for _ in range(min(at_least, self.most))))
 
     def publish(self, source: Source, version: int) -> None:
         self.calls.append(f"publish {version}")
@@ -42,10 +43,14 @@ class Numbered:
 
     def state(self) -> SearchState:
         cursor = Cursor(selection="", state={}, outstanding=[], data="")
-        return SearchState(cursor, 3, self.stats, None, None)
+        return SearchState(cursor, 3, self.stats, None, None, tuple(groups(*self.found)))
 
     def close(self) -> None:
         self.calls.append("close")
+
+
+def groups(*names: str) -> list[Group]:
+    return [Group(Prompt(name, "?"), np.array([1], np.int32), ()) for name in names]
 
 
 def ids(groups: list[Group]) -> list[str]:
@@ -68,6 +73,20 @@ def test_held_groups_survive_a_resume() -> None:
     resumed = LaggedSearchers(first, behind=3, held=before.state().held)
     delivered += ids(resumed.gather(2)) + ids(resumed.gather(1))
     assert delivered == ["0", "1", "2", "3", "4"]
+
+
+def test_groups_that_were_found_before_a_search_ended_the_run_come_first() -> None:
+    """They count, and a lag stays what it is."""
+    ended = Numbered(found=["0"])
+    before = LaggedSearchers(ended, behind=2, held=groups("a", "b"))
+    held = before.state().held
+    assert ids(list(held)) == ["a", "b", "0"]
+    after = LaggedSearchers(Numbered(count(1)), behind=2, held=held)
+    assert ids(after.gather(2)) == ["a", "b"]
+    assert ids(list(after.state().held)) == ["0", "1"]
+    assert ids(LaggedSearchers(Numbered(count(1)), behind=0, held=held).gather(2)) == ids(
+        list(held)
+    )
 
 
 def test_a_stop_during_the_search_delivers_nothing_and_loses_nothing() -> None:

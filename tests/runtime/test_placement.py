@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import platform
 import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,7 +81,16 @@ def test_the_reserved_gpu_is_named_as_torch_counts() -> None:
         reserved_device("2", "0,1")
 
 
-def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sessions() -> Iterator[Path]:
+    """A folder for Ray's sessions; its path is short, because sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_ray_gives_the_trainers_gpu_to_no_searcher(
+    monkeypatch: pytest.MonkeyPatch, sessions: Path
+) -> None:
     """A Ray of two nodes that are told to have one GPU and two; the driver is on the first.
 
     Where the driver has no GPU, the searchers have theirs all the same.
@@ -91,6 +103,7 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
     from tba.runtime.cluster import Reservation, open_cluster
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(sessions))
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
     try:
         nodes.add_node(num_cpus=1, num_gpus=2)
@@ -119,6 +132,7 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(monkeypatch: pytest.MonkeyPat
         opened.close()
     finally:
         nodes.shutdown()
+    assert [*sessions.glob("ray/session_*")]  # and nowhere else
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
