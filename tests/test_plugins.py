@@ -59,8 +59,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta' or 'tau'?;"
-        " known: beta, tapered, ",
+        "objective.bta: 'tb' has no such option; did you mean 'beta'?; known: beta",
     ),
     "an option by its name in TRL": (
         "objectives",

@@ -62,17 +62,17 @@ def no_null(key: str, default: Any) -> str:
 
 
 def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
-    """Return the end of an error message about an unknown name: the nearest ones, and all.
+    """Return the end of an error message about an unknown name: the nearest one, and all.
 
-    If there are more than a few, `all_of_them` says instead where all are listed.
+    If there are more than a few, `all_of_them` says where they are listed, after the nearest ones.
     """
     known = list(known)
-    if all_of_them is None or len(known) <= FEW:
-        all_of_them = f"known: {', '.join(known) or 'none'}"
-    close = difflib.get_close_matches(name, known, n=3)
+    is_long = all_of_them is not None and len(known) > FEW
+    close = difflib.get_close_matches(name, known, n=3 if is_long else 1)
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"{nearest}; {all_of_them}"
+    full = all_of_them if is_long else f"known: {', '.join(known) or 'none'}"
+    return f"{nearest}; {full}"
 
 
 def _is_quoted(value: object) -> bool:
