@@ -26,7 +26,7 @@ def main(page_file: Path) -> None:
                 viewport = {"width": width, "height": height}
                 page = browser.new_page(viewport=viewport, color_scheme=scheme)
                 page.goto(page_file.resolve().as_uri())
-                page.wait_for_selector(".wide canvas")
+                page.wait_for_selector(".panels canvas")
                 page.screenshot(path=DOCS / f"report_{size}_{scheme}.png")
         browser.close()
 

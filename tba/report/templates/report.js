@@ -7,8 +7,10 @@ const several = runs.length > 1;
 const DASHES = [[], [7, 4], [2, 3]];
 const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of the marks in a legend
 const LEAST = { positive: 0, share: 0.1, count: 1 }; // top of an axis from 0: small shares look small
-const LOOKS = { // height of a plot, width of its y axis and size of the text, in pixels
-  "": { height: 190, gutter: 58, text: 12 }, wide: { height: 320, gutter: 58, text: 12 }, small: { height: 118, gutter: 42, text: 11 },
+const LOOKS = { // in pixels: height of a plot, sizes of its axes, least distance of their labels, and the font
+  "": { height: 190, below: 28, beside: 58, apart: 30, text: 12 },
+  wide: { height: 320, below: 28, beside: 58, apart: 30, text: 12 },
+  small: { height: 124, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
 };
 const ROWS = 12; // of a line in the table of a chart
 const GROUPS = 20; // shown at once
@@ -115,22 +117,22 @@ function draw(place) {
     addLine(line, series, columns, bands);
     tables.push(columns);
   }
-  const { height, gutter, text } = LOOKS[figure.dataset.size];
+  const { height, below, beside, apart, text, padding } = LOOKS[figure.dataset.size];
   const axis = {
     stroke: colour("--soft"), font: `${text}px system-ui, sans-serif`, ticks: { show: false },
     grid: { stroke: colour("--rule"), width: 1 },
   };
-  const axisOf = (form, look) => ({ ...axis, size: gutter, values: (_, ticks) => ticks.map((tick) => short(tick, form)), ...look });
+  const axisOf = (form, look) => ({ ...axis, values: (_, ticks) => ticks.map((tick) => short(tick, form)), ...look });
   const plot = new uPlot({
-    width: place.clientWidth, height, series, bands,
+    width: place.clientWidth, height, padding, series, bands,
     scales: {
       x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
       y: { range: rangeOf(chart.form) },
       share: { range: rangeOf("share") },
     },
     axes: [
-      axisOf("", { size: 28 }), axisOf(chart.form),
-      axisOf("share", { scale: "share", side: 1, show: chart.shares.length > 0, grid: { show: false } }),
+      axisOf("", { size: below }), axisOf(chart.form, { size: beside, space: apart }),
+      axisOf("share", { scale: "share", side: 1, show: chart.shares.length > 0, size: beside, space: apart, grid: { show: false } }),
     ],
     cursor: { y: false, sync: { key: x === "step" ? "step" : null } },
     legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
