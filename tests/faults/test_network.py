@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,9 @@ from test_ray import config
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Authentication of this cluster, on both machines. Left out, `ray start` may ask for a token that
+a private Ray has made before, and those who join would not send it."""
 
 
 def ip(*command: str) -> None:
@@ -55,7 +59,7 @@ def machines(name: str) -> Iterator[tuple[str, str]]:
 @contextmanager
 def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command on a machine, and end it with everything that it has started."""
-    environment = {**ENVIRONMENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    environment = {**ENVIRONMENT, **TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     process = subprocess.Popen(
         ["ip", "netns", "exec", space, *command], env=environment, start_new_session=True
     )
