@@ -74,6 +74,14 @@ def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(30)
 
 
+def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
+    for process in psutil.Process(machine.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any(word.startswith("ray::SearcherActor") for word in process.cmdline()):
+                return True
+    return False
+
+
 def slow(case: Case, one: str) -> None:
     """A tenth of a second each way, and one packet of a hundred is lost.
 
@@ -121,12 +129,14 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         ending.enter_context(inside(one, str(RAY), *started, *head, f"--temp-dir={sessions}"))
         time.sleep(8)
         joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
-        ending.enter_context(inside(other, str(RAY), *started, *joined))
+        far = ending.enter_context(inside(other, str(RAY), *started, *joined))
         time.sleep(8)
         chosen = as_settings(config(tiny_model, folder, *settings))
         train = (sys.executable, "-m", "tba.cli", "train", *chosen)
         run = ending.enter_context(inside(one, *train))
         until(lambda: len(steps(folder)) > 20 or run.poll() is not None, 180)
+        if run.poll() is None and not has_searchers(far):
+            pytest.skip("Ray, which chooses at random, has put all searchers on one machine")
         began = time.monotonic()
         fault(case, one)
         at = len(steps(folder))
