@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,9 @@ from test_ray import config
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Authentication of this cluster, on both machines. Left out, `ray start` may ask for a token that
+a private Ray has made before, and those who join would not send it."""
 
 
 def ip(*command: str) -> None:
@@ -55,7 +59,7 @@ def machines(name: str) -> Iterator[tuple[str, str]]:
 @contextmanager
 def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command on a machine, and end it with everything that it has started."""
-    environment = {**ENVIRONMENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    environment = {**ENVIRONMENT, **TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     process = subprocess.Popen(
         ["ip", "netns", "exec", space, *command], env=environment, start_new_session=True
     )
@@ -68,6 +72,14 @@ def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait(30)
+
+
+def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
+    for process in psutil.Process(machine.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any(word.startswith("ray::SearcherActor") for word in process.cmdline()):
+                return True
+    return False
 
 
 def slow(case: Case, one: str) -> None:
@@ -117,12 +129,14 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         ending.enter_context(inside(one, str(RAY), *started, *head, f"--temp-dir={sessions}"))
         time.sleep(8)
         joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
-        ending.enter_context(inside(other, str(RAY), *started, *joined))
+        far = ending.enter_context(inside(other, str(RAY), *started, *joined))
         time.sleep(8)
         chosen = as_settings(config(tiny_model, folder, *settings))
         train = (sys.executable, "-m", "tba.cli", "train", *chosen)
         run = ending.enter_context(inside(one, *train))
         until(lambda: len(steps(folder)) > 20 or run.poll() is not None, 180)
+        if run.poll() is None and not has_searchers(far):
+            pytest.skip("Ray, which chooses at random, has put all searchers on one machine")
         began = time.monotonic()
         fault(case, one)
         at = len(steps(folder))
