@@ -281,11 +281,13 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks["task.seeds"] = "of the reference; remove task.seeds"
     if leaves_out is not None:
         lacks[leaves_out] = f"before answers were left out; remove {leaves_out}"
+    other = "use an objective without this comparison, such as tb"
+    if config.objective.options.get("tapered"):
+        other = "set objective.tapered=false"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"
-            f" the policy with the one that sampled: the log-probs are those {why}, or use an"
-            " objective without this comparison, such as tb"
+            f" the policy with the one that sampled: the log-probs are those {why}, or {other}"
         )
 
 

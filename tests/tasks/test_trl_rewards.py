@@ -18,7 +18,7 @@ from tba.runs.log import METRICS, SAMPLES, read
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard
 from tba.search.verdicts import Rejected
-from tba.tasks import Itemized, Task
+from tba.tasks import Task
 from tba.tasks._call import TrainerState, metric_names
 from tba.types import Answer, Prompt
 
@@ -73,9 +73,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plu
     (tmp_path / "trl_like.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(*rewards: Any, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Plugin:
+    def make(*rewards: Any, **options: Any) -> Plugin:
         data = tmp_path / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         short = [isinstance(r, str) and r.isidentifier() for r in rewards]
         named = [f"trl_like:{r}" if s else r for r, s in zip(rewards, short, strict=True)]
         given = {"data": str(data), "reward": named, "held_out_size": 1, **options}
@@ -191,59 +191,3 @@ def test_a_resumed_run_logs_what_the_uninterrupted_one_does(
     tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin]
 ) -> None:
     resumes_exactly(tiny_model, tmp_path, *settings(plugin))
-
-
-# TRL's own, in an environment that has TRL and math-verify
-
-CHAT = [
-    {"prompt": [{"role": "user", "content": "What is 1/3?"}], "solution": r"$\frac{1}{3}$"},
-    {"prompt": [{"role": "user", "content": "What is 1/7?"}], "solution": r"$\frac{1}{7}$"},
-]
-SAID = [
-    r"<think>One divided by three.</think> \boxed{\frac{1}{3}}",
-    r"<think>One divided by two?</think> \boxed{\frac{1}{2}}",
-    r"\boxed{\frac{1}{3}}",
-    "I do not know.",
-]
-TOKENS = (60, 200, 256, 300)
-
-
-@pytest.mark.filterwarnings("ignore")  # those of TRL
-def test_trls_functions_give_the_same_numbers_as_called_by_hand(
-    plugin: Callable[..., Plugin],
-) -> None:
-    """By dotted name, with conversational prompts, in the process that scores."""
-    pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[bench]'")
-    pytest.importorskip("math_verify", reason="math-verify is not installed: '.[math]'")
-    from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
-
-    options = {"max_completion_len": 256, "soft_punish_cache": 64}
-    made = plugin(
-        "trl.rewards:think_format_reward",
-        "trl.rewards:accuracy_reward",
-        {"use": "trl.rewards:get_soft_overlong_punishment", **options},
-        rows=CHAT,
-        reward_weights=[0.5, 2.0, 1.0],
-    )
-    pairs = zip(SAID, TOKENS, strict=True)
-    answers = [Answer(text, True, tokens=tuple(range(count))) for text, count in pairs]
-    verdicts = judged(made.build(), answers, InProcess({"": made.build}, 8.0))
-
-    completions = [[{"role": "assistant", "content": text}] for text in SAID]
-    by_hand = {
-        "rewards/think_format_reward": think_format_reward(completions),
-        "rewards/accuracy_reward": accuracy_reward(completions, [CHAT[0]["solution"]] * 4),
-        "rewards/soft_overlong_punishment_reward": get_soft_overlong_punishment(**options)(
-            [[0] * count for count in TOKENS]
-        ),
-    }
-    assert by_hand["rewards/think_format_reward"] == [1.0, 1.0, 0.0, 0.0]
-    assert by_hand["rewards/accuracy_reward"] == [1.0, 0.0, 1.0, 0.0]
-    assert by_hand["rewards/soft_overlong_punishment_reward"] == [0.0, -0.125, -1.0, -1.0]
-    for place, verdict in enumerate(verdicts):
-        assert isinstance(verdict, Itemized), verdict
-        items = {name: values[place] for name, values in by_hand.items()}
-        assert verdict.items == items
-        form, accuracy, punishment = items.values()
-        assert verdict == 0.5 * form + 2.0 * accuracy + punishment
-        assert verdict.notes["gold_parsed"].startswith("[1/3")
