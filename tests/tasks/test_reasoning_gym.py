@@ -135,12 +135,11 @@ def test_the_experiments_are_checked(tiny_model: Path, tmp_path: Path) -> None:
         assert len(gym.held_out()) == recipe.eval.prompts == 256
         assert 4000 < len(gym.prompts()) < 5000
         assert (recipe.sampling.max_tokens, recipe.sampling.stop) == (8, ("\n",))
-        assert (recipe.objective.use, recipe.objective.options) == (
-            "tb", {"beta": 0.02, "tapered": True},
-        )  # fmt: skip
         lora = recipe.policy.lora
         assert (lora is not None) == name.endswith("lora")
-        assert recipe.trainer.learning_rate == (2e-5 if lora is None else 3e-4)
+        beta, rate = (0.02, 2e-5) if lora is None else (0.1, 1.5e-4)
+        assert recipe.objective.use == "tb" and recipe.trainer.learning_rate == rate
+        assert recipe.objective.options == {"beta": beta, "tapered": True}
         assert lora is None or (lora.r, lora.alpha) == (16, 32)
 
 
