@@ -269,7 +269,6 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
     """Raise ValueError if the objective needs log-probs of the sampling policy that are missing."""
     if not any(uses_behavior(objective.at(s)) for s in (0, config.run.steps)):
         return
-    leaves_out = task.leaves_out if isinstance(task, LeavesOut) else None
     lacks: dict[str, str] = {}
     for name, value in config.sampling.reshaped.items():
         lacks[f"sampling.{name} = {value}"] = f"without it; set sampling.{name}={OFF[name]}"
@@ -279,11 +278,10 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks["engine.in_flight"] = "of several versions of the weights; remove engine.in_flight"
     if seeded:
         lacks["task.seeds"] = "of the reference; remove task.seeds"
-    if leaves_out is not None:
-        lacks[leaves_out] = f"before answers were left out; remove {leaves_out}"
-    other = "use an objective without this comparison, such as tb"
-    if config.objective.options.get("tapered"):
-        other = "set objective.tapered=false"
+    if isinstance(task, LeavesOut) and (left := task.leaves_out) is not None:
+        lacks[left] = f"before answers were left out; remove {left}"
+    tapered = config.objective.options.get("tapered")
+    other = "set objective.tapered=false" if tapered else "use another objective, such as tb"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"
