@@ -13,7 +13,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parent.parent / "docs"
-SIZES = {"wide": (1200, 1000), "narrow": (390, 1250)}
+SIZES = {"wide": (1200, 1120), "narrow": (390, 1250)}
 
 
 def main(page_file: Path) -> None:
