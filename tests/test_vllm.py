@@ -155,7 +155,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
 def test_in_flight_updates_are_refused_where_log_probs_are_compared(
     wide_model: Path, setting: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"engine\.in_flight does not work with .* such as tb"):
+    with pytest.raises(ValueError, match=r"engine\.in_flight does not work with .* objective=tb"):
         check(config(wide_model, setting, engine=["engine=toy.Switched"]))
 
 

@@ -280,12 +280,11 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks["task.seeds"] = "of the reference; remove task.seeds"
     if isinstance(task, LeavesOut) and (left := task.leaves_out) is not None:
         lacks[left] = f"before answers were left out; remove {left}"
-    tapered = config.objective.options.get("tapered")
-    other = "set objective.tapered=false" if tapered else "use another objective, such as tb"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"
-            f" the policy with the one that sampled: the log-probs are those {why}, or {other}"
+            f" the policy with the one that sampled: the log-probs are those {why}, or use an"
+            " objective without this comparison, such as plain trajectory balance: objective=tb"
         )
 
 
