@@ -197,8 +197,8 @@ def test_the_sums_beside_measurements() -> None:
             own.frozen + 16 * own.adapters + four + base,
             lora["value"] * 1e9,
         ),
-        "full fine-tuning, one group in a pass": (
-            16 * own.all + kept(*shape, *one, own.matrices) + base,
+        "full fine-tuning, two groups in a pass": (
+            16 * own.all + kept(*shape, *(2 * n for n in one)) + copies + base,
             rows["training step, peak memory"]["value"] * 1e9,
         ),
     }

@@ -8,6 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import tba
 
 ROOT = Path(__file__).parent.parent
@@ -17,12 +19,13 @@ def call(folder: Path, *command: str | Path) -> str:
     """Run a command in a folder, without the settings of this process; return its output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_trains_and_reports(tmp_path: Path) -> None:
     """Built, installed elsewhere, and run on the default config: five asynchronous steps."""
     source = tmp_path / "source"  # setuptools writes into the folder that it builds
