@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tba.config.schema import DEFAULT, load
 from tba.report import report
+from tba.report.charts import AXES
 from tba.run import run
-from tba.runs.log import SAMPLES, SUMMARY
+from tba.runs.log import METRICS, SAMPLES, SUMMARY, read
 from tba.runs.panels import PANELS
+
+ROOT = Path(__file__).parent.parent
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -40,6 +48,43 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     run(load(DEFAULT, settings))
     return folder
+
+
+@dataclass(frozen=True)
+class Made:
+    """What `make demo` made, and the processor time that it took in seconds."""
+
+    folder: Path
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The run and the page of `make demo`, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("make")
+    installed = ["-o", ".venv/installed", f"BIN={Path(sys.executable).parent}"]
+    command = ["make", "-f", str(ROOT / "Makefile"), *installed, "demo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
+        seconds = processor_seconds(process)
+    assert process.returncode == 0
+    return Made(folder / "runs" / "demo", seconds)
+
+
+def processor_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Wait for a process, and return the processor time of all that it started.
+
+    It is read four times a second, as the searchers are not children that it waits for.
+    """
+    root, seconds = psutil.Process(process.pid), {}
+    while process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            for each in root.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    times = each.cpu_times()
+                    seconds[each.pid] = times.user + times.system
+        time.sleep(0.25)
+    return sum(seconds.values())
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +175,9 @@ BRIGHTNESS = """(() => {
 """Mean red of the labels of the axis."""
 
 
+DRAWN = "document.querySelector('.wide canvas').toDataURL()"
+
+
 def test_the_switch_changes_the_axis_and_values_are_shown_at_the_cursor(
     browser: Any, demo: Path
 ) -> None:
@@ -145,6 +193,28 @@ def test_the_switch_changes_the_axis_and_values_are_shown_at_the_cursor(
         shown = "document.querySelector('.wide .u-legend').innerText"
         until(page, f"{shown} !== {json.dumps(at_the_end)}")
         assert "±" in legend.inner_text()
+
+
+def check_switch(browser: Any, path: Path, run: Path) -> None:
+    """Draw the rewards over steps, time and samples, and over steps again."""
+    rows = read(run / METRICS)
+    with opened(browser, path) as page:
+        legend, seen = page.locator(".wide .u-legend"), []
+        assert legend.inner_text().startswith("steps")
+        for column, label in AXES.items():
+            page.get_by_label(label, exact=True).check()
+            until(page, f"!{json.dumps(seen)}.includes({DRAWN})")
+            seen.append(page.evaluate(DRAWN))
+            assert legend.inner_text().startswith(label)
+            at_the_end = legend.locator(".u-value").first.inner_text()
+            last = max(row[column] for row in rows if column in row)
+            assert float(at_the_end) == pytest.approx(last, rel=1e-4)
+        page.get_by_label("steps", exact=True).check()
+        until(page, f"{json.dumps(seen[:1])}.includes({DRAWN})")  # as before
+
+
+def test_the_switch_draws_the_rewards_over_steps_time_and_samples(browser: Any, demo: Path) -> None:
+    check_switch(browser, report([demo]), demo)
 
 
 def test_charts_are_usable_by_keyboard_and_have_a_table(browser: Any, demo: Path) -> None:
@@ -220,3 +290,25 @@ def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
             until(page, f"{shown} !== {json.dumps(at_the_end)}")
             told = page.locator("#cursor").inner_text()
             assert told.startswith(("steps 1; reward 0.", "steps 1; demo 0."))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_page_of_make_demo_opens(browser: Any, made: Made) -> None:
+    """The page that `make demo` wrote, which is not drawn again."""
+    path = made.folder / "report" / "index.html"
+    assert path.stat().st_size < 3e6
+    for width in (NARROW, WIDE):
+        with opened(browser, path, width) as page:
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator(".completion").count() > 0
+    check_switch(browser, path, made.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_demo_takes_no_more_processor_time_than_three_minutes_on_two_cores(made: Made) -> None:
+    """Unlike its time by the clock, this hardly depends on what else runs."""
+    summary = json.loads((made.folder / SUMMARY).read_text())
+    assert summary["finished"] and summary["steps"] == 300
+    assert 10 < made.seconds < 2 * 180  # read in vain, it would be near 0

@@ -31,8 +31,8 @@ main()
 """
 
 
-def test_the_first_line_comes_within_a_second_and_before_torch() -> None:
-    """Seconds are those of the processor, which do not depend on what else runs."""
+def test_the_first_line_takes_under_a_second_of_the_processor_and_comes_before_torch() -> None:
+    """Unlike seconds by the clock, those of the processor hardly depend on what else runs."""
     command = [sys.executable, "-c", FIRST_OUTPUT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     line, has_torch, seconds = done.stdout.splitlines()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,10 +19,12 @@ import pytest
 from tba.config.schema import Config, load
 from tba.report.charts import OTHERS, panel_charts, sections
 from tba.runs.console import Console
-from tba.runs.log import SAMPLES, WARNINGS, Journal, read
+from tba.runs.log import METRICS as METRICS_FILE
+from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, Journal, read
 from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
 from tba.runs.parts import check
 
+ROOT = Path(__file__).parent.parent
 METRICS = {
     "time": 2.0,
     "reward": 0.5,
@@ -218,12 +224,57 @@ def test_a_service_that_is_not_installed_is_named(
         check(config(f"log.{name}=true"))
 
 
-def test_trackio_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself, where it is installed: without a network, and without an account."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", config("log.trackio=true"))
-    (run,) = trackio.Api().runs("tba")
-    assert run.name.startswith("run-")
-    assert any((tmp_path / "trackio").rglob("*.db"))
+SHORT = [
+    "runtime.use=local", "run.steps=3", "task.train_size=40", "task.held_out_size=8",
+    "eval.prompts=3", "eval.samples=2", "eval.k=[2]", "trainer.batch_size=16",
+    "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false", "log.sample_every=1",
+]  # fmt: skip
+READ = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+(run,) = trackio.Api().runs("sums")
+kept = SQLiteStorage.get_logs("sums", run.name), SQLiteStorage.get_traces("sums", run.name)
+print(json.dumps([run.name, *kept, run.alerts()], default=str))
+"""
+
+
+def test_trackio_keeps_a_run(tmp_path: Path) -> None:
+    """The package itself, where it is installed: in a folder, without a server or an account."""
+    if find_spec("trackio") is None:
+        pytest.skip("trackio is not installed: pip install -e '.[trackio]'")
+    folder, settings = tmp_path / "run", ["log.trackio=true", "log.wandb_project=sums"]
+    own = {k: v for k, v in os.environ.items() if not k.startswith("TRACKIO_")}
+    own |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(ROOT)}
+
+    def output(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    output("-m", "tba.cli", "train", f"run.folder={folder}", *SHORT, *settings)
+    name, logs, traces, alerts = json.loads(output("-c", READ).splitlines()[-1])
+    assert name.startswith("run-")
+
+    metrics, samples = read(folder / METRICS_FILE), read(folder / SAMPLES)
+    assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3]
+    for row in metrics:
+        given = {key: value for key, value in row.items() if value is not None}
+        step, given["seconds"] = given.pop("step"), given.pop("time")
+        (kept,) = [x for x in logs if x["step"] == step and given.keys() <= x.keys()]
+        assert {**given, **first_screen(given)}.items() <= kept.items()
+    assert {row["kind"] for row in samples} == {"train", "eval"}
+    tables = [row["completions"]["_value"] for row in logs if "completions" in row]
+    columns = ("step", "kind", "prompt", "completion", "reward", "version")
+    shown = [[row[column] for column in columns] for row in samples]
+    assert [[row[column] for column in columns] for table in tables for row in table] == shown
+    said = [
+        [*(message["content"] for message in trace["messages"]), trace["metadata"]["reward"]]
+        for trace in traces
+    ]
+    assert sorted(said) == sorted(
+        [row["prompt"], row["completion"], row["reward"]] for row in samples
+    )
+    assert all({"lag", "version", "kind"} <= trace["metadata"].keys() for trace in traces)
+    warnings = json.loads((folder / SUMMARY).read_text())["warnings"]
+    assert warnings and {alert["text"] for alert in alerts} == {*warnings}
