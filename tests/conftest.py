@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from tba.types import Batch, Group, Prompt, Trajectory, collate
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray listens on loopback
 torch.set_num_threads(1)  # on tiny models threads only wait for each other
+# Under nohup or in the background they are ignored, here and in every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, *"0123456789+="]
