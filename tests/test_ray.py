@@ -358,6 +358,7 @@ def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, *given], start_new_session=True, env=ENVIRONMENT)
 
 
+@pytest.mark.fault
 def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path
 ) -> None:

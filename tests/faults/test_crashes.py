@@ -150,7 +150,7 @@ def started_again(chosen: Config, folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@cases(3, full=20, quick=1)
+@cases(3, full=20)
 def test_a_crash_at_any_change_of_a_new_run_leaves_it_resumable_or_says_what_to_do(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:

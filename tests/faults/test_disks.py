@@ -68,7 +68,7 @@ def ends_alike(model: Path, tmp_path: Path, folder: Path) -> None:
     end_alike(whole(model, tmp_path), folder)
 
 
-@cases(13, full=10, quick=1)
+@cases(13, full=10)
 def test_a_disk_that_is_full_for_a_while_costs_nothing(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ def guard(request: pytest.FixtureRequest) -> Guard:
 
 
 @pytest.mark.parametrize("guard", ["score", "score_later"], indirect=True)
-@cases(5, full=len(hostile.KINDS), quick=2, part=len(hostile.KINDS))
+@cases(5, full=len(hostile.KINDS), part=len(hostile.KINDS))
 def test_a_hostile_reward_costs_its_own_group(case: Case, guard: Guard) -> None:
     """Groups before and after it get their rewards; nothing is left of its process."""
     kind = hostile.KINDS[case.index]
@@ -87,7 +87,7 @@ def all_others_are_right(folder: Path, bad: set[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-@cases(16, full=10, quick=1, part=4)
+@cases(16, full=10, part=4)
 def test_poison_prompts_do_not_end_a_run(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     """Two of forty prompts end the scoring process, whenever they come, also after a resume."""
     folder = tmp_path / "run"
