@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -27,6 +30,16 @@ PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, *"0123456789+="]
 LENGTHS = ((5, 1, 3, 2), (2, 4, 4, 1), (3, 3, 2, 1))
 """Of the responses: B = 3, K = 4, T = 5, of which the last group needs only 3."""
+
+
+def module_at(path: Path) -> ModuleType:
+    """Run a file that is in no package, and return its module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

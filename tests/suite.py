@@ -7,6 +7,7 @@ it. A few cases of each entry are part of `make test`.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import multiprocessing
@@ -33,6 +34,13 @@ RECORDS = Path(os.environ["FAULTS"]) if os.environ.get("FAULTS") else None
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tba.run", "transformers.models.llama.modeling_llama"])
+
+
+def source_nodes() -> Iterator[tuple[str, ast.AST]]:
+    """Yield every node of the package's syntax trees, after its file."""
+    for path in sorted((ROOT / "tba").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield str(path.relative_to(ROOT)), node
 
 
 @dataclass

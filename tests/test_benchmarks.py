@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import importlib
-import importlib.util
 import json
 import runpy
 import sys
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from conftest import module_at
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
@@ -23,12 +23,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture
 def measure() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_measure", BENCHMARKS / "_measure.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_measure"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(BENCHMARKS / "_measure.py")
 
 
 def test_a_script_replaces_only_its_own_rows(measure: ModuleType, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from conftest import module_at
 
 from tba import loop
 from tba.config.plugins import resolve_all
@@ -25,12 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "write_configuration", ROOT / "scripts" / "write_configuration.py"
-    )
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = module_at(ROOT / "scripts" / "write_configuration.py")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), (
         "run: python scripts/write_configuration.py"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import string
 import sys
@@ -12,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import VOCABULARY
+from conftest import VOCABULARY, module_at
 from transformers import AutoTokenizer
 
 import tba
@@ -169,12 +168,7 @@ def test_the_small_variant_runs(objective: str, stand_ins: list[str], tmp_path: 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "scripts" / "train_judges.py"
-    spec = importlib.util.spec_from_file_location("train_judges", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "scripts" / "train_judges.py")
 
 
 def comparison(i: int, winner: str) -> dict[str, Any]:

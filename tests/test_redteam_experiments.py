@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import VOCABULARY
+from conftest import VOCABULARY, module_at
 
 import tba
 from tba.cli import train
@@ -190,11 +190,6 @@ def test_the_study_compares_searchers_at_equal_steps(stand_ins: dict[str, str]) 
 
 
 def test_the_judge_of_the_small_one() -> None:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("sad_words", ROOT / "examples" / "sad_words.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(ROOT / "examples" / "sad_words.py")
     told = ["She smiled.", "She was sad.", '"I am Lost," he cried!', "a sadder nomad"]
     assert module.sad(told) == [0.0, 0.5, 0.75, 0.0]

@@ -1,4 +1,4 @@
-"""What the names of TRL's settings, and other common ones, are called in a config of this package.
+"""Names of TRL's settings, and other common ones, with what they are called in this package.
 
 The table of docs/from_trl.md has the same names, which a test checks.
 """

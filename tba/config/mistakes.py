@@ -1,4 +1,4 @@
-"""What is wrong in a config, in words, and what to write instead."""
+"""Error messages about a config: what is wrong in it, and what to write instead."""
 
 import difflib
 from collections.abc import Collection, Sequence

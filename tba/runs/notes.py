@@ -1,4 +1,4 @@
-"""What there is to tell about the prompts of a run before it starts."""
+"""Notes and warnings about the prompts of a run, before it starts."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from suite import ROOT, Case, carry_out, cases, forked, until
+from suite import Case, carry_out, cases, forked, source_nodes, until
 from test_loop import as_settings, config
 
 from tba.cli import _config
@@ -77,14 +77,13 @@ PICKLES = {
 def test_no_file_is_unpickled(case: Case) -> None:
     """Pickles are used where both ends are processes of one run."""
     users = set()
-    for path in sorted((ROOT / "tba").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-                if names & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}:
-                    users.add(str(path.relative_to(ROOT)))
-            if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in ("torch.load", "torch.save", "np.load")
+    for file, node in source_nodes():
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            if names & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}:
+                users.add(file)
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in ("torch.load", "torch.save", "np.load")
     assert users <= PICKLES.keys()
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import module_at
 from suite import ROOT, Case
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "scripts" / "write_reliability.py"
-    spec = importlib.util.spec_from_file_location("write_reliability", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "scripts" / "write_reliability.py")
 
 
 @cache

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_ray
-from suite import ROOT, Case, cases
+from suite import Case, cases, source_nodes
 from test_loop import config, end_alike, newest_files, replayed
 
 from tba.cli import _config
@@ -131,15 +131,14 @@ WALL_CLOCK = {
 def test_no_deadline_is_of_the_wall_clock(case: Case) -> None:
     """Every other time is of a clock that never jumps."""
     users = set()
-    for path in sorted((ROOT / "tba").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "time.time",
-                "datetime.now",
-                "datetime.utcnow",
-                "time.time_ns",
-            ):
-                users.add(str(path.relative_to(ROOT)))
+    for file, node in source_nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "time.time",
+            "datetime.now",
+            "datetime.utcnow",
+            "time.time_ns",
+        ):
+            users.add(file)
     assert users <= WALL_CLOCK.keys()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent.parent / "tba"
+from suite import source_nodes
 
 WAITING = {
     "join", "wait", "wait_for", "result", "select", "recv", "recv_into", "communicate", "acquire",
@@ -102,11 +101,10 @@ def listed() -> dict[str, str]:
 
 def waits() -> Iterator[tuple[str, bool]]:
     """Yield each call that may wait, with its file, and whether it has a limit."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and may_wait(node):
-                limited = bool(LIMITS & {k.arg for k in node.keywords}) or has_limit(node)
-                yield f"{path.relative_to(PACKAGE.parent)}: {ast.unparse(node)}", limited
+    for file, node in source_nodes():
+        if isinstance(node, ast.Call) and may_wait(node):
+            limited = bool(LIMITS & {k.arg for k in node.keywords}) or has_limit(node)
+            yield f"{file}: {ast.unparse(node)}", limited
 
 
 def may_wait(call: ast.Call) -> bool:
