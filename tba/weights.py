@@ -164,6 +164,9 @@ class Transport(Protocol):
     def receive(self, sent: Sent) -> Weights:
         """Return weights that were sent. Called in a searcher's process."""
 
+    def close(self) -> None:
+        """Free memory that is kept for weights to come."""
+
 
 class SharedLock:
     """Lock that threads hold shared or alone. A thread that waits to hold it alone goes first."""

@@ -80,7 +80,7 @@ def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
         "given = [inspect.signature(f).parameters for f in (trl.GRPOConfig, trl.GRPOTrainer)]\n"
         "print(json.dumps([name for each in given for name in each]))"
     )
-    command = [python_with_trl(tmp_path), "-c", code]
+    command = [python_with_trl(), "-c", code]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True)
     known = json.loads(done.stdout.splitlines()[-1])
     assert TRL.keys() - set(known) <= {"resume_from_checkpoint"}  # an argument of `train`

@@ -48,6 +48,9 @@ class ObjectStore:
         (reference,) = sent.parcel
         return ray.get(reference, timeout=self.deadline)
 
+    def close(self) -> None:
+        pass  # Ray keeps nothing without a reference
+
 
 class Reservation:
     """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""

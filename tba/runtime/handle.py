@@ -25,8 +25,8 @@ SEARCH, CONTROL = "search", "control"
 POLL = 0.2
 """Seconds that the collector waits for results before it looks at deadlines again."""
 
-PUBLICATIONS = 100
-"""Most publications a second to all searchers together: each takes the trainer's process time."""
+PUBLICATIONS = 20
+"""Most publications a second to all searchers together: each takes time of two processes."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 

@@ -1,5 +1,7 @@
 """Transport of weights through memory that the searchers of the same machine map."""
 
+import fcntl
+import itertools
 import mmap
 import os
 import pickle
@@ -9,6 +11,35 @@ from pathlib import Path
 from typing import Any
 
 from tba.weights import Sent, Weights
+
+ALIGNED = 64
+"""Bytes: torch aligns its tensors so. The serial number of what was sent comes before the first."""
+
+
+class _File:
+    """Nameless file in memory. The kernel frees it when it is closed and nobody maps it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("weights")
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    def unused(self) -> bool:
+        """Return whether no process maps it; see `_mapped`."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        return True
+
+    def write(self, view: memoryview, at: int) -> int:
+        """Write a buffer at this place, and return where it ends."""
+        while view:
+            written = os.pwrite(self.descriptor, view, at)  # at most 2 GB
+            view, at = view[written:], at + written
+        return at
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,39 +52,56 @@ class Mapped:
 
     process: int
     file: int
+    serial: int
     head: bytes  # a pickle, whose buffers are in the file
     places: tuple[tuple[int, int], ...]  # first and last byte of each buffer
     memory: memoryview | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mapped, (self.process, self.file, self.head, self.places)
+        return _mapped, (self.process, self.file, self.serial, self.head, self.places)
 
 
-def _mapped(process: int, file: int, head: bytes, places: tuple[tuple[int, int], ...]) -> Mapped:
+def _mapped(
+    process: int, file: int, serial: int, head: bytes, places: tuple[tuple[int, int], ...]
+) -> Mapped:
     with Path(f"/proc/{process}/fd/{file}").open("rb") as opened:
-        empty = not any(last for _, last in places)
-        memory = b"" if empty else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    return Mapped(process, file, head, places, memoryview(memory))
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the memory is no longer mapped
+        memory = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    if int.from_bytes(memory[:ALIGNED], "little") != serial:
+        raise RuntimeError("these weights are gone: others were written in their place")
+    return Mapped(process, file, serial, head, places, memory)
 
 
 class SharedMemory:
     """Transport on Linux, between processes of one user on one machine.
 
     Not Ray's object store: when that dies, it ends every process that uses it, and the trainer
-    must be able to save. What was sent stays for as long as its `Sent` exists in the trainer.
+    must be able to save. What was sent stays for as long as its `Sent` exists in the trainer. One
+    file that is no longer needed is kept, and written again as soon as no searcher maps it: fresh
+    memory takes longer than writing to it.
     """
+
+    def __init__(self) -> None:
+        self._spare: list[_File] = []
+        self._serials = itertools.count(1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedMemory, ()
 
     def send(self, weights: Weights) -> Sent:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
-        file, end = os.memfd_create("weights"), 0
+        serial, file = next(self._serials), self._file()
+        end = file.write(memoryview(serial.to_bytes(ALIGNED, "little")), 0)
         places = []
         for buffer in buffers:
-            first = -(-end // 64) * 64  # aligned as torch aligns its tensors
-            end = _write(file, buffer.raw(), first)
+            first = -(-end // ALIGNED) * ALIGNED
+            end = file.write(buffer.raw(), first)
             places.append((first, end))
-        sent = Sent(weights.version, Mapped(os.getpid(), file, head, tuple(places)))
-        weakref.finalize(sent, os.close, file)
+        os.ftruncate(file.descriptor, end)  # what was there before may have been longer
+        parcel = Mapped(os.getpid(), file.descriptor, serial, head, tuple(places))
+        sent = Sent(weights.version, parcel)
+        weakref.finalize(sent, _keep, self._spare, file)
         return sent
 
     def receive(self, sent: Sent) -> Weights:
@@ -63,10 +111,17 @@ class SharedMemory:
         buffers = [memory[first:last] for first, last in mapped.places]
         return pickle.loads(mapped.head, buffers=buffers)
 
+    def close(self) -> None:
+        self._spare.clear()
 
-def _write(file: int, view: memoryview, at: int) -> int:
-    """Write a buffer to a file at this place, and return where it ends."""
-    while view:
-        written = os.pwrite(file, view, at)  # at most 2 GB
-        view, at = view[written:], at + written
-    return at
+    def _file(self) -> _File:
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            return _File()
+        return spare if spare.unused() else _File()
+
+
+def _keep(spare: list[_File], file: _File) -> None:
+    if not spare:  # otherwise it is closed
+        spare.append(file)

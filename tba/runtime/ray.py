@@ -167,6 +167,7 @@ class RaySearchers:
         self._collector.join(timeout=10)
         with self._changed:
             self._crew.forget()
+        self._transport.close()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""

@@ -22,6 +22,7 @@ from tba.runs.parts import check
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
 from tba.runtime.deadline import Calls
+from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.types import Group
@@ -179,7 +180,7 @@ def opens(
         job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 3, 0)
         cluster: Any = SimpleNamespace(
             connection=SimpleNamespace(calls=calls),
-            transport=None,
+            transport=SharedMemory(),
             searcher_gpus=0.0,
             searchers=[Place("cpu", (core,)) for core in range(searchers)],
         )

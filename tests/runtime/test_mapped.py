@@ -11,7 +11,7 @@ import pytest
 from test_ray import copies
 
 from tba.runtime.memory import SharedMemory
-from tba.weights import Probe, Transport, Weights
+from tba.weights import Probe, Sent, Transport, Weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
@@ -33,8 +33,9 @@ def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
     file = sent.parcel.file
     arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
     del sent
+    transport.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)  # it is closed; its memory is mapped
+        os.fstat(file)  # its memory is mapped
     weights = receiver.receive(arrived)
     del arrived
     assert weights.version == 3 and weights.arrays.keys() == arrays.keys()
@@ -42,6 +43,31 @@ def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
         np.testing.assert_array_equal(weights.arrays[name], array)
     assert not weights.arrays["fp32"].flags.writeable
     np.testing.assert_array_equal(weights.probe.logp, probe.logp)
+
+
+def test_a_file_is_written_again_once_no_receiver_uses_it() -> None:
+    transport = SharedMemory()
+
+    def send(version: int, size: int) -> Sent:
+        return transport.send(Weights(version, {"parameter": np.full(size, version, np.int32)}))
+
+    first = send(1, 900)
+    late = pickle.dumps(first)
+    mapped = pickle.loads(late)
+    del first  # a receiver still uses it
+    second = send(2, 900)
+    np.testing.assert_array_equal(transport.receive(mapped).arrays["parameter"], np.full(900, 1))
+    del mapped
+    assert copies() == 1
+    file = second.parcel.file
+    late = pickle.dumps(second)
+    del second
+    third = send(3, 7)
+    assert (third.parcel.file, copies()) == (file, 1)
+    arrived = transport.receive(pickle.loads(pickle.dumps(third)))
+    np.testing.assert_array_equal(arrived.arrays["parameter"], np.full(7, 3))
+    with pytest.raises(RuntimeError, match="others were written in their place"):
+        pickle.loads(late)
 
 
 def test_nothing_is_sent_without_parameters() -> None:
