@@ -170,7 +170,7 @@ def config(count: int, folder: str):
             "engine.use=scripted", "engine.own_reference=true",
             f"engine.latency={LATENCY * count}",
             f"engine.answers={[str(n) for n in range(100, 164)]}",
-            "runtime.use=ray", f"runtime.searchers={count}", "runtime.cores=share",
+            "runtime.use=ray", f"runtime.searchers={count}", "runtime.cores=divide",
             "runtime.start_deadline=900.0", "runtime.concurrent_searches=1",
             f"runtime.prompts_per_task={GROUPS}",
             "eval.prompts=0", "checkpoint.every=0",

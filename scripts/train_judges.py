@@ -86,6 +86,7 @@ def train(
         per_device_train_batch_size=4,
         per_device_eval_batch_size=1,  # accuracies are means over batches
         use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported(),
         gradient_checkpointing=False,
         max_length=None,  # longer pairs would be dropped
         center_rewards_coefficient=0.1,  # so that a missing EOS, -1, is worse than most summaries
