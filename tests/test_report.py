@@ -14,7 +14,8 @@ import pytest
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.charts import POINTS, columns, panel_charts
+from tba.report.charts import OTHERS, POINTS, columns, panel_charts, sections
+from tba.report.page import measures_of
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, Journal
 from tba.runs.panels import PANELS
 
@@ -255,6 +256,26 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
     assert by_title["KL to the reference (nats per token)"]["metrics"] == ()
     (only,) = (c for c in panel_charts([pd.DataFrame({"off_policy/ess": [0.5]})]) if c["metrics"])
     assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
+
+
+@pytest.mark.parametrize(
+    ("score", "title", "form"),
+    [
+        ("distance", "distance of answers (cosine)", "positive"),
+        ("win_rate", "win rate", "share"),
+    ],
+)
+def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, form):
+    """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""
+    names = ("reward", "pass@1", score, f"{score}_stderr")
+    evaluations = pd.DataFrame({f"eval/sampled_{name}": [0.5, 0.25] for name in names})
+    shown = sections([evaluations], measures_of([evaluations]))
+    drawn = {chart["title"]: chart for chart in shown["Held-out prompts"][1]}
+    chart = drawn[title]
+    assert (chart["metrics"][0], chart["form"]) == (f"eval/sampled_{score}", form)
+    assert chart["spread"][0] == f"eval/sampled_{score}_stderr"
+    assert "eval/sampled_pass@1" in drawn["pass@1"]["metrics"]
+    assert OTHERS not in shown
 
 
 def test_each_reward_function_and_each_unknown_metric_has_a_chart(tmp_path):

@@ -178,12 +178,15 @@ def _held_out(measures: Mapping[str, str]) -> list[Chart]:
     perplexity = ("eval/sampled_perplexity", "eval/greedy_perplexity")
     wins = ("eval/sampled_win_rate", "eval/greedy_win_rate")
     errors = tuple(f"{name}_stderr" for name in wins)
+    distance = "eval/sampled_distance"
     return [
         *scores,
         Chart("log(pi / ref) of held-out answers (nats per response)", ("eval/sampled_log_ratio",)),
         Chart("perplexity of answers", perplexity, "number", MODES),
         Chart("win rate", wins, "share", MODES, errors),
-        Chart("distance of answers (cosine)", ("eval/sampled_distance",), "positive"),
+        Chart(
+            "distance of answers (cosine)", (distance,), "positive", spread=(f"{distance}_stderr",)
+        ),
     ]
 
 
