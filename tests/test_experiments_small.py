@@ -1,4 +1,4 @@
-"""The experiments that are no form of one of the paper's pass a dry run, and none is left out."""
+"""The experiments that are no form of one of the paper's pass a dry run, and begin to train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import VOCABULARY
 
+import tba
 from tba.cli import train
+from tba.config.schema import load
 
 ROOT = Path(__file__).parent.parent
 NEEDS = {
@@ -37,6 +39,25 @@ def test_a_dry_run_goes_through(
     held_out = json.loads(told.out)["eval"]["prompts"]
     assert "config OK (dry run): " in told.err
     assert told.err.endswith(f" training prompts, {held_out} held out\n")
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_its_first_steps_run(
+    name: str, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
+    monkeypatch.chdir(ROOT)
+    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
+    few = [
+        f"policy.model={make_model(vocabulary=letters, context=256)}", "run.steps=2",
+        f"run.folder={tmp_path / 'run'}", "runtime.use=local", "trainer.warmup_steps=0",
+        "sampling.samples=4", "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=4",
+        "log.console=off", "log.tensorboard=false",
+    ]  # fmt: skip
+    summary = tba.train(load(ROOT / f"experiments/{name}.toml", few)).summary
+    assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 16)
+    assert not summary.rejected
+    assert {"sampled_reward", "greedy_reward"} <= summary.first.keys() == summary.last.keys()
 
 
 def test_every_experiment_has_a_dry_run() -> None:
