@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 import runpy
 import sys
 import tempfile
@@ -116,3 +117,16 @@ def test_results_are_rows_and_the_docs_show_them(
     report = importlib.import_module("_report")
     text = report.PAGE.read_text()
     assert report.page_with(text, rows) == text, "run `python benchmarks/_report.py`"
+
+
+def test_the_docs_list_exactly_the_goals_that_were_not_reached(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    text = importlib.import_module("_report").PAGE.read_text()
+    _, _, rest = text.partition("## Goals that were not reached")
+    items = re.findall(r"^- \*\*(.*?)\*\*", rest.partition("\n## ")[0], re.MULTILINE)
+    listed = [float(item.partition(": ")[2].split()[0]) for item in items]
+    unmet = [row for row in measure.read() if row["met"] is False]
+    missed = [row[row["goal"].split()[0]] for row in unmet]  # its ratio, or its value
+    assert sorted(listed) == pytest.approx(sorted(missed), rel=0.005)
