@@ -159,3 +159,26 @@ def test_the_docs_list_exactly_the_goals_that_were_not_reached(
     unmet = [row for row in measure.read() if row["met"] is False]
     missed = [row[row["goal"].split()[0]] for row in unmet]  # its ratio, or its value
     assert sorted(listed) == pytest.approx(sorted(missed), rel=0.005)
+
+
+def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure: ModuleType) -> None:
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    rows = {(row["name"], row["peer_is"]): row for row in measure.read()}
+
+    def cell(value: float, spread: list[float]) -> str:
+        return f"{value:.0f} ({spread[0]:.0f} to {spread[1]:.0f})"
+
+    ours = {}
+    for kind in ("full, asynchronous", "full, synchronous", "LoRA, asynchronous"):
+        row = rows[f"reference run, {kind}: time to sampled .50", "TRL"]
+        ours[kind] = cell(row["value"], row["spread"])
+        if kind.startswith("full"):
+            theirs = cell(row["peer"], row["peer_spread"])
+    both = f"{ours['full, asynchronous']} | {ours['full, synchronous']}"
+    assert f"| all weights | {both} | {theirs} |" in readme
+    assert f"| LoRA | {ours['LoRA, asynchronous']} | |" in readme
+    for latency in (1, 3):
+        name = f"{latency} s of reward latency: 256 samples generated, scored, trained on"
+        row, beside = rows[name, "TRL"], rows[name, "ours, synchronous"]
+        figures = f"{row['value']:.1f} | {beside['peer']:.1f} | {row['peer']:.1f}"
+        assert f"| {latency} s | {figures} |" in readme
