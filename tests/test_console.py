@@ -153,5 +153,21 @@ def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock: Clock
 def test_a_value_that_is_not_a_number_is_not_shown() -> None:
     lines: list[str] = []
     metrics = {"reward": 0.25, "sync/logp_gap": float("nan"), "rewards/format/mean": 0.75}
-    Console(300, lines.append).step(1, {"time": 2.0, **metrics, "rewards/format/std": 9.0})
+    Console(300, lines.append).step(1, {"time": 2.0, **metrics, "rewards/format/std": float("nan")})
     assert lines == ["step 1/300  2 s  reward 0.250  format 0.750"]
+
+
+def test_each_reward_function_has_its_mean_and_standard_deviation(live: LiveConsole) -> None:
+    lines: list[str] = []
+    functions = {"format": (0.75, 0.5), "kl": (-1.0, 0.25)}
+    metrics = {"time": 2.0, "reward": 0.25, "reward_std": 9.0, "kl": 0.125}
+    for name, (mean, std) in functions.items():
+        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+    Console(300, lines.append).step(1, metrics)
+    shown = "reward 0.250  format 0.750 (std 0.500)  kl -1.000 (std 0.250)  kl 0.1250"
+    assert lines == [f"step 1/300  2 s  {shown}"]
+    live.step(1, metrics)
+    terminal = Terminal(width=120)
+    with terminal.capture() as captured:
+        terminal.print(live._view())
+    assert "0.750 (std 0.500)" in captured.get()

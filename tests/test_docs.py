@@ -57,7 +57,10 @@ def test_the_architecture_page_quotes_the_loop() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+    text = page.read_text()
+    for picture in re.findall(r'\b(?:src|srcset)="([^"]+)"', text):
+        assert (page.parent / picture).is_file(), picture
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         target = page.parent / link if link else page
         assert target.is_file(), link  # a folder is a page on GitHub only
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []

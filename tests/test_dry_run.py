@@ -242,6 +242,35 @@ def test_every_key_is_printed_and_reads_back(config: Make) -> None:
     assert dry_run(again)[0] == tables
 
 
+def test_parts_judges_and_evaluation_sets_have_every_option(
+    config: Make, make_classifier: Callable[..., Path], tiny_model: Path
+) -> None:
+    """Those that are given, and the defaults of all others; a set may have the task of the run."""
+    judge = {"use": "classifier", "model": str(make_classifier(tiny_model))}
+    plain = config("length", judge)
+    own, defaults = plain.task.model_dump(), {"token_budget": 16384, "label": None}
+    parts = {"a": {**own, "weight": 2.0}, "b": {**own, "reward": judge, "shots": 1}}
+    mixed = config(task={"use": "mixture", "parts": parts})
+    tables = dry_run(mixed)[0]["task"]["parts"]
+    options = {"use", "weight", *options_of(find("tasks", "custom"))}
+    assert [table.keys() for table in tables.values()] == [options, options]
+    assert [table["weight"] for table in tables.values()] == [2.0, 1.0]
+    assert [table["shots"] for table in tables.values()] == [0, 1]
+    for table, given in ((tables["a"]["reward"][1], judge), (tables["b"]["reward"], judge)):
+        assert {**given, **defaults}.items() <= table.items()
+    assert tables["a"]["reward"][0] == own["reward"][0]
+    sets = {"c": {"prompts": 1, "prompt": "={prompt}"}, "d": {"use": "arithmetic"}}
+    given = config("length", eval={"sets": sets})
+    tables = dry_run(given)[0]
+    inherited = {**tables["task"], "prompts": 1, "prompt": "={prompt}"}
+    assert tables["eval"]["sets"]["c"] == inherited
+    arithmetic = {"use", "prompts", *options_of(find("tasks", "arithmetic"))}
+    assert tables["eval"]["sets"]["d"].keys() == arithmetic
+    for each in (given, mixed):
+        tables = dry_run(each)[0]
+        assert dry_run(parse(json.loads(json.dumps(tables))))[0] == tables
+
+
 def test_a_used_folder_is_refused(config: Make, tmp_path: Path) -> None:
     """By a new run; a run without a checkpoint cannot be resumed either."""
     folder = tmp_path / "run"

@@ -14,6 +14,7 @@ import pytest
 from test_loop import ENVIRONMENT, config
 
 from tba.run import open_run, run
+from tba.runs.dry_run import dry_run
 from tba.runs.lock import LOCK, locked
 
 HOLD = """
@@ -33,10 +34,12 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
     folder = tmp_path / "run"
     chosen = config(tiny_model, folder, "run.steps=1", "eval.prompts=0")
     holder = rf"{re.escape(str(folder))} is in use by process {os.getpid()} on \S+ since \d{{4}}-"
+    resume = folder if second == "resume" else None
     with open_run(chosen):
         before = sorted(folder.iterdir())
-        with pytest.raises(ValueError, match=holder):
-            run(chosen, folder if second == "resume" else None)
+        for start in (run, dry_run):
+            with pytest.raises(ValueError, match=holder):
+                start(chosen, resume)
         assert sorted(folder.iterdir()) == before
     assert run(chosen).finished
 
@@ -72,3 +75,6 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tiny_model: Path, folder: str
     told = f"run.folder = '{folder}' cannot be used as a folder: {why}; choose another one"
     with pytest.raises(ValueError, match=re.escape(told)):
         run(config(tiny_model, Path(folder)))
+    told = told.replace("File exists", "Not a directory")
+    with pytest.raises(ValueError, match=re.escape(told)):
+        dry_run(config(tiny_model, Path(folder)))

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -229,6 +228,34 @@ SHORT = [
     "eval.prompts=3", "eval.samples=2", "eval.k=[2]", "trainer.batch_size=16",
     "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false", "log.sample_every=1",
 ]  # fmt: skip
+
+
+def carry_out(environment: dict[str, str], *arguments: str) -> str:
+    """Run Python in a process with these variables beside ours; return its output."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("TRACKIO_", "WANDB_"))}
+    own |= {"PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout
+
+
+def test_wandb_keeps_a_run_without_a_network(tmp_path: Path) -> None:
+    """The package itself, where it is installed: its tables are files, its metrics a binary log."""
+    pytest.importorskip("wandb", reason="an extra: pip install -e '.[wandb]'")
+    folder, offline = tmp_path / "run", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    train = ("-m", "tba.cli", "train", f"run.folder={folder}", "log.wandb=true", *SHORT)
+    carry_out({**offline, "HOME": str(tmp_path)}, *train)
+    files = folder.glob("wandb/offline-*/files/media/table/*.json")
+    tables = [json.loads(file.read_text()) for file in files]
+    kept = [dict(zip(t["columns"], row, strict=True)) for t in tables for row in t["data"]]
+    samples = [row.items() for row in read(folder / SAMPLES)]
+    assert samples and len(samples) == len(kept)
+    assert all(any(row <= other.items() for other in kept) for row in samples)
+    (log,) = folder.glob("wandb/offline-*/*.wandb")
+    warning, *_ = json.loads((folder / SUMMARY).read_text())["warnings"]
+    for text in (f"{SECTION}/04 kl", "grad_norm", warning):
+        assert text.encode() in log.read_bytes(), text
+
+
 READ = """
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -241,19 +268,11 @@ print(json.dumps([run.name, *kept, run.alerts()], default=str))
 
 def test_trackio_keeps_a_run(tmp_path: Path) -> None:
     """The package itself, where it is installed: in a folder, without a server or an account."""
-    if find_spec("trackio") is None:
-        pytest.skip("trackio is not installed: pip install -e '.[trackio]'")
+    pytest.importorskip("trackio", reason="an extra: pip install -e '.[trackio]'")
     folder, settings = tmp_path / "run", ["log.trackio=true", "log.wandb_project=sums"]
-    own = {k: v for k, v in os.environ.items() if not k.startswith("TRACKIO_")}
-    own |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(ROOT)}
-
-    def output(*arguments: str) -> str:
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    output("-m", "tba.cli", "train", f"run.folder={folder}", *SHORT, *settings)
-    name, logs, traces, alerts = json.loads(output("-c", READ).splitlines()[-1])
+    own = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    carry_out(own, "-m", "tba.cli", "train", f"run.folder={folder}", *SHORT, *settings)
+    name, logs, traces, alerts = json.loads(carry_out(own, "-c", READ).splitlines()[-1])
     assert name.startswith("run-")
 
     metrics, samples = read(folder / METRICS_FILE), read(folder / SAMPLES)

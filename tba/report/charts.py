@@ -1,6 +1,5 @@
 """Charts on the page of runs: which metrics stand together, and their numbers as JSON."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -11,13 +10,12 @@ import numpy as np
 import pandas as pd
 
 from tba.report.page import MODES, names
-from tba.runs.panels import PANELS, Panel
+from tba.runs.panels import EACH_REWARD, PANELS, Panel
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""
 POINTS = 1000
 """Largest number of points of a line. Those of longer runs are means over several steps."""
-EACH_REWARD = re.compile(r"rewards/(.+)/mean")
 OTHERS = "All other metrics"
 
 

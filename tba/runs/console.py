@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
-from tba.runs.panels import shown
+from tba.runs.panels import EACH_REWARD, shown
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line comes before that
     from tba.runs.summary import Summary
@@ -138,9 +139,19 @@ class Console:
         """Restore the terminal."""
 
     def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return the label and the text of each metric on the first screen."""
+        """Return the label and the text of each metric on the first screen.
+
+        That of a reward function is its mean, with its standard deviation beside it.
+        """
         latest = {**self._held_out, **metrics}
-        return [(label, form.format(value)) for _, label, form, value in shown(latest)]
+        values = []
+        for _, name, label, form in shown(latest):
+            text, function = form.format(latest[name]), EACH_REWARD.fullmatch(name)
+            std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
+            if isfinite(std):
+                text = f"{text} (std {std:.3f})"
+            values.append((label, text))
+        return values
 
 
 class LiveConsole(Console):

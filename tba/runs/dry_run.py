@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from tba.config.plugins import find, options_of, resolve
+from tba.config.plugins import JUDGES, find, options_of, resolve
 from tba.config.schema import PLUGGED, Config
 from tba.config.tables import Use
 from tba.runs import checkpoint, log
 from tba.runs.generations import step_of
+from tba.runs.lock import check_usable
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import check_resumed, check_step, config_of
 from tba.search.chat import encoder
@@ -24,6 +25,7 @@ from tba.tasks import Prepares, part_of, tools_of
 from tba.tasks._memory import build_task
 from tba.tasks._rendering import Rendering
 from tba.tasks.custom import Custom
+from tba.tasks.mixture import Part
 from tba.types import Answer, Prompt
 
 SECONDS = 5.0
@@ -46,8 +48,10 @@ def dry_run(
     """
     parts = check(config)
     if resume is None:
-        log.check_unused(log.folder_of(parts.config))
+        check_usable(folder := log.folder_of(parts.config))
+        log.check_unused(folder)
     else:
+        check_usable(resume)
         check_resumed(parts.config, before=config_of(resume))
         newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
         check_step(step_of(newest), parts.config)
@@ -68,12 +72,45 @@ def dry_run(
 
 
 def every_key(config: Config) -> dict[str, Any]:
-    """Return the config as plain tables, with None for a key that has no value."""
+    """Return the config as plain tables, with None for a key that has no value.
+
+    Parts of a mixture, judges and evaluation sets have all their options, too. A set without a task
+    has that of the run, with the options that the set changes.
+    """
     tables = config.model_dump(mode="json", by_alias=True)
     for table, kind in PLUGGED.items():
-        options = options_of(find(kind, tables[table]["use"]))
-        tables[table] = {"use": "", **dict.fromkeys(options), **tables[table]}
+        tables[table] = _with_all_options(kind, tables[table])
+    sets = tables["eval"]["sets"]
+    for name, own in sets.items():
+        given = own if own["use"] else {**tables["task"], **own, "use": config.task.use}
+        sets[name] = _with_all_options("tasks", given)
     return tables
+
+
+def _with_all_options(kind: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a plug-in with its defaults, and so for the tables within it."""
+    whole: dict[str, Any] = {"use": ""}
+    options = options_of(find(kind, table["use"]))
+    for name, option in options.items():
+        value: Any = table.get(name, None if option.required else option.default)
+        if _holds(option.kind, Part):
+            parts = {part: Part(**own).model_dump() for part, own in value.items()}
+            value = {part: _with_all_options("tasks", own) for part, own in parts.items()}
+        elif _holds(option.kind, Use):
+            value = [_judge(v) for v in value] if isinstance(value, list) else _judge(value)
+        whole[name] = value
+    return {**table, **whole, "use": table["use"]}
+
+
+def _judge(named: Any) -> Any:
+    """Return the table of a judge with all options; what a factory makes has none that are keys."""
+    is_judge = isinstance(named, dict) and ":" not in named["use"]
+    return _with_all_options(JUDGES, named) if is_judge else named
+
+
+def _holds(kind: Any, inner: type) -> bool:
+    """Return whether values of a type, such as a list or a union, may be or hold `inner`."""
+    return kind is inner or any(_holds(each, inner) for each in get_args(kind))
 
 
 def _shown(parts: Parts, part: str, prompt: Prompt) -> list[str]:

@@ -1,5 +1,6 @@
 """The lock of a folder: one process at a time writes to it."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -27,12 +28,7 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
     with _opened(folder, key) as file:
         while not _take(file, folder):
             if time.monotonic() >= deadline:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise ValueError(
-                    f"{folder} is in use by {holder}; wait until it ends, stop it, or choose"
-                    f" another folder with {key}=…"
-                )
+                raise _in_use(folder, key, file)
             time.sleep(0.1)
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         try:
@@ -44,16 +40,48 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
             file.truncate(0)
 
 
+def check_usable(folder: Path, key: str = "run.folder") -> None:
+    """Raise ValueError if `locked` would refuse the folder now. Nothing is created or written."""
+    lock = folder / LOCK
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if not lock.exists():
+            return
+        with lock.open("r+", errors="replace") as file:
+            if not _take(file, folder):
+                raise _in_use(folder, key, file)
+    except OSError as error:
+        raise _unusable(folder, key, error) from error
+
+
 def _opened(folder: Path, key: str) -> IO[str]:
     """Open the lock file of a folder; ValueError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / LOCK).open("a+", errors="replace")  # not "w": it names the holder
     except OSError as error:
-        why = error.strerror or error
-        raise ValueError(
-            f"{key} = {str(folder)!r} cannot be used as a folder: {why}; choose another one"
-        ) from error
+        raise _unusable(folder, key, error) from error
+
+
+def _in_use(folder: Path, key: str, file: IO[str]) -> ValueError:
+    """Return an error that names the process which holds the lock of a folder."""
+    file.seek(0)
+    holder = file.read().strip() or "another process"
+    return ValueError(
+        f"{folder} is in use by {holder}; wait until it ends, stop it, or choose another folder"
+        f" with {key}=…"
+    )
+
+
+def _unusable(folder: Path, key: str, error: OSError) -> ValueError:
+    why = error.strerror or error
+    return ValueError(
+        f"{key} = {str(folder)!r} cannot be used as a folder: {why}; choose another one"
+    )
 
 
 def _take(file: IO[str], folder: Path) -> bool:

@@ -8,6 +8,8 @@ from math import isfinite
 
 SECTION = "first screen"
 """Where TensorBoard, W&B and trackio show the panels."""
+EACH_REWARD = re.compile(r"rewards/(.+)/mean")
+"""Metric of each reward function."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +83,18 @@ PANELS = (
 )
 
 
-def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, float]]:
-    """Yield panel number, label, format and value of each metric that the panels show."""
+def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, str]]:
+    """Yield panel number, name, label and format of each metric that the panels show."""
     for number, panel in enumerate(PANELS, 1):
         for curve in panel.curves:
             for name, label in curve.labels(metrics.keys()).items():
                 if isfinite(metrics[name]):
-                    yield number, label, curve.form, metrics[name]
+                    yield number, name, label, curve.form
 
 
 def first_screen(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the values that the panels show, by names that sort in the order of the panels."""
-    return {f"{SECTION}/{i:02} {label}": value for i, label, _, value in shown(metrics)}
+    return {f"{SECTION}/{i:02} {label}": metrics[name] for i, name, label, _ in shown(metrics)}
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
