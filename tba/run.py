@@ -54,8 +54,8 @@ class Run:
     missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
     evaluating: int  # evaluations that were requested and have not been logged
     scores: dict[int, float]  # held-out score of each version that has been evaluated
-    requested: dict[int, float] = field(default_factory=dict)
-    """Time in seconds of the train loop at which each version's evaluation was requested."""
+    requested: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Step, and seconds of the train loop, at which each version's evaluation was requested."""
 
     def sample(self) -> list[Group]:
         self.console.phase("training")
@@ -113,7 +113,7 @@ class Run:
         if self.parts.held_out:
             seconds = self.tracker.seconds
             version = self.searchers.evaluate()
-            self.requested[version] = seconds
+            self.requested[version] = self.step, seconds
             self.evaluating += 1
 
     def log_evaluations(self, finish: bool = False) -> None:
@@ -125,10 +125,11 @@ class Run:
                 continue
             self.scores[e.version] = score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
-            self.journal.row(e.version, {"time": self.requested[e.version], **scores})
+            step, seconds = self.requested[e.version]
+            self.journal.row(e.version, {"time": seconds, **scores}, requested=step)
             for x in e.examples:
                 told = x.prompt, x.completion, x.reward, e.version, x.notes
-                self.journal.sample(e.version, "eval", *told)
+                self.journal.sample(e.version, "eval", *told, requested=step)
             self.console.evaluation(e)
 
     def save(self) -> None:
@@ -240,7 +241,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         progress, search = checkpoint.restore(generation, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
-        log.rewind(folder, progress.step)
+        log.rewind(folder, progress.step, c.run.steps)
         log.write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng

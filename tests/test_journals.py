@@ -10,9 +10,9 @@ import pytest
 from test_loop import config
 
 from tba.cli import _config
-from tba.config.schema import read_json
+from tba.config.schema import load, read_json
 from tba.run import run
-from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations
+from tba.runs.log import CONFIG, METRICS, SAMPLES, Journal, read, read_evaluations, rewind
 from tba.runs.offline import export_run
 
 LINES: dict[str, Callable[[bytes], bytes]] = {
@@ -99,3 +99,25 @@ def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path: Path) -> None:
     rows.append(f'{{"step": 3, {scores}, "eval/sampled_stderr": 0.5}}')
     (tmp_path / METRICS).write_text("".join(f"{row}\n" for row in rows))
     assert [row["step"] for row in read_evaluations(tmp_path)] == [3]
+
+
+def test_an_evaluation_that_is_repeated_is_written_once(tmp_path: Path) -> None:
+    """It may be of weights that are older than the step that is resumed."""
+    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    for requested, version in ((0, 0), (10, 9), (20, 18), (30, 30)):
+        journal.row(version, {"eval/greedy_reward": 1.0}, requested=requested)
+        journal.sample(version, "eval", "1+1=", "2", 1.0, version, requested=requested)
+
+    def versions() -> list[list[int]]:
+        return [[row["step"] for row in read(tmp_path / name)] for name in (METRICS, SAMPLES)]
+
+    rewind(tmp_path, 30, last=60)
+    assert versions() == [[0, 9, 18, 30]] * 2
+    rewind(tmp_path, 30, last=30)  # that at the end of the run comes again
+    assert versions() == [[0, 9, 18]] * 2
+    rewind(tmp_path, 19, last=30)
+    assert versions() == [[0, 9]] * 2
+    rewind(tmp_path, 10, last=30)
+    assert versions() == [[0, 9]] * 2
+    rewind(tmp_path, 9, last=30)
+    assert versions() == [[0]] * 2

@@ -109,10 +109,15 @@ def read_warnings(run: Path) -> dict[str, str]:
     return {row["key"]: row["text"] for row in read(run / WARNINGS)}
 
 
-def rewind(run: Path, step: int) -> None:
-    """Drop metrics, samples and warnings after `step`, at which a run is resumed."""
+def rewind(run: Path, step: int, last: int) -> None:
+    """Drop what a run that is resumed at `step`, and goes on until `last`, will write again."""
+
+    def comes_again(row: Mapping[str, Any]) -> bool:
+        requested = row.get("requested", -1)  # the weights of an evaluation can be of earlier steps
+        return max(row["step"], requested) > step or requested == step == last
+
     for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
-        kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
+        kept = [json.dumps(row) + "\n" for row in read(path) if not comes_again(row)]
         write_whole(path, "".join(kept))
 
 
@@ -124,14 +129,15 @@ class Journal:
         self._sinks = open_sinks(config, folder, start)
         self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._write(METRICS, {"step": step, **metrics})
+    def row(self, step: int, metrics: Mapping[str, float], requested: int | None = None) -> None:
+        """Log the metrics of a step, or of an evaluation of its weights, requested at a step."""
+        self._write(METRICS, {"step": step, **_requested(requested), **metrics})
         self._show_samples()
         self._show(lambda sink: sink.row(step, metrics))
 
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
-        version: int, notes: Mapping[str, Any] | None = None,
+        version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
@@ -139,7 +145,8 @@ class Journal:
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"prompt": prompt, "completion": completion}
-        self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
+        own = _requested(requested) | ({"notes": dict(notes)} if notes else {})
+        self._write(SAMPLES, row | own)
         if self._sinks:
             self._shown.append({**row, "lag": max(0, step - 1 - version)})
 
@@ -174,6 +181,10 @@ class Journal:
                 row[key] = None  # JSON has no NaN
         line = f"{json.dumps(row)}\n".encode()
         self._disk.write(name, partial(_append, self._folder / name, line))
+
+
+def _requested(step: int | None) -> dict[str, Any]:
+    return {} if step is None else {"requested": step}
 
 
 def _append(path: Path, line: bytes) -> None:
