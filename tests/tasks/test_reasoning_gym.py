@@ -137,7 +137,7 @@ def test_the_experiments_are_checked(tiny_model: Path, tmp_path: Path) -> None:
         assert (recipe.sampling.max_tokens, recipe.sampling.stop) == (8, ("\n",))
         lora = recipe.policy.lora
         assert (lora is not None) == name.endswith("lora")
-        beta, rate = (0.02, 2e-5) if lora is None else (0.1, 1.5e-4)
+        beta, rate = (0.02, 2e-5) if lora is None else (0.1, 2e-4)
         assert recipe.objective.use == "tb" and recipe.trainer.learning_rate == rate
         assert recipe.objective.options == {"beta": beta, "tapered": True}
         assert lora is None or (lora.r, lora.alpha) == (16, 32)
