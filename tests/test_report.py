@@ -92,6 +92,7 @@ def write(
                     for name in names
                 },
             },
+            requested=version,
         )
         journal.sample(version, "eval", "17+5=", f"held out\n  {version}", version / 12, version)
     journal.sample(3, "train", "8+9=", SCRIPT, None, 2)
@@ -269,6 +270,7 @@ def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, for
     """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""
     names = ("reward", "pass@1", score, f"{score}_stderr")
     evaluations = pd.DataFrame({f"eval/sampled_{name}": [0.5, 0.25] for name in names})
+    evaluations["requested"] = [0.0, 10.0]  # the step of the request, which is no metric
     shown = sections([evaluations], measures_of([evaluations]))
     drawn = {chart["title"]: chart for chart in shown["Held-out prompts"][1]}
     chart = drawn[title]

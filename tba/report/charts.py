@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from math import isnan, nan
 from typing import Any, Literal
 
@@ -150,7 +149,8 @@ def sections(
         "Held-out prompts": ("Evaluations, with standard errors over prompts.", held_out),
         **SECTIONS,
     }
-    used = {*AXES, "samples_trained", *chain(*(p["metrics"] for p in panel_charts(tables)))}
+    used = {*AXES, "requested", "samples_trained"}
+    used.update(*(panel["metrics"] for panel in panel_charts(tables)))
     for chart in (reward_chart(), *(c for _, charts in planned.values() for c in charts)):
         used.update(chart.metrics, chart.spread)
     others = [name for name in sorted(filled - used) if not name.endswith("stderr")]
