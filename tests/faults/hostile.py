@@ -79,7 +79,8 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "exits badly": lambda: os._exit(3),
     "aborts": os.abort,
     "kills itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    # in this thread: a signal to the process can arrive when the rewards have been sent
+    "stops itself": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
     "kills its group": lambda: os.killpg(0, signal.SIGKILL),
     "reads address 0": lambda: ctypes.string_at(0),
     "takes all memory": lambda: [bytes(10**8) for _ in range(100)],
