@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import computes_in_bf16
 from tba.tasks.tldr import query_of
 
 Row = dict[str, Any]
@@ -75,6 +77,7 @@ def train(
     from trl import RewardConfig, RewardTrainer
 
     started = time.perf_counter()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = {} if layers is None else {"num_hidden_layers": layers}
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None  # the judge reads plain text
@@ -85,8 +88,8 @@ def train(
         output_dir=str(out),
         per_device_train_batch_size=4,
         per_device_eval_batch_size=1,  # accuracies are means over batches
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported(),
+        use_cpu=device == "cpu",
+        bf16=computes_in_bf16(PolicyTable(model=model), device),
         gradient_checkpointing=False,
         max_length=None,  # longer pairs would be dropped
         center_rewards_coefficient=0.1,  # so that a missing EOS, -1, is worse than most summaries

@@ -126,7 +126,7 @@ class Run:
             self.scores[e.version] = score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             step, seconds = self.requested[e.version]
-            self.journal.row(e.version, {"time": seconds, **scores}, requested=step)
+            self.journal.row(e.version, {"time": seconds, "requested": step, **scores})
             for x in e.examples:
                 told = x.prompt, x.completion, x.reward, e.version, x.notes
                 self.journal.sample(e.version, "eval", *told, requested=step)

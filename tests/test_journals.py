@@ -105,7 +105,7 @@ def test_an_evaluation_that_is_repeated_is_written_once(tmp_path: Path) -> None:
     """It may be of weights that are older than the step that is resumed."""
     journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
     for requested, version in ((0, 0), (10, 9), (20, 18), (30, 30)):
-        journal.row(version, {"eval/greedy_reward": 1.0}, requested=requested)
+        journal.row(version, {"eval/greedy_reward": 1.0, "requested": requested})
         journal.sample(version, "eval", "1+1=", "2", 1.0, version, requested=requested)
 
     def versions() -> list[list[int]]:

@@ -85,6 +85,7 @@ def write(
             version,
             {
                 "time": version * 2.0,
+                "requested": version,
                 **{
                     f"eval/{subset}{mode}_{name}": 0.1 + version / 20
                     for subset in ("", *(f"{name}/" for name in sets))
@@ -92,7 +93,6 @@ def write(
                     for name in names
                 },
             },
-            requested=version,
         )
         journal.sample(version, "eval", "17+5=", f"held out\n  {version}", version / 12, version)
     journal.sample(3, "train", "8+9=", SCRIPT, None, 2)

@@ -129,9 +129,12 @@ class Journal:
         self._sinks = open_sinks(config, folder, start)
         self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
-    def row(self, step: int, metrics: Mapping[str, float], requested: int | None = None) -> None:
-        """Log the metrics of a step, or of an evaluation of its weights, requested at a step."""
-        self._write(METRICS, {"step": step, **_requested(requested), **metrics})
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, or of an evaluation of its weights.
+
+        Those of an evaluation have `requested`, the step at which it was requested.
+        """
+        self._write(METRICS, {"step": step, **metrics})
         self._show_samples()
         self._show(lambda sink: sink.row(step, metrics))
 
@@ -141,12 +144,14 @@ class Journal:
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
-        `notes` are what reward functions gave and logged, if that is known.
+        `notes` are what reward functions gave and logged, if that is known; `requested` is the step
+        at which an evaluation was requested.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"prompt": prompt, "completion": completion}
-        own = _requested(requested) | ({"notes": dict(notes)} if notes else {})
-        self._write(SAMPLES, row | own)
+        if requested is not None:
+            row["requested"] = requested
+        self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
             self._shown.append({**row, "lag": max(0, step - 1 - version)})
 
@@ -181,10 +186,6 @@ class Journal:
                 row[key] = None  # JSON has no NaN
         line = f"{json.dumps(row)}\n".encode()
         self._disk.write(name, partial(_append, self._folder / name, line))
-
-
-def _requested(step: int | None) -> dict[str, Any]:
-    return {} if step is None else {"requested": step}
 
 
 def _append(path: Path, line: bytes) -> None:
