@@ -27,7 +27,7 @@ FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 
 faults: $(VENV)/installed  ## the suite of faults: at most 25 minutes on two cores; FULL=1 runs all of it and continues where it stopped
 	@test -n "$(FULL)" || rm -f $(FAULTS)
-	@FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -m "not gpu" tests/faults $(PYTEST); \
+	@FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" tests/faults $(PYTEST); \
 		ended=$$?; $(BIN)/python scripts/write_reliability.py $(FAULTS); exit $$ended
 
 VLLM_VENV := .venv-vllm
