@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -17,8 +18,6 @@ from test_ray import children, config, conserved, run_and_keep, runs, wait_until
 from tba.cli import _config
 from tba.run import Run
 
-KILLS = 10
-DEADLINE = 3.0
 ANSWERS = 4
 
 
@@ -62,20 +61,17 @@ def nothing_is_lost_or_doubled(run: Run) -> None:
     assert not {*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}
 
 
-@pytest.mark.timeout(900)
-@cases(9, full=20)
-def test_killed_and_stopped_searchers_lose_and_double_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path
+def survives_ended_searchers(
+    case: Case, model: Path, folder: Path, kills: int, deadline: float, *settings: str
 ) -> None:
-    """Ten of two searchers in a run. A killed one is noticed within 5 s, a stopped one within its
-    deadline and 2 s. The run is then stopped, and resumed on a single searcher."""
-    folder = tmp_path / "run"
-    settings = (
-        "engine=scripted", "engine.answers=['1','2','3','4','5','6']", "engine.latency=0.3",
-        "engine.tail=0.5", "engine.own_reference=true", "runtime.searchers=2",
-        "runtime.cores=share", f"runtime.task_deadline={DEADLINE}", "runtime.fresh=1",
-        "runtime.max_restarts=1000", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
-        "checkpoint.every=50", "reward.quarantine=0",
+    """So many of two searchers are ended in a run, which is then stopped, and resumed with one.
+
+    A killed one is noticed within 5 s, a stopped one within its deadline and 2 s.
+    """
+    common = (
+        "runtime.searchers=2", "runtime.cores=share", f"runtime.task_deadline={deadline}",
+        "runtime.fresh=1", "runtime.max_restarts=1000", "run.steps=1000000", "task.size=20000",
+        "eval.prompts=0", "checkpoint.every=50", "reward.quarantine=0",
     )  # fmt: skip
     failures: list[BaseException] = []
     ended: set[int] = set()
@@ -84,22 +80,22 @@ def test_killed_and_stopped_searchers_lose_and_double_nothing(
         time.sleep(float(case.rng.exponential(0.5)))
         stop = case.rng.random() < 0.3
         os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
-        return DEADLINE + 2 if stop else 5.0
+        return deadline + 2 if stop else 5.0
 
     def attack(run: Run) -> None:
         try:
             assert wait_until(lambda: run.step > 0, 90)
-            for _ in range(KILLS):
+            for _ in range(kills):
                 ended_by(run, case, kill, ended)
         except BaseException as error:
             failures.append(error)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run = run_and_keep(config(tiny_model, folder, *settings), meanwhile=attack)
+    run = run_and_keep(config(model, folder, *common, *settings), meanwhile=attack)
     if failures:
         raise failures[0]
-    assert run.searchers.stats.restarts == KILLS
+    assert run.searchers.stats.restarts == kills
     nothing_is_lost_or_doubled(run)
     left = [p for p in searchers() if runs(p)]
     case.leftovers += len(left)
@@ -108,3 +104,25 @@ def test_killed_and_stopped_searchers_lose_and_double_nothing(
     again = run_and_keep(_config([f"run.steps={steps}", "runtime.searchers=1"], folder), folder)
     nothing_is_lost_or_doubled(again)
     assert again.step == steps
+
+
+@pytest.mark.timeout(900)
+@cases(9, full=20)
+def test_killed_and_stopped_searchers_lose_and_double_nothing(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    slow = (
+        "engine=scripted", "engine.answers=['1','2','3','4','5','6']", "engine.latency=0.3",
+        "engine.tail=0.5", "engine.own_reference=true",
+    )  # fmt: skip
+    survives_ended_searchers(case, tiny_model, tmp_path / "run", 10, 3.0, *slow)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+@pytest.mark.timeout(900)
+@cases(9, full=2, part=1)
+def test_killed_and_stopped_searchers_with_vllm_lose_and_double_nothing(
+    case: Case, wide_model: Path, tmp_path: Path
+) -> None:
+    own = ("engine=vllm", "engine.kv_cache_gib=0.1", "runtime.start_deadline=300")
+    survives_ended_searchers(case, wide_model, tmp_path / "run", 3, 20.0, *own)

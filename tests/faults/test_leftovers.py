@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -48,26 +49,22 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for row in read(folder / METRICS) if "loss" in row]
 
 
-@pytest.mark.timeout(600)
-@cases(11, full=50, part=10)
-def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
-    case: Case, tiny_model: Path, tmp_path: Path
+def leaves_nothing_and_goes_on(
+    case: Case, name: str, model: Path, folder: Path, *settings: str
 ) -> None:
-    """Driver, raylet, GCS, an agent, a searcher or the watcher, at a random moment.
+    """Kill a process of a run at a random moment.
 
     A run that ends by itself has saved its last step and prints how to resume it. The others are
     stopped. After ten seconds, there is no process, shared memory or session folder of the run.
     """
-    folder, name = tmp_path / "run", list(VICTIMS)[case.index % len(VICTIMS)]
     memory, processes = shared_memory(), set[psutil.Process]()
-    settings = ("run.steps=1000000", "checkpoint.every=10", "task.size=20000", "runtime.fresh=1")
-    slow = ("engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.05")
-    chosen = config(tiny_model, folder, *settings, *slow, "engine.own_reference=true")
+    common = ("run.steps=1000000", "checkpoint.every=10", "task.size=20000", "runtime.fresh=1")
+    chosen = config(model, folder, *common, *settings)
     command = [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stderr=pipe, text=True, env=ENVIRONMENT) as run:
         try:
-            until(lambda: len(steps(folder)) >= 12 or run.poll() is not None, 120)
+            until(lambda: len(steps(folder)) >= 12 or run.poll() is not None, 300)
             processes |= {psutil.Process(run.pid), *children(run.pid)}
             time.sleep(float(case.rng.uniform(0, 2)))
             processes |= {*children(run.pid)}
@@ -104,6 +101,29 @@ def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
         case.leftovers = len(alive([*processes]))
         raise
     goes_on(folder)
+
+
+@pytest.mark.timeout(600)
+@cases(11, full=50, part=10)
+def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Driver, raylet, GCS, an agent, a searcher or the watcher."""
+    name = list(VICTIMS)[case.index % len(VICTIMS)]
+    slow = ("engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.05")
+    own = (*slow, "engine.own_reference=true")
+    leaves_nothing_and_goes_on(case, name, tiny_model, tmp_path / "run", *own)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+@pytest.mark.timeout(900)
+@cases(11, full=3, part=1)
+def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(
+    case: Case, wide_model: Path, tmp_path: Path
+) -> None:
+    name = ("searcher", "driver", "raylet")[case.index]
+    own = ("engine=vllm", "engine.kv_cache_gib=0.1")
+    leaves_nothing_and_goes_on(case, name, wide_model, tmp_path / "run", *own)
 
 
 def goes_on(folder: Path, *settings: str) -> None:
