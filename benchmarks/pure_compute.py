@@ -154,10 +154,10 @@ def rows_of(lab: Arithmetic, best: dict[str, Best]) -> list[_measure.Row]:
         note += f" evaluated every {EVERY:g} s"
         if case not in VARIANTS:
             note += "; rate searched, but no options"
-        note = with_speeds(note, own, chosen["TRL"])
+        told = with_speeds(note, own, chosen["TRL"])
         name = f"pure compute, embedded task, {case}: time to sampled pass@1 .90"
         goal = "ratio >= 1.5" if case == "tb" else None
-        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)
+        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, **told)
         rows.append(row)
     return rows
 

@@ -186,11 +186,11 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
             tried = [run["rate"] for run in own[each]]
             if best[each].rate in (min(tried), max(tried)):
                 note += f"; {each}: the rate is at the edge of those tried"
-        note = with_speeds(note, chosen[side], chosen["trl"])
+        told = with_speeds(note, chosen[side], chosen["trl"])
         name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
         goal = "ratio >= 4" if side == "asynchronous" else None
         ours = [time_or_length(run) for run in chosen[side]]
-        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, note=note)
+        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, **told)
         rows.append(row)
     return rows
 

@@ -93,6 +93,7 @@ def windows(lab: Sums, latencies: list[float]) -> None:
                 "side": side, "latency": latency, "windows": seconds, "points": result["points"],
                 "searchers": result.get("searchers"), "versions": _measure.versions(),
                 "gflops": _measure.matmul_speed(),
+                "dtype": "bf16" if _measure.in_bf16() else "fp32",
             }  # fmt: skip
             with path.open("a") as file:
                 file.write(json.dumps(rounded(kept)) + "\n")
@@ -151,9 +152,9 @@ def rate_rows() -> list[_measure.Row]:
             )
             ours, other = measured[latency, "asynchronous"], measured[latency, peer]
             goal = GOALS.get(latency) if peer == "trl" else None
-            note = with_speeds(f"{WINDOWS} windows of one run", [ours], [other])
+            told = with_speeds(f"{WINDOWS} windows of one run", [ours], [other])
             row = _measure.row(
-                name, ours["windows"], "s", other["windows"], peer_is=peer_is, goal=goal, note=note
+                name, ours["windows"], "s", other["windows"], peer_is=peer_is, goal=goal, **told
             )
             rows.append(row)
     return rows
@@ -171,9 +172,9 @@ def score_rows() -> list[_measure.Row]:
                 name = f"{latency:g} s of reward latency: time to sampled .50"
                 ours, other = own["asynchronous"], own[peer]
                 note = "one seed; a run's length where it stays below"
-                note = with_speeds(note, [ours], [other])
+                told = with_speeds(note, [ours], [other])
                 times = time_or_length(ours), "s", time_or_length(other)
-                rows.append(_measure.row(name, *times, peer_is=peer_is, note=note))
+                rows.append(_measure.row(name, *times, peer_is=peer_is, **told))
     return rows
 
 
