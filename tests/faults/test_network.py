@@ -74,6 +74,13 @@ def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(30)
 
 
+def machines_of_the_cluster(space: str) -> int:
+    """Return how many machines have joined, as seen from one of them."""
+    status = ("ip", "netns", "exec", space, str(RAY), "status", f"--address={HEAD}:6379")
+    told = subprocess.run(status, env={**ENVIRONMENT, **TOKEN}, capture_output=True, timeout=60)
+    return told.stdout.partition(b"Pending:")[0].count(b" node_")
+
+
 def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
     for process in psutil.Process(machine.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -127,10 +134,10 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
         sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
         ending.enter_context(inside(one, str(RAY), *started, *head, f"--temp-dir={sessions}"))
-        time.sleep(8)
+        until(lambda: machines_of_the_cluster(one) == 1, 90, every=1)
         joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
         far = ending.enter_context(inside(other, str(RAY), *started, *joined))
-        time.sleep(8)
+        until(lambda: machines_of_the_cluster(one) == 2, 90, every=1)
         chosen = as_settings(config(tiny_model, folder, *settings))
         train = (sys.executable, "-m", "tba.cli", "train", *chosen)
         run = ending.enter_context(inside(one, *train))
