@@ -90,7 +90,7 @@ def test_ray(shallow_toy_model: Path, tmp_path: Path) -> None:
         "strategy=recent",
         "strategy.window=4",
         "runtime.publish_every=4",
-        "run.steps=200",
+        "run.steps=300",
     )
     assert distance_after_run(config) < LIMIT
 
