@@ -70,7 +70,7 @@ class Victim:
         from transformers import AutoModelForCausalLM
 
         budget = self.token_budget // self.answers
-        return JudgeModel(self.model, AutoModelForCausalLM, "fastest", budget, "task.victim")
+        return JudgeModel(self.model, AutoModelForCausalLM, "auto", budget, "task.victim")
 
     def _encode(self, attack: str) -> list[int]:
         shown: str | list[Message] = self.template.replace("{attack}", attack)

@@ -30,6 +30,7 @@ from tba.config.schema import load
 from tba.runs.parts import check
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
+from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel
 from tba.tasks.judges.classifier import Classifier
@@ -137,6 +138,20 @@ def test_a_reward_models_logits_do_not_depend_on_the_batch(
     expected = logits(folder, JOINED)[:, 0]
     assert expected.std() > 1e-3
     close(judge(PROMPTS, COMPLETIONS, other_column=[1, 2, 3]), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_judge_computes_in_bf16_where_that_is_faster(
+    make: Make, kind: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_models, "computes_in_bf16", lambda policy, device: fast)
+    folder = make(kind)
+    judge, expected = Classifier(str(folder)), logits(folder, JOINED)[:, 0]
+    scores = torch.tensor(judge(PROMPTS, COMPLETIONS))
+    assert judge._model._model.dtype == (torch.bfloat16 if fast else torch.float32)
+    gap = (scores - expected).abs().max() / expected.std()
+    assert (1e-5 < gap < 0.1) if fast else gap < 1e-4
 
 
 def test_a_model_without_a_padding_token_scores_the_same(make: Make) -> None:

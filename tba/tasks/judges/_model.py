@@ -30,7 +30,7 @@ class ModelJudge(Judge):
     model: str = field(kw_only=False)
     """Folder, or Hugging Face name."""
     dtype: Dtype = "auto"
-    """auto: bf16 on a GPU, else fp32."""
+    """auto: bf16 where that is faster, on GPUs and on some CPUs, else fp32."""
     token_budget: int = 16_384
     """Tokens in one forward pass, padding included."""
 
@@ -51,7 +51,7 @@ class JudgeModel:
 
     name: str
     auto: Any
-    dtype: Dtype | Literal["fastest"]
+    dtype: Dtype
     token_budget: int
     """Tokens in one forward pass, padding included."""
     key: str = "model"
@@ -73,8 +73,8 @@ class JudgeModel:
 
     def load(self, device: str) -> None:
         """Load the weights to a device, unless another judge of this process has done so."""
-        bf16 = device.startswith("cuda") if self.dtype == "auto" else self.dtype == "bf16"
-        if self.dtype == "fastest":
+        bf16 = self.dtype == "bf16"
+        if self.dtype == "auto":
             bf16 = computes_in_bf16(PolicyTable(model=self.name), device)
         dtype = torch.bfloat16 if bf16 else torch.float32
         key = (model_path(self.name, self.key), self.auto, dtype, device)
