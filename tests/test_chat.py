@@ -21,7 +21,8 @@ from tba.types import Prompt
 
 KNOWING = (
     "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -158,7 +159,8 @@ def test_a_turn_may_end_with_a_stop_string(chat: Callable[..., Chat]) -> None:
 
 
 def test_the_tokenizer_may_define_how_calls_are_written(chat: Callable[..., Chat]) -> None:
-    knowing = chat(KNOWING, parser=PARSER)
+    own = KNOWING.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
+    knowing = chat(own, parser=PARSER)
     context = tokens(knowing, "<user>Hi\n<assistant>")
 
     def read(written: str) -> Any:
@@ -181,6 +183,10 @@ WRONG = {
     "no results": (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
         "the chat template shows no results of tools",
+    ),
+    "calls of its own form": (
+        KNOWING.replace("<tool_call>", "CALL").replace("</tool_call>", "END"),
+        "writes calls of tools in a form of its own.* add response_template to",
     ),
 }
 

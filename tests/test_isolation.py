@@ -30,7 +30,7 @@ from tba.search.verdicts import Rejected, Verdict
 from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 
-DEADLINE = 0.7
+DEADLINE = 1.5
 """Seconds for each answer."""
 
 

@@ -118,6 +118,7 @@ WRONG = {
     "eval.sets.a=3": "eval.sets.a = 3: write a table, [eval.sets.a], with its keys",
     "eval.sets.a/b.size=4": "[eval.sets.a/b]: 'a/b' must be letters, digits",
     "eval.sets.a.use=test_sets.Unreachable": "[eval.sets.a]: no judge answers",
+    "eval.sets.a={use='gsm8k',data='/nowhere'}": "[eval.sets.a]: task.data = '/nowhere'",
     "eval.sets.a.use=test_sets.Trained": "[eval.sets.a]: all of its prompts are trained on",
     "eval.sets.a.use=test_sets.Nothing": "[eval.sets.a]: it has no held-out prompts",
 }

@@ -36,10 +36,10 @@ def evaluation_sets(
         options = table.options if table.use else config.task.options | table.options
         use = table.use or config.task.use
         own = named_task(key, use, options, memory)
-        if isinstance(own, Prepares):
-            with about(f"[{key}]"):  # errors speak of `task.`
+        with about(f"[{key}]"):  # errors speak of `task.`
+            if isinstance(own, Prepares):
                 own.check()
-        prompts = own.held_out()
+            prompts = own.held_out()
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
         encoded += zip(prompts, tokens, strict=True)
         again = isinstance(own, SamplesAgain)  # there are no prompts but those it is trained on

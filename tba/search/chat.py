@@ -47,8 +47,8 @@ class Call:
 class Chat:
     """A tokenizer's chat template, with tools.
 
-    A template that describes tools shows their results, too. For others, the system message
-    describes the tools, and results are messages of the user.
+    A template that describes tools shows their calls and results, too. For others, the system
+    message describes the tools, and results are messages of the user.
     """
 
     text: Text
@@ -59,6 +59,12 @@ class Chat:
         if "?" not in self._between([{"role": "tool", "name": "f", "content": "?"}]):
             raise ValueError(
                 "task.environment: the chat template shows no results of tools; use another model"
+            )
+        if self.describes_tools and not self._own_form and not self._shows(Call("f", {"x": "?"})):
+            raise ValueError(
+                "task.environment: the chat template writes calls of tools in a form of its own,"
+                " and the tokenizer does not say how to read it; add response_template to"
+                f" tokenizer_config.json, or use a model that writes <tool_call>{FORM}</tool_call>"
             )
 
     @cached_property
@@ -97,7 +103,7 @@ class Chat:
         tokenizer = self.text.tokenizer
         content = self.text.answer(turn, True, stop).text
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        if vars(tokenizer).get("response_template") is not None:  # older transformers lack it
+        if self._own_form:
             ids, prefix, tools = turn.tolist(), context.tolist(), list(self.tools.schemas.values())
             try:
                 parsed = tokenizer.parse_response(ids, prefix=prefix, tools=tools)
@@ -110,9 +116,21 @@ class Chat:
         calls = [_read(each) for each in CALL.findall(written)]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
-            functions = [{"type": "function", "function": each} for each in sound]
+            functions = [_as_function(each) for each in sound]
             message |= {"content": CALL.sub("", written).strip(), "tool_calls": functions}
         return message, calls
+
+    @property
+    def _own_form(self) -> bool:
+        """True if the tokenizer says how calls are read; older versions of transformers cannot."""
+        return vars(self.text.tokenizer).get("response_template") is not None
+
+    def _shows(self, call: Call) -> bool:
+        """Return whether the template writes a call between tags, as it is read."""
+        function = {"name": call.name, "arguments": call.arguments}
+        turn = {"role": "assistant", "content": "", "tool_calls": [_as_function(function)]}
+        rendered = self._rendered([{"role": "user", "content": "?"}, turn])
+        return call in map(_read, CALL.findall(rendered))
 
     def _between(self, results: Sequence[Message]) -> str:
         """Return what the template puts between a turn of the policy and the next."""
@@ -155,6 +173,10 @@ def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
     """Return what tells prompts apart: the tokens, and the row if an environment reads it."""
     row = "" if tools_of(task) is None else json.dumps(prompt.columns, sort_keys=True)
     return tokens.tobytes() + row.encode()
+
+
+def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": call}
 
 
 def _read(written: str) -> Call:

@@ -2,9 +2,11 @@
 
 import reprlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
+from tba.config.messages import about
 from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools
 
@@ -85,17 +87,21 @@ class PassesOn:
     """A task that passes `check` and `load` on to what it consists of."""
 
     @property
-    def inner(self) -> Iterable[Any]:
-        """Its models, tasks and functions, some of which may need a model or a server."""
+    def inner(self) -> Iterable[tuple[str, Any]]:
+        """Its models, tasks and functions, some of which may need a model or a server.
+
+        Each stands with its option, with which errors begin; "" if they name it themselves.
+        """
         raise NotImplementedError
 
     def check(self) -> None:
-        for each in self.inner:
+        for option, each in self.inner:
             if isinstance(each, Prepares):
-                each.check()
+                with about(option) if option else nullcontext():
+                    each.check()
 
     def load(self, device: str) -> None:
-        for each in self.inner:
+        for _, each in self.inner:
             if isinstance(each, Prepares):
                 each.load(device)
 

@@ -9,7 +9,6 @@ from inspect import isawaitable
 from typing import Any, SupportsFloat
 
 from tba.config.keys import Count, Positive, PositiveFloat, Use
-from tba.config.messages import about
 from tba.config.plugins import GIVEN
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed
@@ -131,13 +130,6 @@ class Custom(PassesOn, Rendering):
             sums.append(reward if given else None)
         return sums
 
-    def check(self) -> None:
-        """Check that every judge can work; ValueError, which names the option, if one cannot."""
-        for key, function in zip(self._named, self.functions, strict=True):
-            if isinstance(function, Prepares):
-                with about(key):
-                    function.check()
-
     @property
     def without_models(self) -> list[str | Use]:
         """The reward functions that need no model and no server, as the config names them."""
@@ -145,8 +137,8 @@ class Custom(PassesOn, Rendering):
         return [named for named, function in pairs if not isinstance(function, Prepares)]
 
     @property
-    def inner(self) -> list[RewardFunction]:
-        return self.functions
+    def inner(self) -> list[tuple[str, RewardFunction]]:
+        return list(zip(self._named, self.functions, strict=True))
 
     @property
     def _named(self) -> dict[str, str | Use]:

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tba.config.keys import Finite, Use
+from tba.config.messages import about
 from tba.tasks import (
     HasParts,
     LeavesOut,
@@ -64,13 +65,14 @@ class Mixture(PassesOn):
         return name, self.tasks[name]
 
     @property
-    def inner(self) -> Iterable[Task]:
-        return self.tasks.values()
+    def inner(self) -> Iterable[tuple[str, Task]]:
+        return [(_key(name), task) for name, task in self.tasks.items()]
 
     def prompts(self) -> Sequence[Prompt]:
         prompts: list[Prompt] = []
         for name, task in self.tasks.items():
-            own = _prefixed(name, task.prompts())
+            with about(_key(name)):
+                own = _prefixed(name, task.prompts())
             if not own:
                 raise ValueError(f"task.parts.{name} has no prompts to train on; remove the part")
             prompts += own
@@ -80,13 +82,20 @@ class Mixture(PassesOn):
         """Return the prompts of all parts, in an order of which any beginning has the weights."""
         places = []
         for name, task in self.tasks.items():
-            for i, prompt in enumerate(_prefixed(name, task.held_out())):
+            with about(_key(name)):
+                own = _prefixed(name, task.held_out())
+            for i, prompt in enumerate(own):
                 places.append(((i + 0.5) / self.weights[name], prompt))
         return [prompt for _, prompt in sorted(places, key=lambda place: place[0])]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         _, task = self.part(prompt)
         return task.score(replace(prompt, id=prompt.id.partition("/")[2]), answers)
+
+
+def _key(name: str) -> str:
+    """Return the table of a part, to which errors add options as `task.OPTION`."""
+    return f"[task.parts.{name}]"
 
 
 def _task(key: str, part: Part) -> Task:

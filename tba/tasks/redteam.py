@@ -153,8 +153,8 @@ class RedTeam(PassesOn):
         return answered
 
     @property
-    def inner(self) -> tuple[Victim, RewardFunction, Encoder | None]:
-        return self._victim, self._judge, self._encoder
+    def inner(self) -> list[tuple[str, Any]]:
+        return [("", self._victim), ("task.judge", self._judge), ("", self._encoder)]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the mean log harm of each attack, or the mean harm in an evaluation.

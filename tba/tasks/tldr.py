@@ -91,8 +91,9 @@ class Tldr(PassesOn, Splits):
         return post, summaries
 
     @property
-    def inner(self) -> tuple[Custom, Custom | None]:
-        return self._proxy, self._gold
+    def inner(self) -> list[tuple[str, Any]]:
+        judges = {"task.proxy": self._proxy, "task.gold": self._gold}
+        return [(key, judge.functions[0]) for key, judge in judges.items() if judge is not None]
 
     @cached_property
     def _proxy(self) -> Custom:

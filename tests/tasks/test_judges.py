@@ -30,6 +30,7 @@ from tba.config.schema import load
 from tba.runs.parts import check
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
+from tba.tasks._victim import Victim
 from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel
@@ -317,6 +318,32 @@ def test_a_model_without_a_trained_head_is_refused_when_it_is_loaded(make: Make)
     judge.check()
     with pytest.raises(ValueError, match=r"has no weights for score\.weight: it is not a model"):
         judge.load("cpu")
+
+
+@pytest.mark.parametrize(
+    ("place", "of"),
+    [
+        ("task.reward", lambda wrong, good: ("custom", {"reward": wrong})),
+        ("task.reward.1", lambda wrong, good: ("custom", {"reward": [good, wrong]})),
+        ("task.proxy", lambda wrong, good: ("tldr", {"proxy": wrong, "gold": good})),
+        ("task.gold", lambda wrong, good: ("tldr", {"proxy": good, "gold": wrong})),
+        ("task.judge", lambda wrong, good: ("redteam", {"judge": wrong, "victim": wrong["model"]})),
+    ],
+)
+def test_an_error_begins_with_the_option_that_names_the_judge(
+    make: Make, place: str, of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a part of a mixture."""
+    monkeypatch.setattr(Victim, "check", lambda victim: None)
+    wrong, good = ({"use": "classifier", "model": str(make(k))} for k in ("causal", "llama"))
+    name, options = of(wrong, good)
+    options |= {} if name == "redteam" else {"data": "somewhere"}
+    with pytest.raises(ValueError, match=rf"^{place}: model = .* give a sequence-classification"):
+        resolve("tasks", "task", name, options).build().check()
+    if name == "custom":
+        mixed = resolve("tasks", "task", "mixture", {"parts": {"a": {"use": name, **options}}})
+        with pytest.raises(ValueError, match=rf"^\[task.parts.a\]: {place}: model = "):
+            mixed.build().check()
 
 
 def test_judges_of_one_process_share_a_model(make: Make) -> None:

@@ -168,6 +168,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_an_error_about_the_data_of_a_part_names_the_part(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text('{"prompt": "1", "answer": "a"}\n' * 3)
+    part = {"use": "custom", "data": f"{tmp_path}/few.jsonl", "reward": "math:fsum"}
+    with pytest.raises(ValueError, match=r"^\[task.parts.words\]: task.data = .* has only 3 rows"):
+        mixture({"words": part}).prompts()
+    missing = part | {"held_out_data": "nowhere.jsonl"}
+    with pytest.raises(ValueError, match=r"^\[task.parts.words\]: task.held_out_data = 'nowhere"):
+        mixture({"words": missing}).held_out()
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_told_before_anything_starts(case: str) -> None:
     parts, told = WRONG[case]
