@@ -180,8 +180,9 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
             print(f"{side} did not reach .50: no row")
             continue
         note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
-        if any(time_to_goal(run) == inf for run in chosen["trl"]):
-            note += "; TRL did not always reach it, and has the length of its run"
+        missed = sum(time_to_goal(run) == inf for run in chosen["trl"])
+        if missed:
+            note += f"; TRL missed it in {missed} of {len(peers)} runs, and has the lengths of these"
         for each in (side, "trl"):
             tried = [run["rate"] for run in own[each]]
             if best[each].rate in (min(tried), max(tried)):
@@ -192,7 +193,17 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
         ours = [time_or_length(run) for run in chosen[side]]
         row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, **told)
         rows.append(row)
+        if (side, lora) == ("asynchronous", False):
+            rows.append(step_row(chosen[side]))
     return rows
+
+
+def step_row(runs: list[dict]) -> _measure.Row:
+    """Return the row of the trainer's part of a step, without the first two, which fill memory."""
+    steps = [median(point["step_time"] for point in run["points"][2:]) for run in runs]
+    told = with_speeds(f"the median of each of {len(runs)} runs, beside a searcher", runs, runs)
+    name = "reference run, full, asynchronous: a training step on one core"
+    return _measure.row(name, steps, "s", goal="value <= 3", fewer=True, **told)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,27 @@ def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight: bool) -
     assert waited > 0 and batch.version == 7
 
 
+def test_nothing_begins_while_an_update_is_verified() -> None:
+    """The requests that verify it go first, and the others begin after them."""
+    engine = Steps()
+    batch = Batch(lambda: engine, slots=1, in_flight=False, deadline=30.0)
+    ended: list[str] = []
+
+    def call(name: str, first: bool) -> None:
+        batch.run(requests(2), first)
+        ended.append(name)
+
+    with ThreadPoolExecutor(2) as threads:
+        with batch.hold():
+            batch.update(lambda: None, 1)
+            search = threads.submit(call, "search", False)
+            until(lambda: batch._waiting)
+            call("probe", True)
+            assert len(batch._waiting) == 1 and not batch._running
+        search.result(30)
+    assert ended == ["probe", "search"]
+
+
 def test_a_call_past_its_deadline_is_aborted() -> None:
     engine = Steps()
     batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=0.5)

@@ -35,7 +35,8 @@ def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[G
     prompt, response = arrays(collate(groups), context=8192)
     assert len(prompt) == PROMPT > 128
     longest = groups[0].trajectories[0].tokens  # 5 tokens; the others have 1, 3 and 2
-    assert response == longest.tolist()
+    said = [t for group in groups[1:] for t in group.trajectories[-1].tokens.tolist()]
+    assert response == [*longest.tolist(), *np.resize(said, RESPONSE)][:RESPONSE]
     others = []
     for group in groups[1:]:
         others += [*group.prompt_tokens.tolist(), *group.trajectories[-1].tokens.tolist()]
@@ -100,7 +101,7 @@ def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: B
     assert text.startswith("0+1=1+1=2+1=")  # the prompts
     t.step(batch, 0)
     probe = t.weights(version=1).probe
-    assert probe is not None and len(probe.logp) == len(probe.tokens) == 5
+    assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE
     logp = t.policy.logp(probe_tokens(batch, t.context))[0, 0].detach().numpy()
     np.testing.assert_array_equal(probe.logp, logp)
 

@@ -3,8 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -93,8 +93,9 @@ class Batch:
     A free slot goes to the request that has waited longest, whoever called, so that the batch is
     full as long as there is work. An update waits until nothing runs, and nothing starts while it
     waits, so that each request sees one state of the engine; with `in_flight` it is applied at
-    once. A ValueError about a request is raised in its call. Any other exception of the engine ends
-    it, and is raised in every call, now and later, as EngineError; so are missed deadlines.
+    once. Within `hold()`, only requests that are `first` begin. A ValueError about a request is
+    raised in its call. Any other exception of the engine ends it, and is raised in every call, now
+    and later, as EngineError; so are missed deadlines.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class Batch:
         self._slots, self._in_flight, self._deadline = slots, in_flight, deadline
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[tuple[_Call, int]] = deque()
+        self._urgent: deque[tuple[_Call, int]] = deque()  # those that are `first`
+        self._holds = 0
         self._running: dict[str, tuple[_Call, int]] = {}
         self._updates: deque[_Update] = deque()
         self._aborted: list[str] = []
@@ -122,15 +125,12 @@ class Batch:
     def run(self, requests: Sequence[Request], first: bool = False) -> list[tuple[Output, int]]:
         """Return each request's output, and the version that began it.
 
-        With `first`, the requests go before those that wait.
+        With `first`, the requests go before others that wait.
         """
         call = _Call(requests)
         items = [(call, place) for place in range(len(requests))]
         with self._changed:
-            if first:
-                self._waiting.extendleft(reversed(items))
-            else:
-                self._waiting.extend(items)
+            (self._urgent if first else self._waiting).extend(items)
             self._changed.notify_all()
         try:
             self._wait(lambda: call.ended)
@@ -140,6 +140,18 @@ class Batch:
         if call.refused is not None:
             raise call.refused
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let only requests begin that are `first`, such as those that verify an update."""
+        with self._changed:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
 
     def update(self, apply: Callable[[], None], version: int) -> float:
         """Apply a change between two steps; return the seconds it waited for running requests."""
@@ -181,6 +193,7 @@ class Batch:
     def _give_up(self, call: _Call) -> None:
         with self._changed:
             self._waiting = deque(item for item in self._waiting if item[0] is not call)
+            self._urgent = deque(item for item in self._urgent if item[0] is not call)
             keys = [key for key, (owner, _) in self._running.items() if owner is call]
             self._aborted += keys
             for key in keys:
@@ -239,7 +252,8 @@ class Batch:
                 self._give_up(call)
 
     def _has_work(self) -> bool:
-        due = self._waiting or self._running or self._updates or self._aborted or self._failure
+        begin = self._urgent or (self._waiting and not self._holds)
+        due = begin or self._running or self._updates or self._aborted or self._failure
         return bool(due)
 
     def _due_update(self) -> _Update | None:
@@ -248,10 +262,13 @@ class Batch:
         return None
 
     def _begin(self) -> list[tuple[str, Request]]:
-        """Give the free slots to the requests that have waited longest."""
+        """Give the free slots to the requests that have waited longest, or are first."""
         begun = []
-        while self._waiting and len(self._running) < self._slots:
-            call, place = self._waiting.popleft()
+        while len(self._running) < self._slots:
+            waiting = self._urgent or (() if self._holds else self._waiting)
+            if not waiting:
+                break
+            call, place = waiting.popleft()
             key, self._count = str(self._count), self._count + 1
             self._running[key] = call, place
             call.versions[place] = self.version

@@ -153,11 +153,12 @@ class VLLM(Built):
             probe = weights.probe
             if probe is not None:  # so that the cache holds what the old weights say of the probe
                 self._scores(replace(probe, tokens=probe.tokens[:1]))
-            update = partial(self._update, weights)
-            self.drained += self._batch.update(update, weights.version)
-            if probe is None:
-                return None
-            scores = self._scores(probe), self._cached_scores(probe)
+            with self._batch.hold():  # no response begins before the weights have been verified
+                update = partial(self._update, weights)
+                self.drained += self._batch.update(update, weights.version)
+                if probe is None:
+                    return None
+                scores = self._scores(probe), self._cached_scores(probe)
             return float(np.max([_gap(each, probe) for each in scores]))  # NaN if one of them is
 
     def close(self) -> None:

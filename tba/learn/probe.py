@@ -31,16 +31,19 @@ def log_short_context(context: int, prompt: int) -> None:
 def probe_tokens(batch: Batch, context: int, length: int = PROMPT) -> TokenBatch:
     """Return the tokens of a probe: a prompt of this length and a response, cut to the context.
 
-    The response is the beginning of the longest one in the first group. Its prompt follows other
-    prompts and responses of the batch, repeated in order until there are enough tokens.
+    The response is the beginning of the longest one of the batch. Where even that is short, other
+    responses follow: the mean over a few tokens would say little about an engine. Its prompt
+    follows other prompts and responses of the batch, repeated in order until there are enough.
     """
-    longest = int(np.argmax(batch.present[0].sum(-1).numpy()))
-    own_prompt, own_response = _row(batch, 0, longest)
-    response = own_response[:RESPONSE]
-    room = min(length, context - len(response))
+    lengths = batch.present.sum(-1)
+    group, longest = divmod(int(lengths.argmax()), lengths.shape[1])
+    own_prompt, own_response = _row(batch, group, longest)
     others: list[np.ndarray] = []
-    for group in range(1, len(batch)) or [0]:
-        others += _row(batch, group, -1)
+    for other in [g for g in range(len(batch)) if g != group] or [group]:
+        others += _row(batch, other, -1)
+    kept = min(RESPONSE, max(len(own_response), context - PROMPT))
+    response = np.concatenate([own_response, np.resize(np.concatenate(others[1::2]), kept)])[:kept]
+    room = min(length, context - len(response))
     missing = max(0, room - len(own_prompt))
     repeated = np.resize(np.concatenate(others), missing)
     prompt = np.concatenate([repeated, own_prompt])[-room:]

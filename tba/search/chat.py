@@ -60,7 +60,7 @@ class Chat:
             raise ValueError(
                 "task.environment: the chat template shows no results of tools; use another model"
             )
-        if self.describes_tools and not self._own_form and not self._shows(Call("f", {"x": "?"})):
+        if self.describes_tools and not self._own_form and self._writes_another_form:
             raise ValueError(
                 "task.environment: the chat template writes calls of tools in a form of its own,"
                 " and the tokenizer does not say how to read it; add response_template to"
@@ -125,12 +125,14 @@ class Chat:
         """True if the tokenizer says how calls are read; older versions of transformers cannot."""
         return vars(self.text.tokenizer).get("response_template") is not None
 
-    def _shows(self, call: Call) -> bool:
-        """Return whether the template writes a call between tags, as it is read."""
-        function = {"name": call.name, "arguments": call.arguments}
-        turn = {"role": "assistant", "content": "", "tool_calls": [_as_function(function)]}
-        rendered = self._rendered([{"role": "user", "content": "?"}, turn])
-        return call in map(_read, CALL.findall(rendered))
+    @property
+    def _writes_another_form(self) -> bool:
+        """True if the template writes calls, and not between tags, as they are read."""
+        call = Call("f", {"x": "?"})
+        function = _as_function({"name": call.name, "arguments": call.arguments})
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
+        shown = self._rendered([chat[0], {**chat[1], "tool_calls": [function]}])
+        return shown != self._rendered(chat) and call not in map(_read, CALL.findall(shown))
 
     def _between(self, results: Sequence[Message]) -> str:
         """Return what the template puts between a turn of the policy and the next."""

@@ -76,11 +76,15 @@ class Rendering:
         else:
             needed = columns_of(self.prompt + self.shot_response)
             origin = f"task.shots_data = {self.shots_data!r}"
-            table = self.renamed(origin, rows("task.shots_data", self.shots_data, "train"))
+            table = self.renamed(origin, self.read("task.shots_data", self.shots_data, "train"))
             require(origin, table, needed)
         if len(table) < self.shots:
             raise ValueError(f"task.shots = {self.shots}, but there are {len(table)} rows to show")
         return table[: self.shots]
+
+    def read(self, key: str, source: str, split: str) -> Rows:
+        """Return the rows of a split; a ValueError names the config key `key`."""
+        return rows(key, source, split)
 
     def renamed(self, origin: str, table: Rows) -> Rows:
         """Return rows as templates name their columns; ValueError, which begins with `origin`."""
@@ -89,31 +93,36 @@ class Rendering:
     def rendered(
         self, split: str, table: Rows, examples: Rows, columns: Sequence[str] | None = None
     ) -> list[Prompt]:
-        """Return a prompt for each row that is not itself an example.
+        """Return a prompt for each row whose question is not that of an example.
 
         It has these columns; by default all but `prompt`.
         """
         turns = [(fill(self.prompt, row), fill(self.shot_response, row)) for row in examples]
+        shown = {question for question, _ in turns}
         prompts = []
         for i, row in enumerate(table):
-            if row in examples:
-                continue
             with about(f"prompt '{split}-{i}'"):
-                text = self._text(row, turns)
+                question = self._question(row)
+                if isinstance(question, str) and question in shown:
+                    continue
+                text = self._text(question, turns)
             kept = columns or [name for name in row if name != "prompt"]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
         return prompts
 
+    def _question(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """Return the template with a row's values, or its chat messages."""
+        whole = row.get(self.prompt[1:-1])
+        return whole if isinstance(whole, list) else fill(self.prompt, row)
+
     def _text(
-        self, row: Mapping[str, Any], turns: Sequence[tuple[str, str]]
+        self, question: str | list[Message], turns: Sequence[tuple[str, str]]
     ) -> str | list[Message]:
-        """Return the prompt of a row, after examples as pairs of question and response."""
+        """Return the prompt of a question, after examples as pairs of question and response."""
         system = [] if self.system_prompt is None else [self.system_prompt]
         messages: list[Message] = [{"role": "system", "content": text} for text in system]
-        whole = row.get(self.prompt[1:-1])
-        if isinstance(whole, list):  # the template is a column of chat messages
-            return [*messages, *whole]
-        question = fill(self.prompt, row)
+        if isinstance(question, list):
+            return [*messages, *question]
         if self.chat not in (True, "on"):
             shown = [f"{q}{'' if q[-1:].isspace() else ' '}{response}" for q, response in turns]
             return "\n\n".join([*system, *shown, question])

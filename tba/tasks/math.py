@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 from tba.tasks._data import Rows, rows
@@ -15,6 +16,8 @@ from tba.tasks._rendering import Problems
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it escapes."""
+UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$][^$]*)")
+"""A box without braces, up to the end of the formula, as some solutions of MATH have it."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """math-verify's own limit, an integer, for reading an expression and for comparing two."""
@@ -45,21 +48,29 @@ def equal(gold: str, answer: str) -> bool | None:
             "math-verify only works in the main thread of a process; set reward.isolate=process"
         )
     _load_sympy()
-    started = time.monotonic()
     same = _compare(gold, answer, SECONDS)
     bare_gold, bare = PERCENT.sub("", gold), PERCENT.sub("", answer)
     if not same and (bare_gold, bare) != (gold, answer):  # math-verify: 12.5 % is not 12.5
-        same = _compare(bare_gold, bare, SECONDS)
-    cut_off = time.monotonic() - started >= SECONDS  # which math-verify reports as "not equal"
-    return None if cut_off and not same else same
+        without = _compare(bare_gold, bare, SECONDS)
+        same = without or (None if same is None else without)
+    return same
 
 
-def _compare(gold: str, answer: str, seconds: int) -> bool:
+def _compare(gold: str, answer: str, seconds: int) -> bool | None:
+    """Return whether two expressions are equal; None if a step was cut off before that was known.
+
+    math-verify reports both as "not equal".
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
-    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    pair = [parse(f"\\boxed{{{text}}}", boxed, parsing_timeout=seconds) for text in (gold, answer)]
-    return verify(*pair, timeout_seconds=seconds)
+    boxed, pair, times = [LatexExtractionConfig(boxed_match_priority=0)], [], [time.monotonic()]
+    for text in (gold, answer):
+        pair.append(parse(f"\\boxed{{{text}}}", boxed, parsing_timeout=seconds))
+        times.append(time.monotonic())
+    same = verify(*pair, timeout_seconds=seconds)
+    times.append(time.monotonic())
+    cut_off = max(after - before for before, after in pairwise(times)) >= seconds
+    return None if cut_off and not same else same
 
 
 @cache
@@ -107,6 +118,7 @@ class Math(Problems):
 def _gold(row: Mapping[str, Any]) -> str | None:
     """Return a row's right answer, without a box; None if it has none."""
     given = row.get("answer")
-    if given is None:
-        return last_boxed(row.get("solution") or "")
-    return last_boxed(str(given)) or str(given)
+    text = str(row.get("solution") or "" if given is None else given)
+    boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
+    gold = next((box.strip() for box in boxed if box), None)
+    return gold or (None if given is None else text)

@@ -109,6 +109,20 @@ def test_few_shot_prompts_show_solutions_without_annotations(tmp_path: Path) -> 
     assert task.score(task.held_out()[0], [Answer("3", True), Answer("2", True)]) == [1.0, 0.0]
 
 
+def test_examples_from_a_file_are_read_like_the_data(tmp_path: Path) -> None:
+    """Without annotations; and a held-out question that they solve is not evaluated."""
+    rows = [
+        {"question": f"{i}+{i}?", "answer": f"<<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
+        for i in range(4)
+    ]
+    for name, own in (("train", rows[:2]), ("test", rows[2:]), ("shots", rows[2:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    shots = str(tmp_path / "shots.jsonl")
+    task = Gsm8k(data=str(tmp_path), shots=1, shots_data=shots, prompt="{question}")
+    assert [p.text for p in task.prompts()] == [f"2+2? 4\n#### 4\n\n{i}+{i}?" for i in range(2)]
+    assert [p.text for p in task.held_out()] == ["2+2? 4\n#### 4\n\n3+3?"]
+
+
 def test_an_answer_in_the_format_has_its_weight() -> None:
     """The format is that of the data set: a last line `#### number`, and no cut-off."""
     texts = ("So 7.\n#### 7", "#### $1,080 \n", "7", "#### 7\nor 8", "####", "#### seven")
