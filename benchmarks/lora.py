@@ -16,7 +16,11 @@ import torch
 from _shapes import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 
 from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.lora import reference_weights
+from tba.models.pretrained import load_model
 from tba.runs.parts import check
 from tba.weights import trained
 
@@ -45,6 +49,7 @@ def main() -> None:
         _measure.row("LoRA step", seconds[LORA], "s", seconds[FULL], peer_is=FULL, note=note),
         memory(model, options),
         published(trainers, note),
+        without_adapters(model, options.rank),
     ]
     _measure.record(__file__, rows, options)
 
@@ -72,6 +77,20 @@ def published(trainers: dict[str, SingleTrainer], note: str) -> _measure.Row:
         "LoRA published bytes", own.nbytes, "bytes", adapters, peer_is="adapters",
         goal="ratio == 1", note=note,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def without_adapters(model: str, rank: int) -> _measure.Row:
+    """Return the row of log-probs with adapters disabled beside those of the model itself."""
+    adapted, batch = trainer(model, LORA, rank).policy, random_batch(model)
+    for parameter in trained(adapted.model).values():
+        parameter.add_(0.1)
+    plain = load_model(PolicyTable(model=model), torch.float32).to(DEVICE)
+    base = Policy(plain, adapted.temperature, adapted.autocast, adapted.share_prompt)
+    with reference_weights(adapted.model):
+        gap = (adapted.logp(batch) - base.logp(batch)).abs().max()
+    name = "LoRA: largest difference of log-probs with adapters disabled from those of the model"
+    return _measure.row(name, float(gap), "nats", goal="value == 0")
 
 
 def alone(model: str, side: str, rank: int) -> dict[str, int]:

@@ -182,7 +182,9 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
         note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
         missed = sum(time_to_goal(run) == inf for run in chosen["trl"])
         if missed:
-            note += f"; TRL missed it in {missed} of {len(peers)} runs, and has the lengths of these"
+            note += (
+                f"; TRL missed it in {missed} of {len(peers)} runs, and has the lengths of these"
+            )
         for each in (side, "trl"):
             tried = [run["rate"] for run in own[each]]
             if best[each].rate in (min(tried), max(tried)):

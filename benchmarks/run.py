@@ -41,7 +41,7 @@ SCRIPTS = (
     Script("training_step", 11),
     Script("publish", 2),
     Script("lora", 3),
-    Script("vllm_engine", 7, ("--parts", "raw", "search"), environment=".venv-vllm"),
+    Script("vllm_engine", 8, ("--parts", "raw", "search", "gap"), environment=".venv-vllm"),
     Script("paced", 5),
     Script("searchers", 5),
     Script("replay", 2),

@@ -2,9 +2,10 @@
 
     .venv-vllm/bin/python benchmarks/vllm_engine.py --model FOLDER
 
-`make test-vllm` makes the environment. Three claims: our engine against `LLM.generate` with the
+`make test-vllm` makes the environment. Four claims: our engine against `LLM.generate` with the
 same sampling parameters; whole searches, with reward and reference, against the `transformers`
-engine; and the time for which weight updates wait for running responses, as a share of the run.
+engine; log-probs after an update against the trainer's; and the time for which weight updates wait
+for running responses, as a share of the run.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from _measure import Row, alternate, arguments, in_bf16, need_model, record, row, skip
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.engines.vllm import ENVIRONMENT, VLLM
-from tba.models.pretrained import load_text
+from tba.learn.policy import Policy
+from tba.learn.probe import answer
+from tba.models.lora import load_adapted
+from tba.models.pretrained import load_model, load_text
 from tba.runs.parts import check
 from tba.search.searcher import Searcher
-from tba.types import Prompt, Sampling
+from tba.types import Prompt, Sampling, collate_tokens
+from tba.weights import pack, trained
 
-PARTS = ("raw", "search", "drain")
+PARTS = ("raw", "search", "gap", "drain")
 REWARD = "def length(completions, **columns):\n    return [len(c) / 100 for c in completions]\n"
 
 
@@ -53,6 +59,8 @@ def main() -> None:
     if "search" in options.parts:
         rows = [beside_transformers(model, device, 8 if tiny else 32, options.repeats)]
         record(options.rows_of, rows, options, part=True)
+    if "gap" in options.parts:
+        record(options.rows_of, gaps(model, device), options, part=True)
     if "drain" in options.parts:
         for every in (1, 10):
             rows = [drained(model, every, steps=2 if tiny else max(12, 3 * every))]
@@ -171,6 +179,56 @@ def beside_transformers(model: str, device: str, tokens: int, repeats: int) -> R
 def check_prompts(folder: Path) -> list[Prompt]:
     lines = (folder / "train.jsonl").read_text().splitlines()
     return [Prompt(str(i), json.loads(line)["prompt"]) for i, line in enumerate(lines[:8])]
+
+
+def gaps(model: str, device: str) -> list[Row]:
+    """Update engines in fp32 to other weights than theirs, and compare log-probs after it."""
+    with tempfile.TemporaryDirectory() as folder:
+        policies = {
+            "tied": PolicyTable(model=model),
+            "untied": PolicyTable(model=untied(model, folder)),
+            "LoRA": PolicyTable(model=model, lora={"r": 16, "alpha": 32}),
+        }
+        return [gap(kind, policy, device) for kind, policy in policies.items()]
+
+
+def untied(model: str, folder: str) -> str:
+    """Write the model with a head of its own, twice the embedding, and return the folder."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.config.tie_word_embeddings = False
+    loaded.lm_head.weight = torch.nn.Parameter(2 * loaded.get_input_embeddings().weight.detach())
+    loaded.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def gap(kind: str, table: PolicyTable, device: str) -> Row:
+    """Return the row of the mean |difference| of the probe, and of 2 x 8 generated responses."""
+    text, rng = load_text(table), np.random.default_rng(0)
+    lora = table.lora is not None
+    moved = load_adapted(table, bf16=False) if lora else load_model(table, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained(moved).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+    policy = Policy(moved, 0.7)
+    prompts = [rng.integers(100, len(text.tokenizer) - 100, n).astype(np.int32) for n in (129, 90)]
+    engine = VLLM(table, text, device, False, kv_cache_gib=1, gpu_memory_utilization=0.35)
+    probe = answer(policy, collate_tokens(prompts[:1], [[rng.integers(100, 9000, 16)]]))
+    of_probe = engine.load_weights(pack(moved, 1, bf16=False, probe=probe))
+    groups = engine.generate(prompts, Sampling(8, 0.7, 16), seed=3)
+    engine.close()
+    differences = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        with torch.no_grad():
+            logp = policy.logp(collate_tokens([prompt], [[c.tokens for c in group]]))[0]
+        for own, c in zip(logp, group, strict=True):
+            differences.append(np.abs(own[: len(c.tokens)].numpy() - c.logp).mean())
+    note = f"of the probe {of_probe:.1e}, also from the prefix cache; of 16 responses the value"
+    return row(
+        f"vLLM engine, fp32: mean log-prob gap after an update, {kind}",
+        float(np.mean(differences)), "nats", goal="value <= 1e-4", note=note,
+    )  # fmt: skip
 
 
 def drained(model: str, every: int, steps: int) -> Row:

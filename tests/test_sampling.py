@@ -16,8 +16,8 @@ from toy import toy_config
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines._choose import choose, seen_in
+from tba.engines._vllm_checks import check_sampling
 from tba.engines.transformers import Transformers
-from tba.engines.vllm import check_sampling
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_text
 from tba.run import run

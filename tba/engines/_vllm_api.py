@@ -66,6 +66,7 @@ def arguments(own: "VLLM") -> EngineArgs:
         # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
         enable_chunked_prefill=False if on_cpu else None,
         max_num_batched_tokens=max(2048, length) if on_cpu else None,
+        block_size=32 if own.block_size is None and on_cpu else own.block_size,
         enable_lora=lora is not None,
         max_lora_rank=1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
         max_loras=2,  # at once: requests that begin with a third wait for those of the first
