@@ -1,19 +1,23 @@
 """Write the table and the sentences of docs/reliability.md, which tests show.
 
     python scripts/write_reliability.py [RECORDS] [--part]
+    python scripts/write_reliability.py --cited
 
 RECORDS has a line for each case of `make faults`. Those of FULL=1 become the committed table,
 tests/faults/results.json; with --part, others do. Everything above the line `<!-- generated -->` is
-written by hand.
+written by hand. With --cited, the script prints the tests outside tests/faults that only
+`make faults` runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import runpy
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,22 @@ def claims() -> list[dict[str, Any]]:
     return tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["claim"]
 
 
+def cited() -> list[str]:
+    """Return the tests of sentences that neither `make test` nor tests/faults has."""
+    tests = {test for claim in claims() for test in claim["tests"]}
+    outside = sorted(test for test in tests if not test.startswith("tests/faults/"))
+    return [test for test in outside if _is_marked(*test.split("::"))]
+
+
+def _is_marked(file: str, name: str) -> bool:
+    """Return whether a test, or one of its cases, is marked as slow or as a fault."""
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            marks = " ".join(map(ast.unparse, node.decorator_list))
+            return "mark.slow" in marks or "mark.fault" in marks
+    return False
+
+
 def totals(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the figures of each test, from the latest line of each case."""
     latest = {(line["test"], line["id"]): line for line in lines}
@@ -48,29 +68,54 @@ def totals(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for line in sorted(latest.values(), key=lambda x: (x["entry"], x["test"])):
         row = tests.setdefault(line["test"], {"entry": line["entry"], "test": line["test"]})
         skipped = line["outcome"] == "skipped"
-        for name in ("tried", "survived", "leftovers"):
+        for name in ("tried", "survived"):
             row[name] = row.get(name, 0) + (0 if skipped else line[name])
+        row["leftovers"] = _sum([row.get("leftovers"), None if skipped else line["leftovers"]])
         row["seconds"] = max(line["seconds"] or 0.0, row.get("seconds", 0.0))
         row["full"] = line["full"] and row.get("full", True)
-        row["skipped"] = line["reason"] if skipped else row.get("skipped", "")
+        reasons = row.setdefault("skipped", {})
+        if skipped:
+            reasons[line["reason"]] = reasons.get(line["reason"], 0) + 1
     return list(tests.values())
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of what was measured, or None if nothing was."""
+    measured = [count for count in counts if count is not None]
+    return sum(measured) if measured else None
+
+
+def _skipped(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many cases were skipped for each reason. Older results name the reason only."""
+    reasons: Counter[str] = Counter()
+    told = []
+    for row in rows:
+        if isinstance(row["skipped"], str):
+            told += [f"skipped: {_reason(row['skipped'])}"] if row["skipped"] else []
+        else:
+            reasons.update(row["skipped"])
+    told += [f"{count} skipped: {_reason(reason)}" for reason, count in sorted(reasons.items())]
+    return "; ".join(told)
+
+
+def _reason(text: str) -> str:
+    return text.removeprefix("Skipped: ")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the figures of each entry as a table."""
-    lines = ["| | entry | tried | survived | s to notice | leftovers |", "| --- " * 6 + "|"]
+    names = ("", "entry", "tried", "survived", "s to notice", "leftovers", "not run")
+    lines = [f"| {' | '.join(names)} |".replace("|  |", "| |"), "| --- " * len(names) + "|"]
     for number, title in enumerate(TITLES, 1):
         own = [row for row in rows if row["entry"] == number]
-        tried, survived, leftovers = (
-            sum(row[name] for row in own) for name in ("tried", "survived", "leftovers")
-        )
+        tried, survived = (sum(row[name] for row in own) for name in ("tried", "survived"))
+        leftovers = _sum([row["leftovers"] for row in own])
         seconds = max((row["seconds"] for row in own), default=0.0)
-        noticed = f"{seconds:.1f}" if seconds else ""
-        if not tried:
-            reasons = {row["skipped"].removeprefix("Skipped: ") for row in own}
-            noticed = f"skipped: {', '.join(sorted(reasons))}" if own else "not run"
-        cells = (number, title, f"{tried:,}", f"{survived:,}", noticed, leftovers)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        cells = (
+            str(number), title, f"{tried:,}", f"{survived:,}", f"{seconds:.1f}" if seconds else "",
+            "" if leftovers is None else str(leftovers), _skipped(own) if own else "all",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -111,7 +156,11 @@ def main() -> None:
     )
     parser.add_argument("records", type=Path, nargs="?")
     parser.add_argument("--part", action="store_true", help="write a part, too")
+    parser.add_argument("--cited", action="store_true", help="print the tests outside tests/faults")
     options = parser.parse_args()
+    if options.cited:
+        print("\n".join(cited()))
+        return
     if options.records is not None:
         lines = [json.loads(line) for line in options.records.read_text().splitlines()]
         rows = totals(lines)

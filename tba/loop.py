@@ -19,10 +19,10 @@ def train(run: "Run") -> None:
         groups = run.sample()
         metrics = run.trainer.step(collate(groups), step)
         run.step = done = step + 1
+        if due(done, c.policy.reset_reference_every):
+            run.reset_reference()  # first: if publishing fails, the checkpoint has the reference
         if due(done, c.runtime.publish_every):
             run.publish()
-        if due(done, c.policy.reset_reference_every):
-            run.reset_reference()
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
         with clock.timed("waited"):

@@ -26,7 +26,7 @@ from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Sign, Warnings
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.deadline import NoAnswerError
+from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.runtime.opening import open_places, open_searchers
 from tba.runtime.placement import reuse_memory
 from tba.tasks._memory import InMemory
@@ -55,7 +55,8 @@ class Run:
     evaluating: int  # evaluations that were requested and have not been logged
     scores: dict[int, float]  # held-out score of each version that has been evaluated
     requested: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Step, and seconds of the train loop, at which each version's evaluation was requested."""
+    """Version, and seconds of the train loop, of each evaluation that has not ended, by the step
+    at which it was requested. Several may be of one version."""
 
     def sample(self) -> list[Group]:
         self.console.phase("training")
@@ -64,17 +65,20 @@ class Run:
 
     def gather(self, at_least: int) -> list[Group]:
         """Return the groups found since the last call; fewer than `at_least` only after a stop."""
-        groups = self.searchers.gather(at_least)
+        with search_errors("the search failed"):
+            groups = self.searchers.gather(at_least)
         self.missing = max(0, at_least - len(groups))
         return groups
 
     def publish(self) -> None:
-        with self.tracker.timed("synced"):
+        with self.tracker.timed("synced"), search_errors("the weights could not be published"):
             self.searchers.publish(self.trainer, version=self.step)
 
     def reset_reference(self) -> None:
         """Make the current policy the reference of all later searches."""
-        self.searchers.reset_reference(self.trainer.reference(version=self.step))
+        reference = self.trainer.reference(version=self.step)
+        with search_errors("the reference could not be replaced"):
+            self.searchers.reset_reference(reference)
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a group if one is due."""
@@ -111,25 +115,27 @@ class Run:
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
         if self.parts.held_out:
+            self.evaluating += 1  # first: if the request fails, a resumed run repeats it
             seconds = self.tracker.seconds
-            version = self.searchers.evaluate()
-            self.requested[version] = self.step, seconds
-            self.evaluating += 1
+            with search_errors("the evaluation failed"):
+                version = self.searchers.evaluate(self.step)
+            self.requested[self.step] = version, seconds
 
     def log_evaluations(self, finish: bool = False) -> None:
         """Write the evaluations that have finished; with `finish`, wait for all of them."""
-        for e in self.searchers.evaluations(finish=finish):
+        with search_errors("the evaluation failed"):
+            ended = self.searchers.evaluations(finish=finish)
+        for e in ended:
             self.evaluating -= 1
+            _, seconds = self.requested.pop(e.requested)
             if not e.scores:  # left out
-                self.requested.pop(e.version, None)
                 continue
             self.scores[e.version] = score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
-            step, seconds = self.requested[e.version]
-            self.journal.row(e.version, {"time": seconds, "requested": step, **scores})
+            self.journal.row(e.version, {"time": seconds, "requested": e.requested, **scores})
             for x in e.examples:
                 told = x.prompt, x.completion, x.reward, e.version, x.notes
-                self.journal.sample(e.version, "eval", *told, requested=step)
+                self.journal.sample(e.version, "eval", *told, requested=e.requested)
             self.console.evaluation(e)
 
     def save(self) -> None:
@@ -139,7 +145,8 @@ class Run:
         search = self.searchers.state()
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
-            beside = kept_beside(self.folder, self.scores, self.requested.keys())
+            evaluating = {version for version, _ in self.requested.values()}
+            beside = kept_beside(self.folder, self.scores, evaluating)
         parts = self.trainer, self.parts.text, self.buffer, search, progress
         self.checkpoints.save(*parts, beside)
 
@@ -175,10 +182,14 @@ class Run:
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
         """Save the run if searchers end it, which the trainer does not need for that."""
+        began = self.step
         try:
             yield
         except (SearchError, NoAnswerError) as error:
-            self.missing = self.missing or self.config.fresh  # of the step that has not ended
+            # what the step that has not ended leaves to the resumed run
+            self.missing = self.missing or self.config.fresh
+            if self.step > began and loop.due(self.step, self.config.eval.every):
+                self.evaluating = self.evaluating or 1
             self.save()
             self.checkpoints.wait()
             go_on = f"`tba train --resume {self.folder}` continues from step {self.step}"

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -53,7 +53,8 @@ class Case:
     survived: int = 0
     seconds: float | None = None
     """Longest time until a fault was noticed."""
-    leftovers: int = 0
+    leftovers: int | None = None
+    """Processes and files that were left behind; None if nothing was looked for."""
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +71,11 @@ class Case:
         """Record the time until a fault was noticed."""
         self.seconds = max(seconds, self.seconds or 0.0)
         return seconds
+
+    def left(self, count: int) -> int:
+        """Record how many processes and files were left behind."""
+        self.leftovers = count + (self.leftovers or 0)
+        return count
 
     def pick(self, items: Sequence[Any]) -> Any:
         return items[int(self.rng.integers(len(items)))]
@@ -160,11 +166,38 @@ def remembered() -> set[str]:
 
 @cache
 def source(test: str) -> str:
-    """Return a digest of the package and of a file of tests."""
+    """Return a digest of the package, of a file of tests and of what that imports from tests/."""
+    common = [ROOT / "tests" / name for name in ("suite.py", "conftest.py", "toy.py")]
+    package = (ROOT / "tba").rglob("*.py")
     digest = hashlib.sha256()
-    for path in [*sorted((ROOT / "tba").rglob("*.py")), ROOT / test]:
-        digest.update(path.read_bytes() if path.exists() else b"")
+    for path in sorted({*package, *common, *imported(ROOT / test)}):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def imported(file: Path) -> set[Path]:
+    """Return a file of tests and every file of tests/ that it imports, also by another one."""
+    files, todo = set[Path](), [file]
+    while todo:
+        path = todo.pop()
+        if path in files or not path.exists():
+            continue
+        files.add(path)
+        for name in modules_in(path):
+            todo += [folder / f"{name}.py" for folder in (ROOT / "tests", path.parent)]
+    return files
+
+
+def modules_in(file: Path) -> set[str]:
+    """Return the names of the modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
 
 
 @contextmanager
@@ -202,4 +235,17 @@ def until(true: Callable[[], bool], seconds: float, every: float = 0.01) -> floa
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that run; zombies do not."""
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it ends between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the command of a process, which is empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []

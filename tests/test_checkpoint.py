@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -134,6 +136,34 @@ def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path, call: str) -> 
             checkpoints.__exit__(None)
     assert names(tmp_path) == [".step-00000002", "step-00000001"]
     trainer.error = None
+    save(checkpoints, trainer, 3)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ENOENT])
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """NFS keeps open files, and somebody else may remove it: the next save tries again."""
+    trainer, remove = Slow(), shutil.rmtree
+    trainer.go.set()
+    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={})
+    save(checkpoints, trainer, 1)
+    checkpoints.wait()
+
+    def refuse(path: Path, **options: Any) -> None:
+        if path.name == "step-00000001":
+            raise OSError(number, os.strerror(number), str(path))
+        remove(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        save(checkpoints, trainer, 2)
+        checkpoints.wait()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert damage(tmp_path / "step-00000002") == {}
+    assert f"{tmp_path}/step-00000001 could not be removed ([Errno {number}]" in caplog.text
     save(checkpoints, trainer, 3)
     checkpoints.wait()
     assert names(tmp_path) == ["step-00000003"]

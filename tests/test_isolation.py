@@ -254,6 +254,46 @@ def test_what_a_function_starts_ends_with_its_process() -> None:
     guard.close()
 
 
+@pytest.mark.parametrize("end", ["hang", "close"])
+def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(end: str) -> None:
+    """As the programs of a sandbox do: a kill of the group does not reach them."""
+
+    def score(completions: list[str]) -> list[float]:
+        if completions == ["hang"]:
+            time.sleep(60)
+        program = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
+        sandbox = subprocess.Popen(program, start_new_session=True, stdout=subprocess.PIPE)
+        assert sandbox.stdout is not None
+        return [float(sandbox.pid), float(sandbox.stdout.readline())]
+
+    guard = guard_of(score)
+    ((outer, inner),) = judge(guard, ["a", "b"])
+    assert isinstance(outer, float) and isinstance(inner, float)
+    assert psutil.pid_exists(int(outer)) and psutil.pid_exists(int(inner))
+    if end == "hang":
+        assert reasons(judge(guard, ["hang"])) == [["timeout"]]
+    else:
+        guard.close()
+    assert has_ended(outer) and has_ended(inner)
+    guard.close()
+
+
+def test_a_scoring_process_that_cannot_go_on_ends_what_it_has_started(tmp_path: Path) -> None:
+    """A task that is not built has started a program in a session of its own."""
+
+    def build() -> Any:
+        program = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        (tmp_path / "pid").write_text(str(program.pid))
+        raise OSError("no judge")
+
+    here = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+    guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
+    with pytest.raises(RuntimeError, match="no judge"):
+        guard.wait_until_ready()
+    assert has_ended(float((tmp_path / "pid").read_text()))
+    guard.close()
+
+
 def test_a_thread_that_goes_on_computing_reaches_the_limit_of_cpu_time() -> None:
     def score(completions: list[str]) -> list[float]:
         def spin() -> None:

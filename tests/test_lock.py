@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from test_loop import ENVIRONMENT, config
 
 from tba.run import open_run, run
 from tba.runs.dry_run import dry_run
-from tba.runs.lock import LOCK, locked
+from tba.runs.lock import LOCK, UNNAMED, check_usable, locked
 
 HOLD = """
 import sys, time
@@ -55,6 +60,57 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     with locked(tmp_path, wait=5.0):
         assert str(os.getpid()) in (tmp_path / LOCK).read_text()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def check(folder: Path) -> AbstractContextManager[None]:
+    check_usable(folder)
+    return nullcontext()
+
+
+@pytest.mark.parametrize("start", [locked, check])
+def test_a_holder_is_named_although_it_has_just_taken_the_lock(
+    tmp_path: Path, start: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    """A second process comes between the lock and the name of its holder."""
+    with (tmp_path / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        name = threading.Timer(0.2, (tmp_path / LOCK).write_text, ["process 7 on x"])
+        name.start()
+        with pytest.raises(ValueError, match="is in use by process 7 on x; wait"), start(tmp_path):
+            pass
+        name.join()
+
+
+@pytest.mark.parametrize("start", [locked, check])
+def test_a_holder_that_leaves_at_this_moment_does_not_count(
+    tmp_path: Path, start: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    """It has removed its name, and holds the lock for a moment longer."""
+    with (tmp_path / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        release = threading.Timer(0.2, fcntl.flock, [file, fcntl.LOCK_UN])
+        release.start()
+        with start(tmp_path):
+            release.join()
+
+
+def test_a_holder_without_a_name_is_another_process(tmp_path: Path) -> None:
+    with (tmp_path / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(ValueError, match="is in use by another process"), locked(tmp_path):
+            pass
+        assert time.monotonic() - began >= UNNAMED
+
+
+def test_a_check_keeps_neither_another_check_nor_a_start_out(tmp_path: Path) -> None:
+    with (tmp_path / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `check_usable` does for a moment
+        check_usable(tmp_path)
+        end = threading.Timer(0.2, fcntl.flock, [file, fcntl.LOCK_UN])
+        end.start()
+        with locked(tmp_path):
+            end.join()
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import tba
 from tba.cli import _config
 from tba.config.schema import Config, load, parse
+from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
 from tba.run import run
@@ -29,6 +30,8 @@ from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run, export_run
 from tba.runs.parts import check
+from tba.search.result import Evaluation
+from tba.types import Group
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 """For processes of their own: with the tests' tasks on the path."""
@@ -175,6 +178,71 @@ def test_an_evaluation_lost_in_a_stop_is_made_again(
     assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == []
     assert run(_config(["run.steps=10"], tmp_path / "run"), tmp_path / "run").finished
     assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == [7, 9, 10]
+
+
+def test_an_evaluation_whose_request_failed_is_made_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, of a run that is saved at step 0."""
+    from tba.runtime.local import LocalSearchers
+
+    def fail(self: LocalSearchers, *step: int) -> int:
+        raise SearchError("no searcher is left")
+
+    with monkeypatch.context() as patch, pytest.raises(SearchError):
+        patch.setattr(LocalSearchers, "evaluate", fail)
+        run(config(tiny_model, tmp_path / "run", "run.steps=2"))
+    assert run(_config([], tmp_path / "run"), tmp_path / "run").finished
+    rows = read(tmp_path / "run" / METRICS)
+    assert [r["step"] for r in rows if "eval/greedy_pass@1" in r] == [0, 2]
+
+
+def test_evaluations_of_one_version_are_logged_with_their_own_requests(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of steps 0 to 3 are of version 0. That of step 1 is left out before the first ends."""
+    from tba.runtime.local import LocalSearchers
+
+    def slow(self: LocalSearchers, finish: bool = False) -> list[Evaluation]:
+        waiting = self._evaluations
+        if finish or len(waiting) < 3:
+            self._evaluations = [] if finish else waiting
+            return waiting if finish else []
+        first, second, *self._evaluations = waiting
+        return [replace(second, scores={}), first]
+
+    monkeypatch.setattr(LocalSearchers, "evaluations", slow)
+    settings = ("run.steps=4", "eval.every=1", "runtime.publish_every=10")
+    assert run(config(tiny_model, tmp_path / "run", *settings)).finished
+    rows = [r for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
+    assert [(r["step"], r["requested"]) for r in rows] == [(0, 0), (0, 2), (0, 3), (4, 4)]
+    times = [r["time"] for r in rows]
+    assert times == sorted(set(times))
+
+
+def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tba.runtime.local import LocalSearchers
+
+    gather = LocalSearchers.gather
+
+    def fail(self: LocalSearchers, at_least: int) -> list[Group]:
+        if self._tasks == 9:
+            raise MemoryError("CUDA out of memory")
+        return gather(self, at_least)
+
+    folder = tmp_path / "run"
+    one_by_one = "runtime.prompts_per_task=1"
+    told = rf"CUDA out of memory(.|\n)*--resume {folder}` continues from step 3"
+    with monkeypatch.context() as patch, pytest.raises(SearchError, match=told) as error:
+        patch.setattr(LocalSearchers, "gather", fail)
+        run(config(tiny_model, folder, one_by_one))
+    assert isinstance(error.value.__cause__, MemoryError)
+    assert checkpoint.newest(folder / "checkpoints").name == "step-00000003"
+    run(config(tiny_model, tmp_path / "whole", one_by_one))
+    assert run(_config([], folder), folder).finished
+    assert replayed(tmp_path / "whole") == replayed(folder)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 5])

@@ -15,6 +15,7 @@ import test_ray
 from tba.run import run
 from tba.runs.console import FIRST_LINE, Console
 from tba.runtime.evaluations import Evaluations
+from tba.search.result import Evaluation
 
 FIRST_OUTPUT = """
 import builtins, sys, time
@@ -85,10 +86,10 @@ def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch
 
     nothing: Any = SimpleNamespace(version=1)
     monkeypatch.setattr(module, "pieces", lambda setup: [None] * 5)
-    monkeypatch.setattr(module, "join", lambda version, results: version)
+    monkeypatch.setattr(module, "join", lambda version, results: Evaluation(version, {}, []))
     own, idle = Evaluations(nothing), SimpleNamespace(has=lambda kind: False)
     starting = SimpleNamespace(has=lambda kind: kind == "start")
-    own.request(nothing)
+    own.request(nothing, 1)
     seen = []
     while piece := own.take():
         seen.append(module.phase([idle], own, 0, 0))

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import config
+from test_loop import config, newest_files, replayed
 from toy import log_probs
 
-from tba.run import open_run
+from tba.cli import _config
+from tba.engines import SearchError
+from tba.run import open_run, run
+from tba.runs.log import METRICS, read
+from tba.runtime.local import LocalSearchers
 from tba.types import Group, collate
+from tba.weights import Source
 
 SETTINGS = (
     "task.size=6",
@@ -71,3 +76,35 @@ def test_no_group_mixes_references(
             norms[reference] = run.trainer.step(batch, 9)["grad_norm"]
         assert norms[9] < 1e-5
         assert norms[6] > 1e-3
+
+
+def test_a_resumed_run_does_what_was_due_when_publishing_failed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searchers fail at step 3: the run has the new reference and the evaluation all the same."""
+    settings = ("policy.reset_reference_every=3", "eval.every=3", "run.steps=5")
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    publish = LocalSearchers.publish
+
+    def fail(self: LocalSearchers, source: Source, version: int) -> None:
+        publish(self, source, version)
+        if version == 3:
+            raise SearchError("a searcher died")
+
+    folder = tmp_path / "part"
+    with monkeypatch.context() as patch, pytest.raises(SearchError, match="from step 3"):
+        patch.setattr(LocalSearchers, "publish", fail)
+        run(config(tiny_model, folder, *settings))
+    assert run(_config([], folder), folder).finished
+    whole, part = newest_files(tmp_path / "whole"), newest_files(folder)
+    for name in ("model/model.safetensors", "optimizer.safetensors", "reference.safetensors"):
+        assert whole[name] == part[name], name
+    assert replayed(tmp_path / "whole") == replayed(folder)
+    expected, evaluated = (evaluations(tmp_path / name) for name in ("whole", "part"))
+    assert evaluated == expected and len(evaluated) == 3
+
+
+def evaluations(folder: Path) -> list[tuple[float, ...]]:
+    names = ("step", "requested", "eval/sampled_reward", "eval/sampled_log_ratio")
+    rows = [row for row in read(folder / METRICS) if "requested" in row]
+    return [tuple(row[name] for name in names) for row in rows]

@@ -13,6 +13,9 @@ import pytest
 
 from tba.runs.stop import LEAVE, Stop
 
+SCHEDULED = 4.0
+"""Seconds in which a process of a busy machine notices that it should end; fewer than `LEAVE`."""
+
 IN_A_LONG_CALL = """
 import hashlib, sys
 from tba.runs.stop import Stop
@@ -64,8 +67,8 @@ def test_a_process_in_a_long_call_ends_all_the_same(times: int) -> None:
         for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP][:times]:
             os.kill(process.pid, number)
         assert process.wait(timeout=60) == 128 + signal.SIGINT
-        if times == 2:
-            assert time.monotonic() - began >= LEAVE
+        at_once = LEAVE if times == 2 else 0.0
+        assert at_once <= time.monotonic() - began < at_once + SCHEDULED
     finally:
         process.kill()
         process.communicate()

@@ -32,6 +32,7 @@ from tba.runs.generations import (
     files_of,
     generations,
     path_of,
+    remove,
     saved,
     sha256_of,
     step_of,
@@ -217,7 +218,7 @@ def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
     folder = newest.parent
     complete = [g for g in generations(folder) if step_of(g) <= step_of(newest)]
     for path in saved(folder) - {*complete[-keep:], *beside}:
-        shutil.rmtree(path)
+        remove(path)
 
 
 def _sync(path: Path) -> None:

@@ -6,6 +6,7 @@ replaces is `.replaced-step-N` meanwhile.
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ MANIFEST = "manifest.json"
 REPLACED = ".replaced-"
 NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
+
+log = logging.getLogger(__name__)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -54,7 +57,18 @@ def recover(folder: Path) -> None:
             name = generation.name.removeprefix(REPLACED).removeprefix(".")
             generation.rename(folder / name)
     for path in saved(folder) - {*generations(folder)}:
-        shutil.rmtree(path)
+        remove(path)
+
+
+def remove(generation: Path) -> None:
+    """Remove a generation that is not needed, or log why it could not be removed.
+
+    Somebody else may remove it at the same time, and NFS keeps files that are open.
+    """
+    try:
+        shutil.rmtree(generation)
+    except OSError as error:
+        log.warning("%s could not be removed (%s); the next save tries again", generation, error)
 
 
 def damage(generation: Path) -> dict[str, str]:

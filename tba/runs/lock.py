@@ -14,6 +14,9 @@ from typing import IO
 
 LOCK = ".lock"
 
+UNNAMED = 0.5
+"""Seconds that a lock without the name of its holder may last: it is being taken or released."""
+
 log = logging.getLogger(__name__)
 
 
@@ -24,12 +27,8 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
     ValueError, which names the holder, if another process has it and keeps it for `wait` seconds.
     The kernel releases the lock when the process ends, however it ends.
     """
-    deadline = time.monotonic() + wait
     with _opened(folder, key) as file:
-        while not _take(file, folder):
-            if time.monotonic() >= deadline:
-                raise _in_use(folder, key, file)
-            time.sleep(0.1)
+        _take_within(wait, fcntl.LOCK_EX, file, folder, key)
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         try:
             file.truncate(0)
@@ -52,8 +51,8 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
         if not lock.exists():
             return
         with lock.open("r+", errors="replace") as file:
-            if not _take(file, folder):
-                raise _in_use(folder, key, file)
+            # shared and for a moment, as two checks are no reason to refuse one of them
+            _take_within(0.0, fcntl.LOCK_SH, file, folder, key)
     except OSError as error:
         raise _unusable(folder, key, error) from error
 
@@ -67,14 +66,21 @@ def _opened(folder: Path, key: str) -> IO[str]:
         raise _unusable(folder, key, error) from error
 
 
-def _in_use(folder: Path, key: str, file: IO[str]) -> ValueError:
-    """Return an error that names the process which holds the lock of a folder."""
-    file.seek(0)
-    holder = file.read().strip() or "another process"
-    return ValueError(
-        f"{folder} is in use by {holder}; wait until it ends, stop it, or choose another folder"
-        f" with {key}=…"
-    )
+def _take_within(seconds: float, kind: int, file: IO[str], folder: Path, key: str) -> None:
+    """Lock the file; ValueError, which names the holder, if that takes longer.
+
+    A holder has no name for a moment: before it writes one, after it removes it, and in a check.
+    """
+    deadline = time.monotonic() + seconds
+    while not _take(file, folder, kind):
+        file.seek(0)
+        holder = file.read().strip()
+        if time.monotonic() >= deadline + (0.0 if holder else UNNAMED):
+            raise ValueError(
+                f"{folder} is in use by {holder or 'another process'}; wait until it ends, stop it,"
+                f" or choose another folder with {key}=…"
+            )
+        time.sleep(0.02)
 
 
 def _unusable(folder: Path, key: str, error: OSError) -> ValueError:
@@ -84,10 +90,13 @@ def _unusable(folder: Path, key: str, error: OSError) -> ValueError:
     )
 
 
-def _take(file: IO[str], folder: Path) -> bool:
-    """Lock the file, unless another process has; warn on a file system without locks."""
+def _take(file: IO[str], folder: Path, kind: int) -> bool:
+    """Lock the file, unless another process has; warn on a file system without locks.
+
+    The kind is `LOCK_EX`, or `LOCK_SH`, which several processes may have.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # such as NFS without a lock server

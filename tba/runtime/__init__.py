@@ -69,10 +69,11 @@ class Searchers(Protocol):
         Outside of lockstep, searchers that are slow may get it later.
         """
 
-    def evaluate(self) -> int:
+    def evaluate(self, step: int) -> int:
         """Request an evaluation of the weights published last, and return their version at once.
 
-        Another one that has been requested and has not begun ends without scores.
+        Its result names the `step` at which it is requested. Another one that has been requested
+        and has not begun ends without scores.
         """
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:

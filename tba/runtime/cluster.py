@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.config.tables import RuntimeTable
+from tba.engines import EngineError
 from tba.runtime import placement
 from tba.runtime.deadline import Calls
 from tba.runtime.health import Health
@@ -46,7 +47,14 @@ class ObjectStore:
 
     def receive(self, sent: Sent) -> Weights:
         (reference,) = sent.parcel
-        return ray.get(reference, timeout=self.deadline)
+        try:
+            return ray.get(reference, timeout=self.deadline)
+        except (GetTimeoutError, ObjectLostError) as error:  # only this searcher is restarted
+            raise EngineError(
+                f"the weights of version {sent.version} did not arrive ({type(error).__name__});"
+                f" see why the network is slow or cut, or raise runtime.task_deadline ="
+                f" {self.deadline:g} s"
+            ) from error
 
     def close(self) -> None:
         pass  # Ray keeps nothing without a reference

@@ -6,12 +6,15 @@ therefore makes the call, and whoever needs its result waits in Python.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from tba.engines import SearchError
 
 T = TypeVar("T")
 
@@ -27,11 +30,44 @@ class ClusterLostError(NoAnswerError):
     """Ray has died, or does not answer."""
 
 
+@contextmanager
+def search_errors(problem: str) -> Iterator[None]:
+    """Raise errors of searchers as SearchError, which `problem` begins: then the run is saved.
+
+    The trainer is sound, whatever has happened to them.
+    """
+    try:
+        yield
+    except (SearchError, NoAnswerError):
+        raise
+    except Exception as error:
+        raise SearchError(f"{problem}: {error}") from error
+
+
+class Clock:
+    """Clock for deadlines. Time in which this process itself is stopped, as by Ctrl-Z, is free.
+
+    At most `SLICE` seconds count between two calls, so that whoever waits calls it often.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read = self._seconds = time.monotonic()
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            self._seconds += min(now - self._read, SLICE)
+            self._read = now
+            return self._seconds
+
+
 class Calls:
     """Makes calls to Ray. Once one of them is late, or Ray is `lost`, it makes no others."""
 
     def __init__(self, deadline: float):
         self.deadline = deadline  # seconds of a call that needs no time of its own
+        self.clock = Clock()  # of deadlines for what searchers do
         self.diagnose: Callable[[], None] = lambda: None
         """Called after a call has failed; it tells `lose` if the reason is that Ray has died."""
         self._lost: Future[str] = Future()

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tba.runtime.handle import Handle, Piece
 from tba.search.evaluate import EvaluatedPiece, join, pieces
@@ -28,6 +29,7 @@ class Evaluations:
         self._pieces: deque[Piece] = deque()  # to hand out
         self._begun: list[Sent] = []  # weights of the evaluations that have not ended
         self._next: Sent | None = None  # weights of the evaluation that waits
+        self._next_step = 0  # step at which it was requested
         self._ended: list[Evaluation] = []
         self._done = 0  # pieces that have ended, of the evaluations that have not
         self.left_out = 0  # evaluations that were replaced
@@ -42,16 +44,16 @@ class Evaluations:
         """Evaluations that have not ended."""
         return len(self.weights)
 
-    def request(self, weights: Sent) -> None:
+    def request(self, weights: Sent, step: int) -> None:
         if self._next is not None:
-            self._ended.append(Evaluation(self._next.version, {}, []))
+            self._ended.append(Evaluation(self._next.version, {}, [], self._next_step))
             self.left_out += 1
             if self.left_out == 1:
                 log.warning(
                     "searchers are slower than eval.every: an evaluation that has not begun is left"
                     " out when the next one is due"
                 )
-        self._next = weights
+        self._next, self._next_step = weights, step
         self._begin()
 
     def _begin(self) -> None:
@@ -60,7 +62,8 @@ class Evaluations:
             return
         weights, self._next = self._next, None
         results: dict[int, EvaluatedPiece] = {}
-        self._pieces += [Piece(number, weights, results) for number in range(self._count)]
+        step = self._next_step
+        self._pieces += [Piece(number, weights, step, results) for number in range(self._count)]
         self._begun.append(weights)
 
     def percent(self) -> int:
@@ -82,7 +85,8 @@ class Evaluations:
         self._done += 1
         if len(piece.results) == self._count:
             in_order = [piece.results[number] for number in range(self._count)]
-            self._ended.append(join(piece.weights.version, in_order))
+            evaluation = join(piece.weights.version, in_order)
+            self._ended.append(replace(evaluation, requested=piece.step))
             self._begun.remove(piece.weights)
             self._done -= self._count
 

@@ -48,6 +48,7 @@ class Piece:
 
     number: int
     weights: Sent
+    step: int  # at which the evaluation was requested
     results: dict[int, EvaluatedPiece]  # by number, of all pieces of the evaluation
 
 
@@ -62,7 +63,7 @@ class Task:
     weights: Sent | None = None  # weights that go with it, which exist until it has ended
     published: float = 0.0  # time at which the weights of a publication were published
     reference: Sent | None = None  # reference that it needs
-    began: float | None = None  # time at which it could begin; its deadline counts from there
+    began: float | None = None  # by `Calls.clock`, when it could begin and its deadline started
     order: int = field(default_factory=count().__next__)  # of all calls, as they were made
 
     @property
@@ -116,7 +117,7 @@ class Handle:
         running = list(islice(takewhile(lambda t: t.is_like(work[0]), work), concurrent))
         for task in self.tasks:
             if task.began is None and (task.kind == "publish" or task in running):
-                task.began = time.monotonic()
+                task.began = self.calls.clock()
 
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
@@ -151,9 +152,10 @@ class Handle:
 
     def late(self, deadlines: Mapping[Kind, float]) -> str | None:
         """Return which deadline the searcher has missed, if any."""
+        now = self.calls.clock()
         for task in self.tasks:
             limit = deadlines[task.kind]
-            if task.began is not None and time.monotonic() - task.began > limit:
+            if task.began is not None and now - task.began > limit:
                 return f"did not finish `{task.kind}` in {limit:g} s"
         return None
 

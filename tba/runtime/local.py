@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import TypeVar
 
 from tba.engines import EngineError
@@ -118,12 +119,12 @@ class LocalSearchers:
             raise error.repeated() from error
 
     def reset_reference(self, weights: Weights) -> None:
+        self._reference = weights  # first: a checkpoint keeps it, also if loading it fails
         self._searcher.reference.load_weights(weights)
-        self._reference = weights
 
-    def evaluate(self) -> int:
+    def evaluate(self, step: int) -> int:
         evaluation = self._do(lambda searcher: evaluate_held_out(searcher, tell=self._job.tell))
-        self._evaluations.append(evaluation)
+        self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tba.runtime.deadline import NoAnswerError
+from tba.runtime.deadline import SLICE, Clock, NoAnswerError, search_errors
 from tba.weights import Source, Weights, WeightsCopy
 
 
@@ -21,8 +21,9 @@ class Publisher:
         send: Callable[[Weights, float], None],
         fail: Callable[[Exception], None],
         deadline: float,
+        clock: Clock,
     ):
-        self._send, self._fail, self._deadline = send, fail, deadline
+        self._send, self._fail, self._deadline, self._clock = send, fail, deadline, clock
         self._changed = threading.Condition()  # guards everything below
         self._next: tuple[WeightsCopy, float] | None = None
         self._sending_since: float | None = None
@@ -36,7 +37,7 @@ class Publisher:
         started = time.monotonic()
         with self._changed:
             since = self._sending_since
-            if since is not None and started - since > self._deadline:
+            if since is not None and self._clock() - since > self._deadline:
                 raise self._late()
             replaced, self._next = self._next, None
         if replaced is not None:
@@ -48,9 +49,11 @@ class Publisher:
 
     def finish(self) -> None:
         """Wait until everything that was published has been sent, or the thread has failed."""
+        until = self._clock() + self._deadline
         with self._changed:
-            if not self._changed.wait_for(self._idle, self._deadline):
-                raise self._late()
+            while not self._changed.wait_for(self._idle, min(SLICE, self._deadline)):
+                if self._clock() > until:
+                    raise self._late()
 
     def close(self) -> None:
         """End the thread; what has not been sent is dropped."""
@@ -75,16 +78,15 @@ class Publisher:
                     if self._closing or self._next is None:
                         return
                     (copy, since), self._next = self._next, None
-                    self._sending_since = time.monotonic()
-                self._send(copy.weights(), since)
+                    self._sending_since = self._clock()
+                with search_errors("the weights could not be published"):
+                    self._send(copy.weights(), since)
                 copy.free()
                 with self._changed:
                     self._sending_since = None
                     self._changed.notify_all()
         except Exception as error:  # the train loop raises it when it next waits or publishes
-            problem = RuntimeError(f"the weights could not be published: {error}")
-            problem.__cause__ = error
-            self._fail(problem)
+            self._fail(error)
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()

@@ -14,7 +14,7 @@ from copy import deepcopy
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from tba.engines import EngineError
+from tba.engines import EngineError, SearchError
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
@@ -65,7 +65,8 @@ class RaySearchers:
             self._crew.newest_reference = self._sent(self._reference)
         for place in cluster.searchers:
             self._crew.start(place)
-        self._publisher = Publisher(self._send, self._fail, job.settings.task_deadline)
+        seconds, clock = job.settings.task_deadline, self._calls.clock
+        self._publisher = Publisher(self._send, self._fail, seconds, clock)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -130,17 +131,19 @@ class RaySearchers:
             raise self._failure
 
     def reset_reference(self, weights: Weights) -> None:
+        with self._changed:
+            self._reference = weights  # first: a checkpoint keeps it, also if sending it fails
         sent = self._sent(weights)
         with self._changed:
-            self._reference, self._crew.newest_reference = weights, sent
+            self._crew.newest_reference = sent
 
-    def evaluate(self) -> int:
+    def evaluate(self, step: int) -> int:
         self._publisher.finish()  # so that the newest weights are those published last
         with self._changed:
             self._raise_failure()
             newest = self._crew.newest
             assert newest is not None  # a run that evaluates gives the first weights as well
-            self._evaluations.request(newest)
+            self._evaluations.request(newest, step)
             self._hand_out_evaluations()
             return newest.version
 
@@ -171,10 +174,11 @@ class RaySearchers:
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""
-        deadline = time.monotonic() + seconds
+        clock = self._calls.clock
+        deadline = clock() + seconds
         self._raise_failure()
         while not enough() and not self._stopping():
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 raise NoAnswerError(f"{what} did not come within {seconds:g} s; raise that setting")
             self._job.tell(phase(self._handles, self._evaluations, self._arrived(), self._owed))
             self._changed.wait(0.2)
@@ -241,17 +245,17 @@ class RaySearchers:
             self._replace_wrong(handle, error)
             return
         except EngineError as error:
-            self._restart(handle, f"has a faulty engine ({error.args[0]})")
+            self._restart(handle, f"failed ({error.args[0]})")
             return
         except RayTaskError as error:
             # an error in code or settings: another searcher would raise it too
-            raise RuntimeError(f"a searcher failed in `{task.kind}`:\n{error}") from error
+            raise SearchError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:
             why = "died"
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 why = f"could not start: {error}"
                 if handle.failures == 0:  # none has ever worked here
-                    raise RuntimeError(f"a searcher {why}") from error
+                    raise SearchError(f"a searcher {why}") from error
             self._restart(handle, why)
             return
         with self._changed:

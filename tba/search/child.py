@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from functools import cached_property
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tba.search.verdicts import (
     Rejected,
@@ -57,11 +59,31 @@ def main(end: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # with threads that hang, and what the task has started
+        try:
+            kill(descendants(os.getpid()))  # a function may have broken what this needs
+        finally:
+            os.killpg(0, signal.SIGKILL)  # with threads that hang
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the processes that a process has started, and those that they have started.
+
+    A process whose parent has ended is not among them.
+    """
+    with suppress(psutil.Error, OSError):  # it has ended, or too many files are open
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill these processes, also those that left the group by a session of their own."""
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            process.kill()
 
 
 def _end_with_searcher() -> None:
-    """Let the kernel end this process, and those it has started, when the searcher ends.
+    """Let the kernel end this process, and those of its group, when the searcher ends.
 
     Standard input is a pipe that nothing is written to. When the searcher's end closes, the kernel
     sends a signal to the group, which ends it even if a function holds the interpreter lock. On

@@ -21,6 +21,7 @@ import cloudpickle
 
 from tba.engines import EngineError
 from tba.prompt import Answer, Prompt
+from tba.search.child import descendants, kill
 from tba.search.verdicts import DIED, Rejected, Verdict, rejection, verdict_on
 from tba.tasks import REWARD, Itemized, ScorerName, Task
 
@@ -110,7 +111,7 @@ class ScoringProcess:
         with theirs:
             end = theirs.fileno()
             command = [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), str(end)]
-            # a session of its own: Ctrl-C is for the run, and a kill reaches what it has started
+            # a session of its own: Ctrl-C is for the run, and a kill reaches the whole group
             try:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, pass_fds=[end], start_new_session=True
@@ -195,16 +196,26 @@ class ScoringProcess:
         """Kill the process and those it has started, and reject what it has not scored."""
         self.ended = True
         if self._process.returncode is None:  # else another process may have its pid
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+            self._kill()
         how = f"the scoring process ended {ending(self._process.returncode)}"
         for future in self._waiting.values():
             if not future.done():
                 future.set_result(kind(DIED, how))
+
+    def _kill(self) -> None:
+        """Kill the process, its group, and its descendants in other groups.
+
+        If the process ended by itself, its descendants have lost their parent. Those in a session
+        of their own are not found then.
+        """
+        started = descendants(self._process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        kill(started)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
 
 
 def verdict(plain: Any) -> Verdict:

@@ -148,6 +148,8 @@ class Evaluation:
     version: int
     scores: dict[str, float]
     examples: list[Example]
+    requested: int = 0
+    """Step at which a run requested it."""
 
     def by_set(self) -> dict[str, dict[str, float]]:
         """Return the scores of the held-out prompts as "", and of each set and part by name."""

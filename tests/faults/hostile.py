@@ -97,6 +97,9 @@ DEEDS: dict[str, Callable[[], Any]] = {
     "ignores signals": forget_exits,
     "leaves a child": leave_a_child,
     "leaves a program": lambda: subprocess.Popen(["sleep", "60"]),
+    "leaves a program in a session of its own": lambda: subprocess.Popen(
+        ["sleep", "60"], start_new_session=True
+    ),
     "leaves threads": lambda: threads(50),
     "clears the environment": os.environ.clear,
     "goes elsewhere": lambda: os.chdir("/"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -68,26 +70,41 @@ def ends_alike(model: Path, tmp_path: Path, folder: Path) -> None:
     end_alike(whole(model, tmp_path), folder)
 
 
+def carry_out_and_tell(settings: Sequence[str], told: Path) -> None:
+    """Carry out a run, and write its warnings to a file."""
+    logging.getLogger("tba").addHandler(logging.FileHandler(told))
+    carry_out(settings)
+
+
+def fill(ballast: Path, left: int) -> None:
+    """Take all space of a disk but for so many bytes."""
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:  # full
+            pass
+        file.truncate(max(0, ballast.stat().st_size - left))
+
+
 @cases(13, full=10)
 def test_a_disk_that_is_full_for_a_while_costs_nothing(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Something else fills it at a random moment, and frees it later."""
+    """Something else fills it at a random moment, and frees it later. The run pauses meanwhile."""
     with disk(tmp_path / "disk", "24m") as place:
-        folder, ballast = place / "run", place / "ballast"
+        folder, ballast, told = place / "run", place / "ballast", tmp_path / "told"
         chosen = as_settings(config(tiny_model, folder, *SETTINGS))
-        with forked(carry_out, chosen) as process:
+        with forked(carry_out_and_tell, chosen, told) as process:
+            assert process.pid is not None
             until(lambda: len(generations(folder / CHECKPOINTS)) > 0, 60, every=0.002)
-            left = int(case.rng.integers(0, 3)) * 20_000
-            with ballast.open("wb", buffering=0) as file:
-                try:
-                    while True:
-                        file.write(bytes(4096))
-                except OSError:  # full
-                    pass
-                file.truncate(max(0, ballast.stat().st_size - left))
+            os.kill(process.pid, signal.SIGSTOP)  # else it may end before the disk is full
+            fill(ballast, left=int(case.rng.integers(0, 3)) * 20_000)
             before = len(steps(folder))
+            os.kill(process.pid, signal.SIGCONT)
+            case.noticed(until(lambda: "THE DISK IS FULL" in told.read_text(), 30))
             time.sleep(float(case.rng.uniform(0.5, 2)))
+            assert process.exitcode is None
             assert damage(newest(folder / CHECKPOINTS)) == {}
             ballast.unlink()
             process.join(120)

@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import tempfile
-import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
-from suite import Case, carry_out, cases, forked, source_nodes, until
+from suite import FORKS, Case, carry_out, cases, forked, source_nodes, until
 from test_loop import as_settings, config
 
 from tba.cli import _config
@@ -24,11 +24,11 @@ from tba.runs.log import CHECKPOINTS, METRICS, read
 REFUSED = 7
 
 
-def compete(settings: list[str], resume: Path | None, start: float) -> None:
-    """Carry out a run from a common moment on; leave with a code of its own if refused."""
-    import tba.run  # before the moment
+def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
+    """Carry out a run when all have started; leave with a code of its own if refused."""
+    import tba.run  # before the start
 
-    time.sleep(max(0.0, start - time.monotonic()))
+    start.wait(60)
     try:
         carry_out(settings, resume)
     except ValueError as error:
@@ -46,7 +46,7 @@ def test_one_of_several_runs_in_a_folder_wins(case: Case, tiny_model: Path, tmp_
     if resumed:
         run(config(tiny_model, folder, "eval.prompts=0", "run.steps=2", "checkpoint.every=0"))
         settings = ["run.steps=150"]
-    arguments = settings, folder if resumed else None, time.monotonic() + 1.5
+    arguments = settings, folder if resumed else None, FORKS.Barrier(3)
     with (
         forked(compete, *arguments) as one,
         forked(compete, *arguments) as two,
@@ -54,8 +54,9 @@ def test_one_of_several_runs_in_a_folder_wins(case: Case, tiny_model: Path, tmp_
     ):
         for process in (one, two, three):
             process.join(60)
-        codes = sorted([one.exitcode or 0, two.exitcode or 0, three.exitcode or 0])
-    assert codes == [0, REFUSED, REFUSED]
+        codes = [process.exitcode for process in (one, two, three)]
+    assert None not in codes
+    assert sorted(codes) == [0, REFUSED, REFUSED]
     assert [r["step"] for r in read(folder / METRICS) if "loss" in r] == list(range(1, 151))
     assert [g.name for g in generations(folder / CHECKPOINTS)][-1] == "step-00000150"
     assert (folder / LOCK).read_text() == ""

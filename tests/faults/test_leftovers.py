@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from suite import Case, alive, cases, until
+from suite import Case, alive, cases, command_of, until
 from test_loop import ENVIRONMENT, as_settings
-from test_ray import children, config, conserved, run_and_keep, shared_memory
+from test_lost_ray import HOME
+from test_ray import children, config, conserved, run_and_keep
 
 from tba.cli import _config
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
 
-SESSIONS = Path("/tmp/ray")
+MEMORY = Path("/dev/shm")
+TRAIN = """
+import sys
+from tba.cli import main
+from tba.runtime.deadline import Calls
+
+def lose(calls, reason, lose=Calls.lose):
+    print("NOTICED:", reason, file=sys.stderr, flush=True)
+    lose(calls, reason)
+
+Calls.lose = lose
+main()
+"""
+"""`tba`, which says at once that Ray is lost: the run itself saves and cleans up first."""
 
 
 def named(*words: str) -> Callable[[Sequence[str]], bool]:
@@ -36,17 +53,97 @@ VICTIMS: dict[str, Callable[[Sequence[str]], bool]] = {
     "searcher": named("ray::SearcherActor"),
     "watcher": named("reaper.py"),
 }
-
-
-def victim(driver: int, name: str) -> psutil.Process:
-    if name == "driver":
-        return psutil.Process(driver)
-    processes = [p for p in children(driver) if p.status() != psutil.STATUS_ZOMBIE]
-    return next(p for p in processes if p.cmdline() and VICTIMS[name](p.cmdline()))
+NOTICED = {
+    "raylet": "NOTICED: its raylet",
+    "GCS": "NOTICED: its gcs_server",
+    "searcher": "its tasks are issued again",
+}
+"""What a run says when it has noticed that one of them is gone."""
 
 
 def steps(folder: Path) -> list[int]:
     return [row["step"] for row in read(folder / METRICS) if "loss" in row]
+
+
+@dataclass
+class Started:
+    """A run in a process of its own, and what it uses: processes, files in memory, a session."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    errors: Path
+    processes: set[psutil.Process] = field(default_factory=set)
+    memory: set[Path] = field(default_factory=set)
+
+    def told(self) -> str:
+        return self.errors.read_text(errors="replace")
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def look(self) -> None:
+        """Find the processes of the run, and the files that they share in memory."""
+        with suppress(psutil.NoSuchProcess):
+            self.processes |= {psutil.Process(self.process.pid), *children(self.process.pid)}
+        self.memory |= files_in_memory(self.processes)
+
+    def left(self) -> list[psutil.Process | Path]:
+        """Return what is left of the run."""
+        memory = [path for path in self.memory if path.exists()]
+        sessions = HOME.glob(f"session_*_{self.process.pid}")
+        return [*alive([*self.processes]), *memory, *sessions]
+
+    def victim(self, name: str) -> list[psutil.Process]:
+        """Return the process of this name, or none if it has not started."""
+        if name == "driver":
+            return [psutil.Process(self.process.pid)]
+        commands = [(p, command_of(p)) for p in alive(children(self.process.pid))]
+        return [p for p, command in commands if command and VICTIMS[name](command)][:1]
+
+
+def files_in_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of /dev/shm that a process has mapped.
+
+    They are compared by their inodes, because a semaphore is mapped before it gets its name.
+    """
+    mapped = set()
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if str(MEMORY) in line}
+    return {Path(entry.path) for entry in os.scandir(MEMORY) if entry.inode() in mapped}
+
+
+@contextmanager
+def started(folder: Path, given: Sequence[str]) -> Iterator[Started]:
+    command, errors = [sys.executable, "-c", TRAIN, "train", *given], folder.parent / "errors"
+    with errors.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, env=ENVIRONMENT)
+    try:
+        yield Started(process, folder, errors)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def kill(case: Case, run: Started, name: str) -> None:
+    """Kill a process of the run, and record how long the run takes to notice."""
+    until(lambda: len(run.victim(name)) > 0, 10)
+    run.victim(name)[0].send_signal(signal.SIGKILL)
+    if name in NOTICED:
+        seconds = until(lambda: NOTICED[name] in run.told() or run.ended(), 30)
+        assert NOTICED[name] in run.told(), run.told()[-2000:]
+        assert case.noticed(seconds) < 5
+
+
+def goes_on_or_ends(run: Started, name: str) -> None:
+    """Wait until a run has ended, or else stop it after many more steps."""
+    if name not in ("driver", "raylet", "GCS"):
+        at = len(steps(run.folder))
+        until(lambda: run.ended() or len(steps(run.folder)) > at + 200, 60)
+        run.look()
+        run.process.terminate()
+    run.process.wait(60)
 
 
 def leaves_nothing_and_goes_on(
@@ -57,49 +154,27 @@ def leaves_nothing_and_goes_on(
     A run that ends by itself has saved its last step and prints how to resume it. The others are
     stopped. After ten seconds, there is no process, shared memory or session folder of the run.
     """
-    memory, processes = shared_memory(), set[psutil.Process]()
     common = ("run.steps=1000000", "checkpoint.every=10", "task.size=20000", "runtime.fresh=1")
     chosen = config(model, folder, *common, *settings)
-    command = [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stderr=pipe, text=True, env=ENVIRONMENT) as run:
-        try:
-            until(lambda: len(steps(folder)) >= 12 or run.poll() is not None, 300)
-            processes |= {psutil.Process(run.pid), *children(run.pid)}
-            time.sleep(float(case.rng.uniform(0, 2)))
-            processes |= {*children(run.pid)}
-            victim(run.pid, name).send_signal(signal.SIGKILL)
-            began = time.monotonic()
-            ends = name in ("driver", "raylet", "GCS")
-            if ends:
-                run.wait(60)
-                case.noticed(time.monotonic() - began)
-            else:
-                at = len(steps(folder))
-                until(lambda: run.poll() is not None or len(steps(folder)) > at + 200, 60)
-                if run.poll() is None:
-                    processes |= {*children(run.pid)}
-                    run.terminate()
-                    run.wait(60)
-        finally:
-            run.kill()
-        assert run.stderr is not None
-        told = run.stderr.read()
+    with started(folder, as_settings(chosen)) as run:
+        until(lambda: len(steps(folder)) >= 12 or run.ended(), 300)
+        assert not run.ended(), run.told()[-2000:]
+        run.look()
+        time.sleep(float(case.rng.uniform(0, 2)))
+        run.look()
+        kill(case, run, name)
+        goes_on_or_ends(run, name)
     deadline = time.monotonic() + 10
-    sound = generations(folder / CHECKPOINTS)[-1]
+    sound, told = generations(folder / CHECKPOINTS)[-1], run.told()
     assert damage(sound) == {}
-    if name != "driver" and run.returncode != 0:
+    if name != "driver" and run.process.returncode != 0:
         assert f"--resume {folder}" in told, told[-2000:]
     if name != "driver":
         last = steps(folder)[-1]  # or the step after it, which ended while it was lost
         assert int(sound.name.rpartition("-")[2]) in (last, last + 1), told[-2000:]
-    try:
-        until(lambda: not alive([*processes]), max(0.1, deadline - time.monotonic()), every=0.1)
-        until(lambda: not [*SESSIONS.glob(f"session_*_{run.pid}")], 1.0)
-        assert shared_memory() <= memory
-    except AssertionError:
-        case.leftovers = len(alive([*processes]))
-        raise
+    while run.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert case.left(len(run.left())) == 0, run.left()
     goes_on(folder)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from suite import Case, cases, until
+from suite import Case, cases, command_of, until
 from test_leftovers import goes_on, steps
 from test_loop import ENVIRONMENT, as_settings
 from test_ray import config
@@ -82,11 +82,32 @@ def machines_of_the_cluster(space: str) -> int:
 
 
 def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
-    for process in psutil.Process(machine.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if any(word.startswith("ray::SearcherActor") for word in process.cmdline()):
-                return True
-    return False
+    words = [w for p in psutil.Process(machine.pid).children(True) for w in command_of(p)]
+    return any(word.startswith("ray::SearcherActor") for word in words)
+
+
+def has_begun(run: subprocess.Popen[bytes], folder: Path) -> None:
+    until(lambda: len(steps(folder)) > 20 or run.poll() is not None, 180)
+
+
+def started(
+    ending: ExitStack, model: Path, folder: Path, one: str, far: subprocess.Popen[bytes]
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a run with searchers on both machines, and return it with its folder.
+
+    Ray chooses the machines at random: a run with all searchers on one of them is started again.
+    """
+    for number in range(5):
+        own = folder / f"run-{number}"
+        chosen = as_settings(config(model, own, *SETTINGS))
+        run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
+        has_begun(run, own)
+        assert run.poll() is None
+        if has_searchers(far):
+            return run, own
+        run.terminate()
+        assert run.wait(60) == 0
+    pytest.skip("Ray has put all searchers on one machine, five times")
 
 
 def slow(case: Case, one: str) -> None:
@@ -113,6 +134,12 @@ def cut(case: Case, one: str) -> None:
     ip("ip", "-n", one, "link", "set", one, "down")
 
 
+SETTINGS = (
+    f"runtime.address={HEAD}:6379", "runtime.searchers=4", "runtime.cores=share",
+    "runtime.task_deadline=10", "runtime.fresh=1", "runtime.max_restarts=100",
+    "engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.2",
+    "engine.own_reference=true", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
+)  # fmt: skip
 FAULTS = (cut_for_a_moment, slow, cut)
 
 
@@ -122,28 +149,17 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Four searchers on both. Those that are cut off are replaced, and the run ends well."""
-    folder, fault = tmp_path / "run", FAULTS[case.index % len(FAULTS)]
-    settings = (
-        f"runtime.address={HEAD}:6379", "runtime.searchers=4", "runtime.cores=share",
-        "runtime.task_deadline=10", "runtime.fresh=1", "runtime.max_restarts=100",
-        "engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.2",
-        "engine.own_reference=true", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
-    )  # fmt: skip
-    started = ("start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
+    fault = FAULTS[case.index % len(FAULTS)]
+    node = ("start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
     with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
         head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
         sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
-        ending.enter_context(inside(one, str(RAY), *started, *head, f"--temp-dir={sessions}"))
+        ending.enter_context(inside(one, str(RAY), *node, *head, f"--temp-dir={sessions}"))
         until(lambda: machines_of_the_cluster(one) == 1, 90, every=1)
         joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
-        far = ending.enter_context(inside(other, str(RAY), *started, *joined))
+        far = ending.enter_context(inside(other, str(RAY), *node, *joined))
         until(lambda: machines_of_the_cluster(one) == 2, 90, every=1)
-        chosen = as_settings(config(tiny_model, folder, *settings))
-        train = (sys.executable, "-m", "tba.cli", "train", *chosen)
-        run = ending.enter_context(inside(one, *train))
-        until(lambda: len(steps(folder)) > 20 or run.poll() is not None, 180)
-        if run.poll() is None and not has_searchers(far):
-            pytest.skip("Ray, which chooses at random, has put all searchers on one machine")
+        run, folder = started(ending, tiny_model, tmp_path, one, far)
         began = time.monotonic()
         fault(case, one)
         at = len(steps(folder))

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 from conftest import module_at
-from suite import ROOT, Case
+from suite import ROOT, Case, imported
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,39 @@ def test_every_sentence_names_tests_that_exist(script: ModuleType) -> None:
             assert name in names_in(file), test
 
 
+def collected(*arguments: str) -> set[str]:
+    """Return the tests that pytest selects, without their cases."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"]
+    told = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout[-2000:]
+    return {line.partition("[")[0] for line in told.stdout.splitlines() if "::" in line}
+
+
+@pytest.mark.fault
+def test_make_test_or_make_faults_runs_the_tests_of_every_sentence(script: ModuleType) -> None:
+    told = {test for claim in script.claims() for test in claim["tests"]}
+    by_test = collected(*sorted({test.partition("::")[0] for test in told}))
+    by_faults = collected("-m", "not gpu", "tests/faults", *script.cited())
+    assert told <= by_test | by_faults
+    assert {*script.cited()} == {t for t in told - by_test if not t.startswith("tests/faults/")}
+
+
+def test_what_was_not_measured_or_skipped_is_no_zero(script: ModuleType) -> None:
+    line = {
+        "test": "t", "entry": 1, "tried": 2, "survived": 2, "seconds": None, "full": False,
+        "reason": "", "outcome": "passed", "leftovers": None,
+    }  # fmt: skip
+    skipped = line | {"outcome": "skipped", "reason": "Skipped: no network", "leftovers": 0}
+    rows = script.totals([line | {"id": "1"}, skipped | {"id": "2"}, skipped | {"id": "3"}])
+    cells = "2 | 2 |  | {} | 2 skipped: no network |"
+    assert cells.format("") in script.table(rows)
+    rows = script.totals([line | {"id": "1", "leftovers": 0}, skipped | {"id": "2"}])
+    assert cells.format("0").replace("2 skipped", "1 skipped") in script.table(rows)
+    old = rows[0] | {"skipped": "Skipped: no network"}
+    assert "| skipped: no network |" in script.table([old])
+    assert script.table([old | {"skipped": ""}]).count("skipped") == 0
+
+
 def test_every_entry_has_cases_and_is_told_of(script: ModuleType) -> None:
     told = {test for claim in script.claims() for test in claim["tests"]}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
@@ -53,6 +86,14 @@ def test_the_page_is_up_to_date(script: ModuleType) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == page, (
         "run: python scripts/write_reliability.py"
     )
+
+
+def test_a_case_that_has_passed_counts_until_a_file_that_it_imports_changes() -> None:
+    files = {path.name for path in imported(Path(__file__).with_name("test_leftovers.py"))}
+    assert {"test_leftovers.py", "suite.py", "test_lost_ray.py", "test_ray.py", "toy.py"} <= files
+    assert "hostile.py" not in files
+    files = {path.name for path in imported(Path(__file__).with_name("test_hostile.py"))}
+    assert {"hostile.py", "test_isolation.py"} <= files
 
 
 def test_cases_have_random_numbers_of_their_own() -> None:

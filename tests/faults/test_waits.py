@@ -7,20 +7,38 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from suite import Case, cases
+from test_batch import Steps, requests
 from test_checkpoint import Slow, save
 from test_isolation import guard_of, judge, misbehaving, reasons
 from test_loop import config
 from toy import Given
-from waits import LIMITED, LIMITS, UNLIMITED, has_limit, may_wait, waits
+from waits import LIMITED, UNLIMITED, waits, waits_at
 
+from tba.engines import EngineError
+from tba.engines._batch import Batch
 from tba.run import open_run
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.lock import locked
+from tba.runs.parts import check
+from tba.runtime import SearchJob, SearchState
+from tba.runtime.bind import bind_ray
+from tba.runtime.deadline import Calls, ClusterLostError
+from tba.runtime.memory import SharedMemory
+from tba.runtime.placement import Place
 from tba.runtime.publisher import Publisher
+from tba.search.isolation import InProcess
+from tba.search.result import SearchStats
+from tba.search.rewards import Guard
+from tba.tasks._memory import InMemory
 from tba.tasks._tools import within
+from tba.tasks.custom import Custom
+from tba.weights import Sent
 
 MARGIN = 2.0
 """Most seconds past its deadline after which a hang is noticed."""
@@ -28,30 +46,42 @@ MARGIN = 2.0
 
 @cases(12, full=1, quick=1)
 def test_every_wait_has_a_limit_or_a_reason(case: Case) -> None:
-    """Found in the source: joins, results, selects, reads of pipes, and calls to Ray."""
+    """Found in the source: joins, results, selects, reads, pauses, and calls to Ray."""
     every = list(waits())
     case.tried = case.survived = len(every)
-    assert len(every) > 35
+    assert len(every) > 55
     assert {call for call, limited in every if not limited} <= UNLIMITED.keys()
     assert {call for call, limited in every if limited} <= LIMITED.keys()
 
 
 def test_a_wait_without_a_limit_would_be_found() -> None:
-    found = {
+    expected = {
         "thread.join()": False, "thread.join(3)": True, "', '.join(names)": None,
         "queue.get()": False, "ray.get(x)": False, "ray.get(x, timeout=3)": True,
         "table.get(key)": None, "future.result()": False, "select.select(a, b, c)": False,
         "process.communicate()": False, "wait(futures)": False, "wait(futures, 3)": True,
         "changed.wait_for(done)": False, "changed.wait_for(done, 3)": True,
         "asyncio.wait(tasks)": False, "ray.put(x)": False, "queue.put(x)": None,
+        "time.sleep(3)": True, "asyncio.sleep(math.inf)": False, "loop.run_forever()": False,
+        "pipe.read()": False, "pipe.read(1)": False, "os.read(pipe, n)": False,
+        "log.read(path)": None, "socket.sendall(x)": False,
     }  # fmt: skip
-    for text, limited in found.items():
+    for text, limited in expected.items():
         (statement,) = ast.parse(text).body
-        assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-        call = statement.value
-        assert may_wait(call) == (limited is not None), text
-        if limited is not None:
-            assert (has_limit(call) or any(k.arg in LIMITS for k in call.keywords)) == limited
+        assert isinstance(statement, ast.Expr)
+        found = list(waits_at(statement.value))
+        assert found == ([] if limited is None else [(text, limited)])
+
+
+def test_an_async_with_has_the_limit_that_began_before_it() -> None:
+    for entered, limited in (
+        ("turn", False),
+        ("turn, asyncio.timeout(3)", False),
+        ("asyncio.timeout(3), turn", True),
+    ):
+        (function,) = ast.parse(f"async def f():\n  async with {entered}: pass").body
+        assert isinstance(function, ast.AsyncFunctionDef)
+        assert list(waits_at(function.body[0])) == [("async with turn", limited)]
 
 
 # Hangs
@@ -94,7 +124,7 @@ def in_a_save(seconds: float, model: Path, folder: Path) -> None:
 
 def in_a_publication(seconds: float, model: Path, folder: Path) -> None:
     source = Given(ready=threading.Event())
-    publisher = Publisher(lambda weights, since: None, lambda error: None, seconds)
+    publisher = Publisher(lambda weights, since: None, lambda error: None, seconds, time.monotonic)
     try:
         publisher.publish(source, 1)
         began()
@@ -108,13 +138,13 @@ def in_a_publication(seconds: float, model: Path, folder: Path) -> None:
 
 
 def in_a_search(seconds: float, model: Path, folder: Path) -> None:
-    """In the trainer's process, between the searches of a batch, each of half a second."""
-    settings = ("engine=scripted", "engine.latency=0.5", "runtime.prompts_per_task=1")
+    """In the trainer's process, between the searches of a batch, each of a tenth of a second."""
+    settings = ("engine=scripted", "engine.latency=0.1", "runtime.prompts_per_task=1")
     slow = (f"runtime.gather_deadline={seconds}", "trainer.batch_size=240")
     with open_run(config(model, folder, *settings, *slow, "eval.prompts=0")) as opened:
         began()
         with pytest.raises(TimeoutError, match=r"runtime\.gather_deadline"):
-            opened.train()
+            opened.searchers.gather(240 // opened.config.trainer.group_size)
         noticed()
 
 
@@ -133,8 +163,89 @@ def of_another_run(seconds: float, model: Path, folder: Path) -> None:
     noticed()
 
 
+def in_an_engine(seconds: float, model: Path, folder: Path) -> None:
+    """In a step, while a call waits for its response."""
+    engine = Steps()
+    engine.allowed.clear()
+    batch = Batch(lambda: engine, slots=1, in_flight=False, deadline=seconds)
+    try:
+        began()
+        with pytest.raises(EngineError, match=r"engine\.deadline"):
+            batch.run(requests(1))
+        noticed()
+    finally:
+        engine.allowed.set()
+        batch.close()
+
+
+def in_the_start_of_a_scoring_process(seconds: float, model: Path, folder: Path) -> None:
+    """A judge that loads for ever."""
+    task = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+
+    def load() -> Custom:
+        time.sleep(60)
+        return task
+
+    process = InProcess({"": load}, 1.0, start_deadline=seconds)
+    began()
+    with pytest.raises(RuntimeError, match=r"runtime\.start_deadline"):
+        Guard({"": task}, 1.0, process=process).wait_until_ready()
+    noticed()
+
+
+def in_a_call_to_ray(seconds: float, model: Path, folder: Path) -> None:
+    """One that does not return, as when Ray's own processes are stopped."""
+    released, calls = threading.Event(), Calls(seconds)
+    try:
+        began()
+        with pytest.raises(ClusterLostError, match=rf"not answer within {seconds:g} s"):
+            calls("answer", released.wait, 60)
+        noticed()
+    finally:
+        released.set()
+        calls.close()
+
+
+def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
+    """Ray answers, and no search ends."""
+    bind_ray(None)
+    from tba.runtime import ray
+    from tba.runtime.handle import Handle
+
+    def start(starter: ray.Starter, place: Place, newest: Sent | None) -> Handle:
+        return Handle(place, MagicMock(), 0, [], calls)
+
+    def none_ended(refs: list[Any]) -> list[Any]:
+        time.sleep(0.01)
+        return []
+
+    calls = Calls(60.0)
+    settings = (f"runtime.gather_deadline={seconds}", "eval.prompts=0", "runtime.use=ray")
+    parts = check(config(model, folder, *settings))
+    stream = parts.prompt_stream()
+    job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 1, 0)
+    cluster: Any = SimpleNamespace(
+        connection=SimpleNamespace(calls=calls), transport=SharedMemory(), searcher_gpus=0.0,
+        searchers=[Place("cpu")],
+    )  # fmt: skip
+    state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.Starter, "start", start)
+        patch.setattr(ray, "ended", none_ended)
+        searchers = ray.RaySearchers(job, cluster, False, lambda: False, state, None)
+        try:
+            began()
+            with pytest.raises(TimeoutError, match=r"runtime\.gather_deadline"):
+                searchers.gather(1)
+            noticed()
+        finally:
+            searchers.close()
+            calls.close()
+
+
 HANGS: tuple[Callable[[float, Path, Path], None], ...] = (
-    in_a_reward, in_a_save, in_a_publication, in_a_search, in_a_tool, of_another_run,
+    in_a_reward, in_a_save, in_a_publication, in_a_search, in_a_tool, of_another_run, in_an_engine,
+    in_the_start_of_a_scoring_process, in_a_call_to_ray, in_all_searchers_on_ray,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pytest
 from suite import until
 from toy import toy_config
 
-from tba.engines import EngineError
+from tba.engines import EngineError, SearchError
 from tba.runs.parts import check
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
@@ -26,11 +26,15 @@ from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.types import Group
-from tba.weights import Sent
+from tba.weights import Sent, Weights
 
 bind_ray(None)
 
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError  # noqa: E402
+
+from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
+from tba.runtime.cluster import ObjectStore  # noqa: E402
 from tba.runtime.crew import PUBLISHED, REFERENCES, Crew  # noqa: E402
 from tba.runtime.handle import Handle, Starter  # noqa: E402
 
@@ -291,3 +295,81 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
     in_tray = {p.id for prompts, _ in searchers._tray.values() for p in prompts}
     assert not set(gathered) & set(cursor["outstanding"]) and in_tray <= {*cursor["outstanding"]}
     assert cursor["state"]["chosen"] == len(gathered) + len(cursor["outstanding"])
+
+
+def raised(error: Exception) -> Exception:
+    """Return an error of a searcher's process as Ray raises it here."""
+    traceback = f"Traceback (most recent call last):\n{error!r}"
+    return RayTaskError("search", traceback, error, "searcher", 1, "::1").as_instanceof_cause()
+
+
+def test_an_error_in_code_or_settings_is_one_before_which_the_run_is_saved(opens: Opens) -> None:
+    def received(ref: Call) -> SearchResult:
+        raise raised(RuntimeError("CUDA out of memory"))
+
+    searchers = opens(one_ends, received)
+    with pytest.raises(SearchError, match=r"failed in `search`:(.|\n)*CUDA out of memory"):
+        searchers.gather(3)
+    assert searchers.stats.restarts == 0
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("slow"), ObjectLostError("ab", None, "")])
+def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def get(reference: Any, timeout: float) -> Weights:
+        raise error
+
+    monkeypatch.setattr(cluster_module.ray, "get", get)
+    numbers = count()
+
+    def received(ref: Call) -> SearchResult:
+        if next(numbers) == 0:
+            try:
+                ObjectStore(2.5).receive(Sent(3, (None,)))
+            except Exception as in_searcher:
+                raise raised(in_searcher) from None
+        return found(ref)
+
+    searchers = opens(one_ends, received)
+    assert len(searchers.gather(3)) >= 3
+    assert searchers.stats.restarts == 1
+    with pytest.raises(EngineError, match=r"version 3 did not arrive .*task_deadline = 2\.5 s"):
+        ObjectStore(2.5).receive(Sent(3, (None,)))
+
+
+def test_a_reference_that_could_not_be_sent_is_in_the_checkpoint(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SharedMemory, weights: Weights) -> Sent:
+        raise OSError("no memory")
+
+    searchers, weights = opens(one_ends, found), Weights(3, {})
+    monkeypatch.setattr(SharedMemory, "send", full)
+    with pytest.raises(OSError, match="no memory"):
+        searchers.reset_reference(weights)
+    assert searchers.state().reference is weights
+
+
+def test_time_in_which_the_run_is_stopped_restarts_nobody(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For hours, as by Ctrl-Z, while the trainer waits for results."""
+    monotonic, hours, ends = time.monotonic, [0.0], threading.Event()
+
+    def ended(refs: list[Call]) -> list[Call]:
+        time.sleep(0.01)
+        return one_ends(refs) if ends.is_set() else []
+
+    def stopped() -> None:
+        hours[0] = 10_000.0
+        threading.Timer(0.5, ends.set).start()
+
+    searchers = opens(ended, found, "runtime.gather_deadline=100", "runtime.task_deadline=100")
+    until(lambda: any(task.began is not None for task in searchers._handles[0].tasks), SECONDS)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + hours[0])
+    timer = threading.Timer(0.5, stopped)
+    timer.start()
+    assert len(searchers.gather(3)) >= 3
+    assert searchers.stats.restarts == 0
+    timer.join(SECONDS)

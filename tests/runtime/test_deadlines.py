@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tba.runtime.deadline import Calls
+import pytest
+
+from tba.runtime.deadline import SLICE, Calls, Clock
 from tba.runtime.handle import PUBLICATIONS, Handle, Kind, Task
 from tba.runtime.placement import Place
 from tba.types import Prompt
@@ -80,3 +82,30 @@ def test_many_searchers_get_no_more_publications_a_second_than_few() -> None:
     assert not one.accepts_weights(many)
     one.sent -= 3601
     assert one.accepts_weights(many)
+
+
+def test_time_in_which_this_process_was_stopped_costs_no_searcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by Ctrl-Z: between two looks, the time jumps. Seconds that it runs count."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    one = handle(task("search", 0))
+    one.begin(1)
+    now += 3600
+    assert one.late({"search": 10.0}) is None
+    for _ in range(30):
+        now += 0.5
+        late = one.late({"search": 10.0})
+    assert late == "did not finish `search` in 10 s"
+
+
+def test_the_clock_counts_a_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 7.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = Clock()
+    seen = []
+    for seconds in (0.25, 1000.0, 0.5):
+        now += seconds
+        seen.append(clock())
+    assert seen == [7.25, 7.25 + SLICE, 7.75 + SLICE]

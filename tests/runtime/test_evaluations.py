@@ -44,8 +44,8 @@ def test_scores_do_not_depend_on_who_does_which_piece(
     whole = evaluate_held_out(searchers[0])
     assert len(whole.examples) == 8
     evaluations = Evaluations(setup)
-    evaluations.request(Sent(7, None))
-    evaluations.request(Sent(9, None))
+    evaluations.request(Sent(7, None), 8)
+    evaluations.request(Sent(9, None), 10)
     taken = []
     while piece := evaluations.take():
         taken.append(piece)
@@ -59,6 +59,7 @@ def test_scores_do_not_depend_on_who_does_which_piece(
         evaluations.done(piece, evaluate_piece(searchers[i % 2], piece.number))
     newer, older = evaluations.collect()
     assert (newer.version, older.version) == (9, 7)
+    assert (newer.requested, older.requested) == (10, 8)
     assert scores(newer) == scores(older) == scores(whole)
     assert newer.examples == older.examples == whole.examples
     assert (evaluations.running, evaluations.take(), evaluations.collect()) == (0, None, [])
@@ -70,7 +71,7 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: Parts) -> Non
 
     def request(versions: range) -> list[int]:
         for version in versions:
-            evaluations.request(Sent(version, None))
+            evaluations.request(Sent(version, None), version)
         return [weights.version for weights in evaluations.weights]
 
     assert request(range(1, 6)) == [1, 5]
@@ -82,6 +83,21 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: Parts) -> Non
     assert [e.version for e in left_out] == [2, 3, 4, 6, 7, 8]
     assert all(not e.scores for e in left_out) and evaluations.left_out == 6
     assert evaluations.running == 3
+
+
+def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
+    parts: Parts, searchers: list[Searcher]
+) -> None:
+    """The first and the third are done, in reverse, and the second is left out before both."""
+    evaluations = Evaluations(parts.search_setup())
+    for step in (2, 4, 6):
+        evaluations.request(Sent(0, None), step)
+    taken = [evaluations.take() for _ in range(2 * PIECES)]
+    for piece in reversed(taken):
+        assert piece is not None
+        evaluations.done(piece, evaluate_piece(searchers[0], piece.number))
+    ended = [(e.requested, bool(e.scores)) for e in evaluations.collect()]
+    assert ended == [(4, False), (6, True), (2, True)]
 
 
 def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[Searcher]) -> None:
@@ -102,7 +118,7 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
     assert isinstance(trainer, SingleTrainer)
     searchers[1].reference.load_weights(trainer.weights(version=3))
     evaluations = Evaluations(parts.search_setup())
-    evaluations.request(Sent(7, None))
+    evaluations.request(Sent(7, None), 7)
     while piece := evaluations.take():
         evaluations.done(piece, evaluate_piece(searchers[piece.number == 2], piece.number))
     (evaluation,) = evaluations.collect()
@@ -123,7 +139,7 @@ def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model: Path, tmp_
     assert [(name, first, len(prompts)) for name, first, prompts in pieces(setup)] == [
         ("", 0, 3), ("", 3, 3), ("", 6, 3), ("", 9, 1), ("more", 0, 3), ("more", 3, 1),
     ]  # fmt: skip
-    evaluations.request(Sent(7, None))
+    evaluations.request(Sent(7, None), 7)
     taken = [evaluations.take() for _ in range(6)]
     for piece in reversed(taken):
         assert piece is not None

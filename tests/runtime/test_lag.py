@@ -35,8 +35,8 @@ class Numbered:
     def reset_reference(self, weights: Weights) -> None:
         self.calls.append(f"reset_reference {weights.version}")
 
-    def evaluate(self) -> None:
-        self.calls.append("evaluate")
+    def evaluate(self, step: int) -> None:
+        self.calls.append(f"evaluate at {step}")
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         return [Evaluation(int(finish), {}, [])]
@@ -103,9 +103,9 @@ def test_everything_else_is_passed_on() -> None:
     assert isinstance(searchers, Searchers)
     searchers.publish(Given(), 7)
     searchers.reset_reference(Weights(8, {}))
-    searchers.evaluate()
+    searchers.evaluate(9)
     assert searchers.evaluations(finish=True)[0].version == 1
     assert searchers.stats is inner.stats
     assert searchers.state().tasks == 3
     searchers.close()
-    assert inner.calls == ["publish 7", "reset_reference 8", "evaluate", "close"]
+    assert inner.calls == ["publish 7", "reset_reference 8", "evaluate at 9", "close"]

@@ -14,7 +14,9 @@ import torch
 from test_trainer import trainer
 from toy import Given
 
+from tba.engines import SearchError
 from tba.learn.probe import answer, probe_tokens
+from tba.runtime.deadline import Clock
 from tba.runtime.publisher import Publisher
 from tba.types import Batch
 from tba.weights import Weights, as_tensor, pack
@@ -29,7 +31,7 @@ class Post:
     def __init__(self, deadline: float = SECONDS) -> None:
         self.versions: list[int] = []
         self.errors: list[Exception] = []
-        self.publisher = Publisher(self.send, self.errors.append, deadline)
+        self.publisher = Publisher(self.send, self.errors.append, deadline, Clock())
 
     def send(self, weights: Weights, published: float) -> None:
         assert 0 <= time.monotonic() - published < SECONDS
@@ -66,6 +68,7 @@ def test_an_error_ends_the_thread_and_not_the_wait() -> None:
     post.publisher.finish()
     (error,) = post.errors
     assert str(error) == "the weights could not be published: no memory"
+    assert isinstance(error, SearchError)  # the run is saved before it ends
     assert isinstance(error.__cause__, OSError)
     post.publisher.close()
 
@@ -78,6 +81,20 @@ def test_every_wait_has_a_deadline() -> None:
     until(lambda: time.monotonic() - (post.publisher._sending_since or math.inf) > 0.01)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline"):
         post.publisher.publish(source, 2)
+    source.ready.set()
+    post.publisher.close()
+
+
+def test_time_in_which_the_process_is_stopped_is_not_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    post, source = Post(), Given(ready=threading.Event())
+    post.publisher.publish(source, 1)
+    until(lambda: post.publisher._sending_since is not None)
+    monotonic, hours = time.monotonic, 10_000
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + hours)
+    post.publisher.publish(source, 2)
+    monkeypatch.undo()
     source.ready.set()
     post.publisher.close()
 
