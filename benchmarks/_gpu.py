@@ -48,8 +48,11 @@ STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "fused head": (None, ("trainer.head=fused",)),
 }
 """Training steps to measure: the package that each needs, and its settings."""
-PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "L4": 121, "4090": 165, "A10": 125}
-"""Dense bf16 TFLOP/s of cards."""
+PEAKS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312,
+    "L40": 181, "L4": 121, "4090": 165, "A10": 125,
+}  # fmt: skip
+"""Dense bf16 TFLOP/s of cards; the first name that is part of a card's counts."""
 
 
 def main() -> None:
@@ -105,6 +108,8 @@ class Bench:
         cuda = self.device == "cuda"
         self.card = torch.cuda.get_device_name() if cuda else "CPU"
         self.peak = next((p for name, p in PEAKS.items() if name in self.card), None)
+        if self.peak is None:
+            print(f"skipped MFU: the peak of {self.card} is not listed in PEAKS", flush=True)
         self.repeats = 5
         self.in_turns: Steps | None = None  # of synchronous training, once it has been measured
         print(f"{self.card}; torch {torch.__version__}", flush=True)
@@ -300,10 +305,11 @@ class Bench:
     def vllm(self, shape: str) -> list[_measure.Row]:
         """Run the script of the vLLM engine, which keeps its rows, apart from those of a CPU."""
         command = [sys.executable, str(HERE / "vllm_engine.py"), "--model", str(self.model(shape))]
-        command += ["--parts", "raw", "--rows-of", "gpu_vllm", "--device", self.device]
+        command += ["--parts", "raw", "gap", "--rows-of", "gpu_vllm", "--device", self.device]
         command += ["--results", str(self.options.results)]
         command += ["--tiny"] if self.tiny else []
-        subprocess.run(command, check=True, timeout=300)
+        left = 60 * self.options.minutes + 60 - self.seconds()
+        subprocess.run(command, check=True, timeout=min(300.0, left))
         return []
 
     def synchronous(self, shape: str) -> list[_measure.Row]:

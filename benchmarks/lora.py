@@ -8,6 +8,7 @@ the seconds; each has a process of its own for the peak memory. LoRA publishes i
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
@@ -24,6 +25,7 @@ from tba.models.pretrained import load_model
 from tba.runs.parts import check
 from tba.weights import trained
 
+PARTS = ("step", "memory", "bytes", "exact")
 FULL, LORA = "full fine-tuning", "LoRA"
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -32,29 +34,35 @@ def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--alone", choices=(FULL, LORA), help="print the peak memory of one side")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     options = parser.parse_args()
     model = model_of(options)
     if options.alone:
         print(json.dumps(alone(model, options.alone, options.rank)))
         return
+    rows = {"step": steps, "memory": memory, "bytes": published, "exact": without_adapters}
+    for part in options.parts:
+        _measure.record(__file__, [rows[part](model, options)], options, part=True)
+
+
+def steps(model: str, options: argparse.Namespace) -> _measure.Row:
+    """Return the row of the seconds of a step."""
     trainers = {side: trainer(model, side, options.rank) for side in (LORA, FULL)}
     batch = random_batch(model)
     sides = {side: lambda t=t: t.step(batch, 0) for side, t in trainers.items()}
     seconds = _measure.alternate(sides, options.repeats)
-    note = (
+    note = shape(options)
+    return _measure.row("LoRA step", seconds[LORA], "s", seconds[FULL], peer_is=FULL, note=note)
+
+
+def shape(options: argparse.Namespace) -> str:
+    return (
         f"r {options.rank}, all linear layers; {PROMPTS} x {SAMPLES} x {RESPONSE} tokens,"
         f" {PROMPTS * SAMPLES} responses in a pass"
     )
-    rows = [
-        _measure.row("LoRA step", seconds[LORA], "s", seconds[FULL], peer_is=FULL, note=note),
-        memory(model, options),
-        published(trainers, note),
-        without_adapters(model, options.rank),
-    ]
-    _measure.record(__file__, rows, options)
 
 
-def memory(model: str, options: object) -> _measure.Row:
+def memory(model: str, options: argparse.Namespace) -> _measure.Row:
     """Return the row of the peak memory of a process that takes two steps."""
     peaks = {}
     for side in (LORA, FULL):
@@ -66,13 +74,14 @@ def memory(model: str, options: object) -> _measure.Row:
     return _measure.row("LoRA peak memory", ours, "GB", peer, peer_is=FULL, note=note)
 
 
-def published(trainers: dict[str, SingleTrainer], note: str) -> _measure.Row:
+def published(model: str, options: argparse.Namespace) -> _measure.Row:
     """Return the row of the bytes of a publication beside those of the adapters."""
+    trainers = {side: trainer(model, side, options.rank) for side in (LORA, FULL)}
     own = trainers[LORA].weights(version=1)
     size = 2 if trainers[LORA].bf16_weights else 4
     adapters = size * sum(p.numel() for p in trained(trainers[LORA].policy.model).values())
     whole = trainers[FULL].weights(version=1).nbytes
-    note = f"{note}; full fine-tuning publishes {whole:,} bytes"
+    note = f"{shape(options)}; full fine-tuning publishes {whole:,} bytes"
     return _measure.row(
         "LoRA published bytes", own.nbytes, "bytes", adapters, peer_is="adapters",
         goal="ratio == 1", note=note,
@@ -80,9 +89,9 @@ def published(trainers: dict[str, SingleTrainer], note: str) -> _measure.Row:
 
 
 @torch.no_grad()
-def without_adapters(model: str, rank: int) -> _measure.Row:
+def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
     """Return the row of log-probs with adapters disabled beside those of the model itself."""
-    adapted, batch = trainer(model, LORA, rank).policy, random_batch(model)
+    adapted, batch = trainer(model, LORA, options.rank).policy, random_batch(model)
     for parameter in trained(adapted.model).values():
         parameter.add_(0.1)
     plain = load_model(PolicyTable(model=model), torch.float32).to(DEVICE)

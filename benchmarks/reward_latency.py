@@ -2,11 +2,14 @@
 
     python benchmarks/reward_latency.py                  # 35 minutes on two idle cores
     python benchmarks/reward_latency.py --score 1        # time to sampled .50: 20 minutes
+    python benchmarks/reward_latency.py --newest --latencies 3
 
 Both sides call the same `async` judge, which awaits all completions of its call at once. Measured
 is the time in which N samples are generated, scored and trained on, each counted once however often
 replay draws it: windows of 256 samples, after a first one that is not counted. With `--score`, the
-runs go on to held-out sampled .50, at the rates that `reference_run.py` has found.
+runs go on to held-out sampled .50, at the rates that `reference_run.py` has found. These draw a
+tenth of the groups from all of replay, where they may have been trained on; with `--newest`, all
+groups are recent.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,6 +39,7 @@ from _runs import (
 from _sums import RECIPES, Side
 
 RATES = HERE / "runs" / "reward_latency.jsonl"
+NEWEST = HERE / "runs" / "reward_latency_newest.jsonl"
 LATENCIES = (0.0, 0.3, 1.0, 3.0)
 WINDOW = 2 * RECIPES["sums"].batch
 WINDOWS = 5
@@ -50,12 +55,14 @@ SEARCHES = {0.0: 1, 0.3: 2, 1.0: 3, 3.0: 2}
 """Searches of ours that wait side by side, by latency: 2 and 3 were tried for 3 s."""
 EVERY_GROUP = "strategy.filter_equal=false"
 """Setting of ours with which samples are counted: those that are filtered out would not count."""
+ONLY_RECENT = "strategy.recent=1.0"
 
 
 def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES)
     parser.add_argument("--score", nargs="+", type=float, help="latencies of runs to .50")
+    parser.add_argument("--newest", action="store_true", help="draw recent groups only")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
@@ -67,7 +74,8 @@ def main() -> None:
     if options.tiny:
         print("a tiny run: nothing is kept")
         return
-    _measure.record(__file__, [*rate_rows(), *score_rows()], options)
+    rows = [*rate_rows(RATES), *rate_rows(NEWEST, ", recent groups only"), *score_rows()]
+    _measure.record(__file__, rows, options)
     from _figure import FIGURE, draw
 
     draw(read_runs(), FIGURE)
@@ -75,7 +83,8 @@ def main() -> None:
 
 def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
-    path = lab.scratch / "rates.jsonl" if lab.options.tiny else RATES
+    newest = lab.options.newest
+    path = lab.scratch / "rates.jsonl" if lab.options.tiny else (NEWEST if newest else RATES)
     path.parent.mkdir(exist_ok=True)
     for latency in latencies:
         for side in SIDES:
@@ -83,6 +92,8 @@ def windows(lab: Sums, latencies: list[float]) -> None:
                 continue
             best = chosen(side)
             own = (*waiting(side, latency), *(() if side == "trl" else (EVERY_GROUP,)))
+            if newest and side == "asynchronous":
+                own = (*own, ONLY_RECENT)
             job = lab.job(side, False, best.rate, 0, latency, (*best.options, *own))
             steps = 2 * (WINDOWS + 1)
             if side == "asynchronous":
@@ -140,16 +151,16 @@ def to_the_goal(lab: Sums, latencies: list[float]) -> None:
             lab.run(replace(job, seconds=SECONDS[side] * longer))
 
 
-def rate_rows() -> list[_measure.Row]:
-    measured = {(r["latency"], r["side"]): r for r in read_runs(RATES)}
+def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
+    """Return the rows of windows, whose names end with `kind`."""
+    measured = {(r["latency"], r["side"]): r for r in read_runs(path)}
     rows = []
     for latency in LATENCIES:
         for peer, peer_is in PEERS.items():
             if not {(latency, "asynchronous"), (latency, peer)} <= measured.keys():
                 continue
-            name = (
-                f"{latency:g} s of reward latency: {WINDOW} samples generated, scored, trained on"
-            )
+            name = f"{latency:g} s of reward latency: {WINDOW} samples"
+            name += f" generated, scored, trained on{kind}"
             ours, other = measured[latency, "asynchronous"], measured[latency, peer]
             goal = GOALS.get(latency) if peer == "trl" else None
             told = with_speeds(f"{WINDOWS} windows of one run", [ours], [other])

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -215,7 +216,10 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
     prompts = [rng.integers(100, len(text.tokenizer) - 100, n).astype(np.int32) for n in (129, 90)]
     engine = VLLM(table, text, device, False, kv_cache_gib=1, gpu_memory_utilization=0.35)
     probe = answer(policy, collate_tokens(prompts[:1], [[rng.integers(100, 9000, 16)]]))
-    of_probe = engine.load_weights(pack(moved, 1, bf16=False, probe=probe))
+    weights = pack(moved, 1, bf16=False, probe=probe)
+    started = time.perf_counter()
+    of_probe = engine.load_weights(weights)
+    took = time.perf_counter() - started
     groups = engine.generate(prompts, Sampling(8, 0.7, 16), seed=3)
     engine.close()
     differences = []
@@ -224,7 +228,8 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
             logp = policy.logp(collate_tokens([prompt], [[c.tokens for c in group]]))[0]
         for own, c in zip(logp, group, strict=True):
             differences.append(np.abs(own[: len(c.tokens)].numpy() - c.logp).mean())
-    note = f"of the probe {of_probe:.1e}, also from the prefix cache; of 16 responses the value"
+    note = f"of 16 responses; of the probe, also from the prefix cache: {of_probe:.1e}"
+    note += f"; the update and its verification took {took:.2f} s"
     return row(
         f"vLLM engine, fp32: mean log-prob gap after an update, {kind}",
         float(np.mean(differences)), "nats", goal="value <= 1e-4", note=note,
