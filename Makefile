@@ -25,7 +25,7 @@ test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained
 
 FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 # most cases wait rather than compute, but a busy machine misses deadlines
-FAULTS_PROCESSES ?= 2
+FAULTS_PROCESSES ?= 3
 
 faults: $(VENV)/installed  ## the suite of faults: about 35 minutes on two cores; FULL=1 runs all of it and continues where it stopped
 	@test -n "$(FULL)" || rm -f $(FAULTS)

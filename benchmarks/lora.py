@@ -17,11 +17,8 @@ import torch
 from _shapes import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 
 from tba.config.schema import load
-from tba.config.tables import PolicyTable
-from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.lora import reference_weights
-from tba.models.pretrained import load_model
 from tba.runs.parts import check
 from tba.weights import trained
 
@@ -94,8 +91,7 @@ def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
     adapted, batch = trainer(model, LORA, options.rank).policy, random_batch(model)
     for parameter in trained(adapted.model).values():
         parameter.add_(0.1)
-    plain = load_model(PolicyTable(model=model), torch.float32).to(DEVICE)
-    base = Policy(plain, adapted.temperature, adapted.autocast, adapted.share_prompt)
+    base = trainer(model, FULL, options.rank).policy
     with reference_weights(adapted.model):
         gap = (adapted.logp(batch) - base.logp(batch)).abs().max()
     name = "LoRA: largest difference of log-probs with adapters disabled from those of the model"

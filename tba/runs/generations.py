@@ -68,6 +68,8 @@ def remove(generation: Path) -> None:
     try:
         shutil.rmtree(generation)
     except OSError as error:
+        if not generation.exists():
+            return
         log.warning("%s could not be removed (%s); the next save tries again", generation, error)
 
 

@@ -69,13 +69,14 @@ def _opened(folder: Path, key: str) -> IO[str]:
 def _take_within(seconds: float, kind: int, file: IO[str], folder: Path, key: str) -> None:
     """Lock the file; ValueError, which names the holder, if that takes longer.
 
-    A holder has no name for a moment: before it writes one, after it removes it, and in a check.
+    A holder has no name, or that of one before it, for a moment: before it writes its own, after it
+    has removed it, and in a check.
     """
     deadline = time.monotonic() + seconds
     while not _take(file, folder, kind):
         file.seek(0)
         holder = file.read().strip()
-        if time.monotonic() >= deadline + (0.0 if holder else UNNAMED):
+        if time.monotonic() >= deadline + UNNAMED:
             raise ValueError(
                 f"{folder} is in use by {holder or 'another process'}; wait until it ends, stop it,"
                 f" or choose another folder with {key}=…"

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 SLICE = 1.0
 """Seconds of the parts in which a thread waits."""
+STOPPED = 10.0
+"""Seconds between two looks at a clock after which this process counts as stopped."""
 
 
 class NoAnswerError(TimeoutError):
@@ -41,13 +43,22 @@ def search_errors(problem: str) -> Iterator[None]:
     except (SearchError, NoAnswerError):
         raise
     except Exception as error:
-        raise SearchError(f"{problem}: {error}") from error
+        raise search_error(problem, error) from error
+
+
+def search_error(problem: str, error: Exception) -> Exception:
+    """Return an error as one before which the run is saved; `problem` begins it."""
+    if isinstance(error, SearchError | NoAnswerError):
+        return error
+    found = SearchError(f"{problem} ({type(error).__name__}): {error}")
+    found.__cause__ = error
+    return found
 
 
 class Clock:
     """Clock for deadlines. Time in which this process itself is stopped, as by Ctrl-Z, is free.
 
-    At most `SLICE` seconds count between two calls, so that whoever waits calls it often.
+    At most `STOPPED` seconds count between two calls, so that whoever waits calls it often.
     """
 
     def __init__(self) -> None:
@@ -57,7 +68,7 @@ class Clock:
     def __call__(self) -> float:
         with self._lock:
             now = time.monotonic()
-            self._seconds += min(now - self._read, SLICE)
+            self._seconds += min(now - self._read, STOPPED)
             self._read = now
             return self._seconds
 

@@ -55,7 +55,9 @@ def open_searchers(
         job.tell("loading the models of the searcher")
         from tba.runtime.local import LocalSearchers
 
-        if search.weights is None and step >= job.settings.publish_every:  # a run on Ray saves none
+        every, version = job.settings.publish_every, search.weights and search.weights.version
+        # a run on Ray saves none, and a publication may have failed
+        if (version is None and step >= every) or (step and step % every == 0 and version != step):
             search = replace(search, weights=trainer.weights(version=step))
         searchers = LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
     behind = (job.settings.lag or 0) * job.batch_groups

@@ -19,7 +19,7 @@ from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
 from tba.runtime.crew import Crew
-from tba.runtime.deadline import NoAnswerError
+from tba.runtime.deadline import NoAnswerError, search_error
 from tba.runtime.evaluations import Evaluations, phase
 from tba.runtime.handle import POLL, Handle, Starter, Task, deadlines, ended, received
 from tba.runtime.publisher import Publisher
@@ -208,7 +208,7 @@ class RaySearchers:
                     for handle, why in self._crew.late(self._deadlines):
                         self._restart(handle, why)
         except Exception as error:
-            self._fail(error)
+            self._fail(search_error("the search failed", error))
 
     def _hand_out_evaluations(self) -> None:
         """Give each searcher one piece of an evaluation at a time, between its searches."""

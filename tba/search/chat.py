@@ -128,11 +128,11 @@ class Chat:
     @property
     def _writes_another_form(self) -> bool:
         """True if the template writes calls, and not between tags, as they are read."""
-        call = Call("f", {"x": "?"})
+        call = Call("name_of_a_tool", {"x": "?"})
         function = _as_function({"name": call.name, "arguments": call.arguments})
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
-        shown = self._rendered([chat[0], {**chat[1], "tool_calls": [function]}])
-        return shown != self._rendered(chat) and call not in map(_read, CALL.findall(shown))
+        turn = {"role": "assistant", "content": "", "tool_calls": [function]}
+        shown = self._rendered([{"role": "user", "content": "?"}, turn])
+        return call.name in shown and call not in map(_read, CALL.findall(shown))
 
     def _between(self, results: Sequence[Message]) -> str:
         """Return what the template puts between a turn of the policy and the next."""

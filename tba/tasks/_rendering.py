@@ -54,7 +54,8 @@ class Rendering:
     system_prompt: str | None = None
     """Message of the system; in a plain prompt, text at the beginning."""
     shots: Count = 0
-    """Solved examples before the question: the first training rows, which are then left out."""
+    """Solved examples before the question: the first training rows. All rows with the same
+    question, also held-out ones, are left out."""
     shots_data: str | None = None
     """File, folder or hub name to take the examples from instead."""
     shot_response: str = "{answer}"

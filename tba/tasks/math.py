@@ -16,7 +16,7 @@ from tba.tasks._rendering import Problems
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it escapes."""
-UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$][^$]*)")
+UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
 """A box without braces, up to the end of the formula, as some solutions of MATH have it."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
@@ -118,7 +118,7 @@ class Math(Problems):
 def _gold(row: Mapping[str, Any]) -> str | None:
     """Return a row's right answer, without a box; None if it has none."""
     given = row.get("answer")
-    text = str(row.get("solution") or "" if given is None else given)
+    text = str(row.get("solution") or "") if given is None else str(given)
     boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
     gold = next((box.strip() for box in boxed if box), None)
     return gold or (None if given is None else text)

@@ -67,7 +67,7 @@ def test_an_error_ends_the_thread_and_not_the_wait() -> None:
     post.publisher.publish(Given(error="no memory"), 1)
     post.publisher.finish()
     (error,) = post.errors
-    assert str(error) == "the weights could not be published: no memory"
+    assert str(error) == "the weights could not be published (OSError): no memory"
     assert isinstance(error, SearchError)  # the run is saved before it ends
     assert isinstance(error.__cause__, OSError)
     post.publisher.close()

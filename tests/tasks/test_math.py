@@ -243,12 +243,22 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
             {"problem": "3+3?", "solution": r"Add: $\boxed{5}$, no, $\boxed{6}$."},
             {"problem": "4+4?"},
             {"problem": "5+5?", "solution": r"Add: $\boxed 9$, no, $\boxed 10$."},
+            {"problem": "6+6?", "solution": r"\[ x = \boxed 12. \] So it is twelve, $12$."},
+            {"problem": "7+7?", "solution": r"\(\boxed \frac{28}{2}\) as $y>0$"},
         ],
     )
     write(tmp_path / "test.jsonl", [{"problem": "5+5?", "solution": r"\boxed{10}"}])
     write(tmp_path / "other.jsonl", [{"problem": "6+6?", "answer": "12"}])
     task = Math(data=str(tmp_path))
-    assert [p.columns["answer"] for p in task.prompts()] == ["2", "4", "6", None, "10"]
+    assert [p.columns["answer"] for p in task.prompts()] == [
+        "2",
+        "4",
+        "6",
+        None,
+        "10",
+        "12",
+        r"\frac{28}{2}",
+    ]
     asked = "Please reason step by step, and put your final answer within \\boxed{}."
     assert task.prompts()[0].text == f"1+1?\n\n{asked}"
     assert [p.columns["answer"] for p in task.held_out()] == ["10"]
