@@ -51,11 +51,31 @@ def test_a_zombie_does_not_blind_it_and_strangers_are_spared(
     try:
         assert len(found) == 2  # the process and its child
         assert ours.pid in {p.pid for p in found}
-        assert left(set(), [session]) == {psutil.Process(ours.pid)}
-        assert left(found, []) == found
+        assert left(set(), [session], 0) == found
+        assert left(found, [], 0) == found
     finally:
         for process in found:
             process.kill()
+
+
+def test_what_writes_to_a_log_of_the_session_is_left_of_it(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """Ray's agents do not name the session. The driver writes there too, and a reader may look."""
+    log = tmp_path / "session_1" / "logs" / "agent.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    opened = "import sys; file = open(sys.argv[1], sys.argv[2]); print(flush=True); " + SLEEP
+    for mode in ("a", "a", "r"):
+        command = [sys.executable, "-c", opened, str(log), mode]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+    for process in started:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline()  # it has opened the file
+    agent, driver, _ = started
+    session = log.parent.parent
+    assert left(set(), [session], driver.pid) == {psutil.Process(agent.pid)}
 
 
 def test_only_sessions_of_the_driver_since_it_began_are_its_own(tmp_path: Path) -> None:

@@ -80,11 +80,15 @@ def family(driver: int, sessions: Iterable[Path]) -> set[psutil.Process]:
     return members
 
 
-def left(known: Set[psutil.Process], sessions: Iterable[Path]) -> set[psutil.Process]:
-    """Return which known processes still run, their descendants, and others of the sessions."""
-    found = {process for process in psutil.process_iter() if _names(process, sessions)}
-    for process in known:
-        found |= {process, *_descendants(process)}
+def left(known: Set[psutil.Process], sessions: Iterable[Path], driver: int) -> set[psutil.Process]:
+    """Return which known processes still run, others of the sessions, and their descendants.
+
+    The driver, which may still run, is not one of them.
+    """
+    others = (process for process in psutil.process_iter() if process.pid != driver)
+    found = {*known, *(p for p in others if _names(p, sessions) or _writes(p, sessions))}
+    for process in tuple(found):
+        found.update(_descendants(process))
     return {process for process in found if _runs(process)}
 
 
@@ -93,6 +97,17 @@ def _names(process: psutil.Process, sessions: Iterable[Path]) -> bool:
     with suppress(psutil.Error):  # it ended, or is a zombie, or another user's
         options = [word for word in process.cmdline() if word.startswith("-")]
         return any(str(session) in option for option in options for session in sessions)
+    return False
+
+
+def _writes(process: psutil.Process, sessions: Iterable[Path]) -> bool:
+    """Return whether the process writes to a file of a session, as Ray's agents do to their logs.
+
+    They replace their command line by a title, and have lost their parent if it has ended.
+    """
+    with suppress(psutil.Error, OSError):
+        written = [Path(file.path) for file in process.open_files() if file.mode != "r"]
+        return any(path.is_relative_to(session) for path in written for session in sessions)
     return False
 
 
@@ -126,16 +141,16 @@ def main() -> None:
         now = psutil.pids()
         if now != before:  # looking at each process takes longer
             known, before = known | family(driver, started()), now
-    clean_up(known | family(driver, started()), started())
+    clean_up(known | family(driver, started()), started(), driver)
     if not psutil.pid_exists(driver):
         time.sleep(1.0)
-        clean_up(set(), started())  # what it was about to start when it was killed
+        clean_up(set(), started(), driver)  # what it was about to start when it was killed
 
 
-def clean_up(known: Set[psutil.Process], started: Sequence[Path]) -> None:
+def clean_up(known: Set[psutil.Process], started: Sequence[Path], driver: int) -> None:
     """Kill what is left of these sessions, and remove their folders."""
     until = time.monotonic() + 5.0
-    while (remaining := left(known, started)) and time.monotonic() < until:
+    while (remaining := left(known, started, driver)) and time.monotonic() < until:
         for process in remaining:
             with suppress(psutil.Error):
                 process.kill()

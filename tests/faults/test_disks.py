@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,16 @@ SETTINGS = ("eval.prompts=0", "checkpoint.every=2", "log.sample_every=1", f"run.
 
 def mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True, timeout=30, capture_output=True)
+
+
+def remount_read_only(place: Path) -> None:
+    """Try for a while: the kernel refuses it while a file is being written."""
+    for _ in range(200):
+        with suppress(subprocess.CalledProcessError):
+            mount("-o", "remount,bind,ro", str(place))
+            return
+        time.sleep(0.02)
+    pytest.fail(f"{place} could not be made read-only")
 
 
 def unmount(place: Path) -> None:
@@ -130,7 +140,7 @@ def test_a_disk_that_becomes_read_only_costs_nothing(
             time.sleep(float(case.rng.uniform(0, 1)))
             mount("--bind", str(place), str(place))
             mounted.callback(unmount, place)
-            mount("-o", "remount,bind,ro", str(place))
+            remount_read_only(place)
             started = time.monotonic()
             process.join(30)
             case.noticed(time.monotonic() - started)
