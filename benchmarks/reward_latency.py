@@ -3,13 +3,15 @@
     python benchmarks/reward_latency.py                  # 35 minutes on two idle cores
     python benchmarks/reward_latency.py --score 1        # time to sampled .50: 20 minutes
     python benchmarks/reward_latency.py --newest --latencies 3
+    python benchmarks/reward_latency.py --newest --latencies 3 --compiled
 
 Both sides call the same `async` judge, which awaits all completions of its call at once. Measured
 is the time in which N samples are generated, scored and trained on, each counted once however often
 replay draws it: windows of 256 samples, after a first one that is not counted. With `--score`, the
 runs go on to held-out sampled .50, at the rates that `reference_run.py` has found. These draw a
 tenth of the groups from all of replay, where they may have been trained on; with `--newest`, all
-groups are recent.
+groups are recent. With `--compiled`, torch.compile compiles the model of each side, and a row has
+the faster of a side's runs.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ SEARCHES = {0.0: 1, 0.3: 2, 1.0: 3, 3.0: 2}
 EVERY_GROUP = "strategy.filter_equal=false"
 """Setting of ours with which samples are counted: those that are filtered out would not count."""
 ONLY_RECENT = "strategy.recent=1.0"
+COMPILED: dict[Side, str] = {
+    "asynchronous": "trainer.compile=true",
+    "synchronous": "trainer.compile=true",
+    "trl": "torch_compile=true",
+}
 
 
 def main() -> None:
@@ -63,6 +70,7 @@ def main() -> None:
     parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES)
     parser.add_argument("--score", nargs="+", type=float, help="latencies of runs to .50")
     parser.add_argument("--newest", action="store_true", help="draw recent groups only")
+    parser.add_argument("--compiled", action="store_true", help="compile the model of each side")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
@@ -88,12 +96,15 @@ def windows(lab: Sums, latencies: list[float]) -> None:
     path.parent.mkdir(exist_ok=True)
     for latency in latencies:
         for side in SIDES:
-            if any((r["side"], r["latency"]) == (side, latency) for r in read_runs(path)):
+            kind = side, latency, lab.options.compiled
+            if any((r["side"], r["latency"], "compiled" in r) == kind for r in read_runs(path)):
                 continue
             best = chosen(side)
             own = (*waiting(side, latency), *(() if side == "trl" else (EVERY_GROUP,)))
             if newest and side == "asynchronous":
                 own = (*own, ONLY_RECENT)
+            if lab.options.compiled:
+                own = (*own, COMPILED[side])
             job = lab.job(side, False, best.rate, 0, latency, (*best.options, *own))
             steps = 2 * (WINDOWS + 1)
             if side == "asynchronous":
@@ -106,6 +117,8 @@ def windows(lab: Sums, latencies: list[float]) -> None:
                 "gflops": _measure.matmul_speed(),
                 "dtype": "bf16" if _measure.in_bf16() else "fp32",
             }  # fmt: skip
+            if lab.options.compiled:
+                kept["compiled"] = True
             with path.open("a") as file:
                 file.write(json.dumps(rounded(kept)) + "\n")
             print(f"{side}, {latency:g} s: {median(seconds):.1f} s for {WINDOW} samples")
@@ -153,7 +166,8 @@ def to_the_goal(lab: Sums, latencies: list[float]) -> None:
 
 def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
     """Return the rows of windows, whose names end with `kind`."""
-    measured = {(r["latency"], r["side"]): r for r in read_runs(path)}
+    slowest_first = sorted(read_runs(path), key=lambda run: -median(run["windows"]))
+    measured = {(run["latency"], run["side"]): run for run in slowest_first}
     rows = []
     for latency in LATENCIES:
         for peer, peer_is in PEERS.items():
@@ -163,7 +177,10 @@ def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
             name += f" generated, scored, trained on{kind}"
             ours, other = measured[latency, "asynchronous"], measured[latency, peer]
             goal = GOALS.get(latency) if peer == "trl" else None
-            told = with_speeds(f"{WINDOWS} windows of one run", [ours], [other])
+            note = f"{WINDOWS} windows of one run"
+            for side, run in (("ours", ours), (peer_is, other)):
+                note += f"; compiled: {side}" if "compiled" in run else ""
+            told = with_speeds(note, [ours], [other])
             row = _measure.row(
                 name, ours["windows"], "s", other["windows"], peer_is=peer_is, goal=goal, **told
             )
