@@ -17,7 +17,7 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
 
-test: $(VENV)/installed  ## run the tests: under 5 minutes on two idle cores
+test: $(VENV)/installed  ## run the tests: 5 to 7 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 
 test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
@@ -27,7 +27,7 @@ FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 # most cases wait rather than compute, but a busy machine misses deadlines
 FAULTS_PROCESSES ?= 3
 
-faults: $(VENV)/installed  ## the suite of faults: about 35 minutes on two cores; FULL=1 runs all of it and continues where it stopped
+faults: $(VENV)/installed  ## the suite of faults: 25 minutes on two cores; FULL=1 runs all of it and continues where it stopped
 	@test -n "$(FULL)" || rm -f $(FAULTS)
 	@cited=$$($(BIN)/python scripts/write_reliability.py --cited) || exit; \
 		FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -n $(FAULTS_PROCESSES) --dist worksteal -m "not gpu" \
