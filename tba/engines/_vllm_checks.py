@@ -1,4 +1,4 @@
-"""What vLLM cannot do, told before anything starts; vLLM itself is not imported."""
+"""Checks of a config for vLLM, before anything starts; vLLM itself is not imported."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec

@@ -28,8 +28,8 @@ class Evaluations:
         self._count = len(pieces(setup))
         self._pieces: deque[Piece] = deque()  # to hand out
         self._begun: list[Sent] = []  # weights of the evaluations that have not ended
-        self._next: Sent | None = None  # weights of the evaluation that waits
-        self._next_step = 0  # step at which it was requested
+        # weights of the evaluation that waits, and the step at which it was requested
+        self._next: tuple[Sent, int] | None = None
         self._ended: list[Evaluation] = []
         self._done = 0  # pieces that have ended, of the evaluations that have not
         self.left_out = 0  # evaluations that were replaced
@@ -37,7 +37,7 @@ class Evaluations:
     @property
     def weights(self) -> list[Sent]:
         """Weights of all evaluations that have not ended."""
-        return self._begun if self._next is None else [*self._begun, self._next]
+        return self._begun if self._next is None else [*self._begun, self._next[0]]
 
     @property
     def running(self) -> int:
@@ -46,23 +46,23 @@ class Evaluations:
 
     def request(self, weights: Sent, step: int) -> None:
         if self._next is not None:
-            self._ended.append(Evaluation(self._next.version, {}, [], self._next_step))
+            replaced, requested = self._next
+            self._ended.append(Evaluation(replaced.version, {}, [], requested))
             self.left_out += 1
             if self.left_out == 1:
                 log.warning(
                     "searchers are slower than eval.every: an evaluation that has not begun is left"
                     " out when the next one is due"
                 )
-        self._next, self._next_step = weights, step
+        self._next = weights, step
         self._begin()
 
     def _begin(self) -> None:
         """Begin the evaluation that waits, if it may."""
         if self._next is None or self._pieces or len(self._begun) == UNDER_WAY:
             return
-        weights, self._next = self._next, None
+        (weights, step), self._next = self._next, None
         results: dict[int, EvaluatedPiece] = {}
-        step = self._next_step
         self._pieces += [Piece(number, weights, step, results) for number in range(self._count)]
         self._begun.append(weights)
 
