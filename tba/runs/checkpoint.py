@@ -110,25 +110,23 @@ class Checkpoints:
         self.wait()
         target = path_of(self._folder, progress.step)
         aside, name = self._folder / f".{target.name}", f"checkpoint of step {progress.step}"
-        self._disk.write(f"the {name}", partial(_empty, aside))
+        made = self._disk.write(f"the {name}", partial(_begin, aside))
         write_trainer = trainer.save(aside)
         older = [g for g in generations(self._folder) if step_of(g) < progress.step]
         write_buffer = buffer.save(aside, older[-1] if older else None)
         copied = time.perf_counter()
 
         def write_once() -> None:
-            aside.mkdir(exist_ok=True)
             write_trainer()
             segments = write_buffer()
             text.tokenizer.save_pretrained(aside / MODEL)
             _write_search(aside, search, progress)
             (aside / CONFIG).write_text(json.dumps(self._config))
-            _commit(aside, target, known=segments)
+            _commit(aside, target, made, known=segments)
 
         def write() -> None:
             try:
-                undo = partial(shutil.rmtree, aside, ignore_errors=True)  # it makes room for others
-                self._disk.write(f"the {name}", write_once, undo)
+                self._disk.write(f"the {name}", write_once, undo=partial(_clear, aside))
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
@@ -184,9 +182,21 @@ class Checkpoints:
                 log.error("%s", error)
 
 
-def _empty(folder: Path) -> None:
+def _begin(folder: Path) -> os.stat_result:
+    """Make an empty folder, but not the run's: a run whose folder was moved away ends."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+    return folder.stat()
+
+
+def _clear(folder: Path) -> None:
+    """Empty a folder, so that a full disk has room for other files."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
@@ -199,12 +209,18 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     (folder / STATE).write_text(json.dumps(state))
 
 
-def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
-    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
+def _commit(aside: Path, target: Path, made: os.stat_result, known: Mapping[str, str]) -> None:
+    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading.
+
+    FileNotFoundError if `aside` is no longer the folder that was `made`. What writes into it
+    creates folders that are missing, so that a part of a generation could be taken for a whole one.
+    """
     digests = {name: known.get(name) or sha256_of(path) for name, path in files_of(aside).items()}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
+    if not os.path.samestat(aside.stat(), made):
+        raise FileNotFoundError(f"{aside} was moved or removed while it was written")
     if target.exists():
         replaced = target.with_name(f"{REPLACED}{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
