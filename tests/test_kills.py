@@ -105,7 +105,7 @@ def test_an_unfinished_save_is_removed_before_the_next_one_needs_its_room(
     run(config(tiny_model, folder, "run.steps=2", *SMALL))
     (folder / "checkpoints" / ".step-00000001").mkdir()
 
-    def full(aside: Path, target: Path, known: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr("tba.runs.checkpoint._commit", full)
