@@ -215,6 +215,25 @@ def test_options_alone_keep_the_default_plugin() -> None:
         assert config.objective.model_dump() == {"use": "tb", "beta": 0.02}
 
 
+@pytest.mark.parametrize(
+    ("settings", "prompts", "at_once"),
+    [
+        (["engine=transformers"], 8, 2),
+        (["engine=vllm"], 1, 16),
+        (["engine.use=vllm", "engine.max_num_seqs=64", "runtime.searchers=2"], 1, 16),
+        (["engine=vllm", "runtime.prompts_per_task=4"], 4, 16),
+        (["engine=vllm", "runtime.concurrent_searches=3"], 1, 3),
+        (["engine=vllm", "runtime.use=local"], 8, 2),
+    ],
+)
+def test_a_search_task_of_vllm_has_one_prompt(
+    settings: list[str], prompts: int, at_once: int
+) -> None:
+    """So that a group arrives as soon as it is complete. Local searches run one after the other."""
+    runtime = load(None, settings).runtime
+    assert (runtime.prompts_per_task, runtime.concurrent_searches) == (prompts, at_once)
+
+
 def test_a_schedule_is_a_table(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[objective.beta]\nstart = 0.014\nend = 0.004\nsteps = 500\n")

@@ -144,7 +144,7 @@ def test_the_published_points_are_the_papers() -> None:
 
 def test_the_small_study_has_two_points(stand_ins: list[str]) -> None:
     configs = check_study(read_study(STUDIES / "small.toml", stand_ins))
-    assert [c.objective.use for c in configs] == ["tb", "online_dpo"]
+    assert [c.objective.use for c in configs] == ["online_dpo", "tb"]
 
 
 @pytest.mark.parametrize("objective", ["tb", "online_dpo"])

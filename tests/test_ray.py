@@ -380,7 +380,7 @@ def children(pid: int | None = None) -> list[psutil.Process]:
 
 def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
     """Start a run that would take hours, in a process group of its own."""
-    settings = ("run.steps=1000000", "checkpoint.every=10", "task.size=5000")
+    settings = ("run.steps=1000000", "checkpoint.every=10", "task.size=20000")
     command = [sys.executable, "-m", "tba.cli", "train"]
     given = as_settings(config(model, folder, *settings))
     return subprocess.Popen([*command, *given], start_new_session=True, env=ENVIRONMENT)

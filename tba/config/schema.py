@@ -21,6 +21,9 @@ from tba.config.tables import Table, Use
 from tba.config.watch import LogTable, WarnTable
 
 Parsed = TypeVar("Parsed", bound=Table)
+ONE_GROUP_EACH = {"prompts_per_task": 1, "concurrent_searches": 16}
+"""Defaults of `[runtime]` for vLLM on Ray, whose searches share a batch: no group waits for others.
+As many prompts are searched at once as by default with other engines."""
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
@@ -52,8 +55,11 @@ class Config(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def with_default_plugins(cls, plain: Any) -> Any:
-        """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective."""
+    def with_defaults(cls, plain: Any) -> Any:
+        """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective.
+
+        Two defaults of `[runtime]` depend on the engine.
+        """
         if not isinstance(plain, Mapping):
             return plain
         complete = dict(plain)
@@ -63,6 +69,13 @@ class Config(Table):
                     complete[name] = {"use": use}
                 case Mapping() as table:
                     complete[name] = {"use": cls.default_use(name), **table}
+        match complete:
+            case {"runtime": {"use": "local"}}:
+                pass
+            case {"engine": {"use": "vllm"}, "runtime": Mapping() as table}:
+                complete["runtime"] = ONE_GROUP_EACH | dict(table)
+            case {"engine": {"use": "vllm"}} if "runtime" not in complete:
+                complete["runtime"] = ONE_GROUP_EACH
         return complete
 
     @classmethod

@@ -177,8 +177,10 @@ class RuntimeTable(Table):
         "train each batch exactly this many versions after it was sampled, with"
         " search and training in lockstep; 0: on-policy; default: no lockstep",
     )
-    prompts_per_task: Positive = key(8, "prompts per search task")
-    concurrent_searches: Positive = key(2, "tasks a searcher runs at once (ray)")
+    prompts_per_task: Positive = key(8, "prompts per search task; default with vllm on ray: 1")
+    concurrent_searches: Positive = key(
+        2, "tasks a searcher runs at once (ray); default with vllm: 16"
+    )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
     start_deadline: PositiveFloat = key(300.0, "seconds a searcher may take to start")

@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 class VLLM(Built):
     """Generates up to `max_num_seqs` responses at once; the searches of a process share the batch.
 
-    A search returns its groups together. With `runtime.prompts_per_task=1` and more of
-    `runtime.concurrent_searches`, each group arrives as soon as it is complete.
+    A search returns its groups together. On Ray, 16 searches of one prompt each run at once by
+    default, so that each group arrives as soon as it is complete (`runtime.prompts_per_task`,
+    `runtime.concurrent_searches`).
 
     Each sample has a seed of its own, which depends on the seed of the call and on the places of
     its prompt and itself. Log-probs are those of vLLM's `processed_logprobs`, or `raw_logprobs`.
