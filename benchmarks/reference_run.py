@@ -2,6 +2,7 @@
 
     python benchmarks/reference_run.py --parts full    # two hours on two idle cores
     python benchmarks/reference_run.py --parts lora    # continues; finished runs are kept
+    python benchmarks/reference_run.py --steps 15      # only the seconds of a step: 3 minutes
 
 Each side's learning rate comes from the same grid, on seed 0. A run of the search ends when it has
 taken longer than the best one so far took to the goal. A best rate at the grid's edge is refused:
@@ -32,6 +33,7 @@ from _runs import (
     best_of,
     read_runs,
     reference_runs,
+    rounded,
     search_table,
     time_or_length,
     time_to_goal,
@@ -42,6 +44,7 @@ from _sums import Job, Side
 GRID = {False: (2e-5, 1e-5, 4e-5), True: (3e-4, 6e-4, 1.5e-4)}
 """Learning rates, without and with LoRA, the middle one first."""
 SPEED = HERE / "runs" / "trl_speed.jsonl"
+STEPS = HERE / "runs" / "reference_steps.jsonl"
 NEVER = 1e6
 SPEEDS = (
     (("attn_implementation=eager",), ("attn_implementation=sdpa",)),
@@ -66,12 +69,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", nargs="+", type=float, help="only these: no search")
     parser.add_argument("--seconds", type=float, default=inf, help="end each run after so many")
+    parser.add_argument("--steps", type=int, help="measure so many steps of ours, asynchronous")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
         lab = Sums(options)
-        for part in options.parts:
-            compare(lab, part == "lora", options)
+        if options.steps:
+            measure_steps(lab, options)
+        else:
+            for part in options.parts:
+                compare(lab, part == "lora", options)
     if options.tiny:
         print("a tiny run: nothing is kept")
         return
@@ -86,6 +93,18 @@ def compare(lab: Sums, lora: bool, options: argparse.Namespace) -> None:
             job = lab.job(side, lora, best.rate, seed, options=best.options)
             longest = min(job.seconds, options.seconds, PATIENCE * seconds)
             lab.run(replace(job, seconds=longest))
+
+
+def measure_steps(lab: Sums, options: argparse.Namespace) -> None:
+    """Run our asynchronous side for some steps with each seed, without evaluations."""
+    best = best_of(reference_runs(read_runs(), "asynchronous", lora=False))
+    STEPS.unlink(missing_ok=True)
+    for seed in range(options.seeds):
+        job = lab.job("asynchronous", False, best.rate, seed, options=best.options)
+        result = lab.carry_out(replace(job, every=0.0, seconds=600.0, steps=options.steps))
+        kept = {"seed": seed, "points": result["points"], "gflops": _measure.matmul_speed()}
+        with STEPS.open("a") as file:
+            file.write(json.dumps(rounded(kept)) + "\n")
 
 
 def search(lab: Sums, side: Side, lora: bool) -> tuple[Best, float]:
@@ -201,7 +220,11 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
 
 
 def step_row(runs: list[dict]) -> _measure.Row:
-    """Return the row of the trainer's part of a step, without the first two, which fill memory."""
+    """Return the row of the trainer's part of a step, without the first two, which fill memory.
+
+    It is of the runs with `--steps`, if there are any.
+    """
+    runs = read_runs(STEPS) or runs
     steps = [median(point["step_time"] for point in run["points"][2:]) for run in runs]
     told = with_speeds(f"the median of each of {len(runs)} runs, beside a searcher", runs, runs)
     name = "reference run, full, asynchronous: a training step on one core"

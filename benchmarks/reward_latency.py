@@ -3,6 +3,7 @@
     python benchmarks/reward_latency.py                  # 35 minutes on two idle cores
     python benchmarks/reward_latency.py --score 1        # time to sampled .50: 20 minutes
     python benchmarks/reward_latency.py --newest --latencies 3
+    python benchmarks/reward_latency.py --newest --latencies 3 --searches 3
     python benchmarks/reward_latency.py --newest --latencies 3 --compiled
 
 Both sides call the same `async` judge, which awaits all completions of its call at once. Measured
@@ -10,8 +11,9 @@ is the time in which N samples are generated, scored and trained on, each counte
 replay draws it: windows of 256 samples, after a first one that is not counted. With `--score`, the
 runs go on to held-out sampled .50, at the rates that `reference_run.py` has found. These draw a
 tenth of the groups from all of replay, where they may have been trained on; with `--newest`, all
-groups are recent. With `--compiled`, torch.compile compiles the model of each side, and a row has
-the faster of a side's runs.
+groups are recent. With `--searches`, our asynchronous side has another number of searches that wait
+side by side. With `--compiled`, torch.compile compiles the model of each side. A row has the
+fastest of a side's runs.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ WAITING: dict[Side, tuple[str, ...]] = {
 }
 """Settings where rewards take time, beside those that the reference run has found."""
 SEARCHES = {0.0: 1, 0.3: 2, 1.0: 3, 3.0: 2}
-"""Searches of ours that wait side by side, by latency: 2 and 3 were tried for 3 s."""
+"""Searches of ours that wait side by side, by latency, unless `--searches` is given."""
 EVERY_GROUP = "strategy.filter_equal=false"
 """Setting of ours with which samples are counted: those that are filtered out would not count."""
 ONLY_RECENT = "strategy.recent=1.0"
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES)
     parser.add_argument("--score", nargs="+", type=float, help="latencies of runs to .50")
     parser.add_argument("--newest", action="store_true", help="draw recent groups only")
+    parser.add_argument("--searches", type=int, help="our searches that wait side by side")
     parser.add_argument("--compiled", action="store_true", help="compile the model of each side")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
@@ -91,16 +94,16 @@ def main() -> None:
 
 def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
-    newest = lab.options.newest
+    newest, searches = lab.options.newest, lab.options.searches
     path = lab.scratch / "rates.jsonl" if lab.options.tiny else (NEWEST if newest else RATES)
     path.parent.mkdir(exist_ok=True)
     for latency in latencies:
-        for side in SIDES:
-            kind = side, latency, lab.options.compiled
-            if any((r["side"], r["latency"], "compiled" in r) == kind for r in read_runs(path)):
+        for side in SIDES if searches is None else ("asynchronous",):
+            kind = side, latency, lab.options.compiled, searches
+            if any(kind_of(run) == kind for run in read_runs(path)):
                 continue
             best = chosen(side)
-            own = (*waiting(side, latency), *(() if side == "trl" else (EVERY_GROUP,)))
+            own = (*waiting(side, latency, searches), *(() if side == "trl" else (EVERY_GROUP,)))
             if newest and side == "asynchronous":
                 own = (*own, ONLY_RECENT)
             if lab.options.compiled:
@@ -119,15 +122,27 @@ def windows(lab: Sums, latencies: list[float]) -> None:
             }  # fmt: skip
             if lab.options.compiled:
                 kept["compiled"] = True
+            if searches is not None:
+                kept["at_once"] = searches
             with path.open("a") as file:
                 file.write(json.dumps(rounded(kept)) + "\n")
             print(f"{side}, {latency:g} s: {median(seconds):.1f} s for {WINDOW} samples")
 
 
-def waiting(side: Side, latency: float) -> tuple[str, ...]:
+def kind_of(run: dict[str, Any]) -> tuple[Side, float, bool, int | None]:
+    """Return what was measured in a run."""
+    return run["side"], run["latency"], "compiled" in run, run.get("at_once")
+
+
+def at_once(run: dict[str, Any]) -> int:
+    """Return how many searches wait side by side in an asynchronous run."""
+    return run.get("at_once", SEARCHES[run["latency"]])
+
+
+def waiting(side: Side, latency: float, searches: int | None = None) -> tuple[str, ...]:
     """Return a side's settings for rewards that take so many seconds."""
-    searches = f"runtime.concurrent_searches={SEARCHES[latency]}"
-    return (*WAITING[side], searches) if side == "asynchronous" else WAITING[side]
+    number = f"runtime.concurrent_searches={searches or SEARCHES[latency]}"
+    return (*WAITING[side], number) if side == "asynchronous" else WAITING[side]
 
 
 def chosen(side: Side) -> Best:
@@ -180,6 +195,12 @@ def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
             note = f"{WINDOWS} windows of one run"
             for side, run in (("ours", ours), (peer_is, other)):
                 note += f"; compiled: {side}" if "compiled" in run else ""
+            tried = {
+                at_once(run) for run in read_runs(path) if kind_of(run)[:2] == kind_of(ours)[:2]
+            }
+            if len(tried) > 1:
+                numbers = ", ".join(map(str, sorted(tried)))
+                note += f"; {at_once(ours)} searches wait side by side, of {numbers} tried"
             told = with_speeds(note, [ours], [other])
             row = _measure.row(
                 name, ours["windows"], "s", other["windows"], peer_is=peer_is, goal=goal, **told

@@ -201,4 +201,12 @@ def _start_private(searchers: int) -> Any:
     # when the object store dies, it ends every process that waits for it, and nothing is saved
     inline = {"max_direct_call_object_size": INLINE, "task_rpc_inlined_bytes_limit": INLINE}
     own: dict[str, Any] = {"include_dashboard": False, "num_cpus": searchers}
-    return ray.init("local", _system_config=inline, **own, **QUIET)
+    try:
+        return ray.init("local", _system_config=inline, **own, **QUIET)
+    except Exception as error:  # Ray has no class for it
+        if "timed out during startup" not in str(error):
+            raise
+        raise TimeoutError(
+            "Ray did not start within 30 s, a limit of its own: this machine is too busy; end other"
+            " programs and try again, or set runtime.use=local"
+        ) from error
