@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,11 @@ def shared_memory() -> set[str]:
 
 def copies() -> int:
     """Return how many copies of weights this process keeps."""
-    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sum(str(link.readlink()).startswith("/memfd:weights") for link in links)
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # another thread has closed it
+            count += str(link.readlink()).startswith("/memfd:weights")
+    return count
 
 
 def wait_until(true: Callable[[], bool], seconds: float) -> bool:
