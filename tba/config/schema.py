@@ -69,13 +69,9 @@ class Config(Table):
                     complete[name] = {"use": use}
                 case Mapping() as table:
                     complete[name] = {"use": cls.default_use(name), **table}
-        match complete:
-            case {"runtime": {"use": "local"}}:
-                pass
-            case {"engine": {"use": "vllm"}, "runtime": Mapping() as table}:
-                complete["runtime"] = ONE_GROUP_EACH | dict(table)
-            case {"engine": {"use": "vllm"}} if "runtime" not in complete:
-                complete["runtime"] = ONE_GROUP_EACH
+        match complete.get("engine"), complete.get("runtime", {}):
+            case {"use": "vllm"}, Mapping() as table if table.get("use") != "local":
+                complete["runtime"] = {**ONE_GROUP_EACH, **table}
         return complete
 
     @classmethod
