@@ -346,6 +346,22 @@ def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch
     guard.close()
 
 
+def test_time_in_which_another_call_blocks_the_event_loop_does_not_count() -> None:
+    """A group with a short deadline keeps its rewards beside one with a longer deadline."""
+
+    async def score(completions: list[str]) -> list[float]:
+        import asyncio
+
+        if completions[0] == "block":
+            time.sleep(1.2)
+        await asyncio.sleep(0.1)
+        return [1.0] * len(completions)
+
+    guard = guard_of(score, deadline=1.0)
+    assert judge(guard, ["block"] * 3, ["one"]) == [[1.0] * 3, [1.0]]
+    guard.close()
+
+
 def test_a_task_that_cannot_be_built_ends_the_run() -> None:
     def build() -> Any:
         raise OSError("no judge at this address")

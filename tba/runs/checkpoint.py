@@ -6,6 +6,7 @@ and renamed when it is complete. Safetensors and JSON only, no pickles.
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -48,6 +49,9 @@ SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors
 
 FORMAT = 6  # version of a generation's files; those of another are not resumed
 
+GRACE = 1.0
+"""Seconds that a save has at least, once it is waited for."""
+
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +79,7 @@ class Checkpoints:
 
     Used as a context, it waits at the end for a save that is being written, except after a
     KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds to wait for one save, without the time in which the disk is full. Each has a
+    is the most seconds that a save may take, without the time in which the disk is full. Each has a
     copy of the `config`.
     """
 
@@ -86,6 +90,7 @@ class Checkpoints:
         self._folder, self._keep, self._deadline = folder, keep, deadline
         self._config, self._disk = config, disk or Disk()
         self._step: int | None = None
+        self._until = math.inf
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
         self._error: BaseException | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -133,22 +138,24 @@ class Checkpoints:
             except BaseException as error:  # raised in the train loop by `wait`
                 self._error = error
 
-        self._step = progress.step
+        self._step, self._until = progress.step, time.monotonic() + self._deadline
         # a daemon, so that an interrupted process does not wait for it
         self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the save that is being written; RuntimeError if it failed."""
+        """Wait for the save that is being written.
+
+        RuntimeError if it failed, TimeoutError if it takes too long.
+        """
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
-        until = time.monotonic() + self._deadline
+        # if this process has been stopped, the thread has had no time either
+        self._until = max(self._until, time.monotonic() + GRACE)
         while self._thread.is_alive():
             self._thread.join(min(0.5, self._deadline))
-            if self._disk.is_waiting:
-                until = time.monotonic() + self._deadline
-            elif self._thread.is_alive() and time.monotonic() >= until:
+            if self._thread.is_alive() and self._is_late():
                 limit = f"checkpoint.deadline = {self._deadline:g} s"
                 why = "raise it, or see why the disk is slow"
                 raise TimeoutError(f"{problem} within {limit}; {why}")
@@ -161,13 +168,18 @@ class Checkpoints:
         """Return the seconds of the saves that have ended since the last call.
 
         `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
-        loop waited. RuntimeError if a save failed.
+        loop waited. RuntimeError if a save failed, TimeoutError if one takes too long.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive() and not self._is_late():
             return {}
         self.wait()
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
+
+    def _is_late(self) -> bool:
+        if self._disk.is_waiting:
+            self._until = time.monotonic() + self._deadline
+        return time.monotonic() >= self._until
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -24,19 +24,27 @@ log = logging.getLogger(__name__)
 def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator[None]:
     """Create the folder if needed, and keep other processes out of it.
 
-    ValueError, which names the holder, if another process has it and keeps it for `wait` seconds.
-    The kernel releases the lock when the process ends, however it ends.
+    ValueError, which names the holder, if another process has it and keeps it for `wait` seconds;
+    also if nothing can be written there. The kernel releases the lock when the process ends,
+    however it ends.
     """
     with _opened(folder, key) as file:
         _take_within(wait, fcntl.LOCK_EX, file, folder, key)
-        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-            file.flush()
+            _name_holder(file, folder, key)
             yield
         finally:
             file.truncate(0)
+
+
+def _name_holder(file: IO[str], folder: Path, key: str) -> None:
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        file.truncate(0)
+        # not through its buffer, which would be written again on closing
+        os.write(file.fileno(), f"{holder} since {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+    except OSError as error:  # such as a full disk
+        raise _unusable(folder, key, error) from error
 
 
 def check_usable(folder: Path, key: str = "run.folder") -> None:
@@ -101,5 +109,5 @@ def _take(file: IO[str], folder: Path, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # such as NFS without a lock server
-        log.warning("%s cannot be locked (%s); start no second run in it", folder, error)
+        log.warning("%s cannot be locked (%s); make sure that no second run uses it", folder, error)
     return True

@@ -35,12 +35,14 @@ from tba.search.verdicts import (
     rejection,
     run_until_stopped,
     verdict_on,
-    within,
 )
 from tba.tasks import Itemized, Task, listed, scorer_of
 
 LONGEST = 10_000
 """Longest error message to send, in characters."""
+
+SLICE = 0.1
+"""Most seconds of a call's time that count while the event loop does not turn."""
 
 STARTED = 0
 """Number of the first reply, which says that the tasks were built, or why not."""
@@ -154,8 +156,9 @@ class Scoring:
             if isinstance(scores, list | Rejected):
                 self._send(number, scores)
             else:
-                self._reply(number, "awaits", until - time.monotonic())
-                asyncio.run_coroutine_threadsafe(self._await(number, scores, until), self._loop)
+                left = until - time.monotonic()
+                self._reply(number, "awaits", left)
+                asyncio.run_coroutine_threadsafe(self._await(number, scores, left), self._loop)
 
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
@@ -167,12 +170,18 @@ class Scoring:
         except BaseException as error:  # untrusted: only the searcher ends this process
             return rejection(error)
 
-    async def _await(self, number: int, scores: Awaitable[Any], until: float) -> None:
-        ended = await within(until - time.monotonic(), finished(scores))
-        if ended is None:
-            self._reply(number, "timeout")
+    async def _await(self, number: int, scores: Awaitable[Any], left: float) -> None:
+        """Send what is awaited. Time in which another call blocks the event loop does not count."""
+        call = asyncio.ensure_future(finished(scores))
+        while left > 0 and not call.done():
+            began, most = time.monotonic(), min(left, SLICE)
+            await asyncio.wait([call], timeout=most)
+            left -= min(time.monotonic() - began, most)
+        if call.done():
+            self._send(number, call.result())
         else:
-            self._send(number, ended)
+            call.cancel()
+            self._reply(number, "timeout")
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:

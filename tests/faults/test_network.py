@@ -19,6 +19,8 @@ from test_leftovers import goes_on, steps
 from test_loop import ENVIRONMENT, as_settings
 from test_ray import config
 
+from tba.runs.log import METRICS, read
+
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -134,6 +136,10 @@ def cut(case: Case, one: str) -> None:
     ip("ip", "-n", one, "link", "set", one, "down")
 
 
+def restarts(folder: Path) -> float:
+    return max((row.get("searchers/restarts", 0) for row in read(folder / METRICS)), default=0)
+
+
 SETTINGS = (
     f"runtime.address={HEAD}:6379", "runtime.searchers=4", "runtime.cores=share",
     "runtime.task_deadline=10", "runtime.fresh=1", "runtime.max_restarts=100",
@@ -162,10 +168,11 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         run, folder = started(ending, tiny_model, tmp_path, one, far)
         began = time.monotonic()
         fault(case, one)
+        if fault is cut:
+            until(lambda: restarts(folder) > 0 or run.poll() is not None, 60)
+            case.noticed(time.monotonic() - began)
         at = len(steps(folder))
         until(lambda: len(steps(folder)) > at + 100 or run.poll() is not None, 120)
-        if fault is cut:
-            case.noticed(time.monotonic() - began)
         assert run.poll() is None
         run.terminate()
         assert run.wait(60) == 0

@@ -112,10 +112,12 @@ def in_a_save(seconds: float, model: Path, folder: Path) -> None:
     trainer = Slow()
     checkpoints = Checkpoints(folder, keep=1, deadline=seconds, config={})
     try:
-        save(checkpoints, trainer, 1)
         began()
+        save(checkpoints, trainer, 1)
         with pytest.raises(TimeoutError, match=r"checkpoint\.deadline"):
-            checkpoints.wait()
+            while True:  # a train loop, in which no other save is due
+                checkpoints.metrics()
+                time.sleep(0.01)
         noticed()
     finally:
         trainer.go.set()

@@ -60,6 +60,7 @@ UNLIMITED: dict[str, str] = {
         "held by one call, which has `reward.deadline`, and `runtime.start_deadline` for a new"
         " process",
     "tba/search/rewards.py: group.result()": "has ended, which is asked before",
+    "tba/search/child.py: call.result()": "has ended, which is asked before",
     "tba/search/verdicts.py: task.result()": "has ended, which is asked before",
     "tba/search/verdicts.py: loop.run_forever()":
         "a thread of its own, until the event loop is stopped; calls have `reward.deadline`",
@@ -73,7 +74,8 @@ UNLIMITED: dict[str, str] = {
     "tba/tasks/judges/_server.py: asyncio.sleep(math.inf)":
         "a task of an event loop, which cancels it at its end; nobody waits for it",
     "tba/weights.py: self._changed.wait_for(lambda: self._sharing == 0)":
-        "in a searcher, whose calls have `runtime.task_deadline`",
+        "in a searcher, whose calls have `runtime.task_deadline`, or three times that for new"
+        " weights",
 }  # fmt: skip
 """Waits that have no limit where they stand, with the reason why they end."""
 
@@ -116,6 +118,8 @@ LIMITED: dict[str, str] = {
     "tba/runtime/reaper.py: time.sleep(0.05)": "0.05 s, again and again, until 5 s",
     "tba/runtime/reaper.py: time.sleep(1.0)": "1 s, in the watcher, for which nobody waits then",
     "tba/tasks/_tools.py: wait(futures, seconds)": "`task.tool_deadline`",
+    "tba/search/child.py: asyncio.wait([call], timeout=most)":
+        "0.1 s, again and again, until the `reward.deadline` of the call",
     "tba/search/isolation.py: asyncio.wait([started], timeout=self._start_deadline)":
         "`runtime.start_deadline`",
     "tba/search/isolation.py: self._process.wait(10)": "10 s",
