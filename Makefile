@@ -46,7 +46,7 @@ $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_VENV)/installed  ## run the tests of the vLLM engine, and the faults of runs with it, in an environment of its own
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "not gpu" $(VLLM_TESTS) $(PYTEST)
-	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "" -k with_vllm tests/faults $(PYTEST)
+	@FULL=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "" -k with_vllm tests/faults $(PYTEST)
 
 study: $(VENV)/installed  ## the off-policy study: 412 runs in under two hours on two cores; continues where it stopped
 	@$(BIN)/tba sweep studies/off_policy/rates.toml
