@@ -19,8 +19,6 @@ from test_leftovers import goes_on, steps
 from test_loop import ENVIRONMENT, as_settings
 from test_ray import config
 
-from tba.runs.log import METRICS, read
-
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -136,10 +134,6 @@ def cut(case: Case, one: str) -> None:
     ip("ip", "-n", one, "link", "set", one, "down")
 
 
-def restarts(folder: Path) -> float:
-    return max((row.get("searchers/restarts", 0) for row in read(folder / METRICS)), default=0)
-
-
 SETTINGS = (
     f"runtime.address={HEAD}:6379", "runtime.searchers=4", "runtime.cores=share",
     "runtime.task_deadline=10", "runtime.fresh=1", "runtime.max_restarts=100",
@@ -154,7 +148,7 @@ FAULTS = (cut_for_a_moment, slow, cut)
 def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Four searchers on both. Those that are cut off are replaced, and the run ends well."""
+    """Four searchers on both. Training goes on with those that are left, and the run ends well."""
     fault = FAULTS[case.index % len(FAULTS)]
     node = ("start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
     with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
@@ -166,11 +160,7 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         far = ending.enter_context(inside(other, str(RAY), *node, *joined))
         until(lambda: machines_of_the_cluster(one) == 2, 90, every=1)
         run, folder = started(ending, tiny_model, tmp_path, one, far)
-        began = time.monotonic()
         fault(case, one)
-        if fault is cut:
-            until(lambda: restarts(folder) > 0 or run.poll() is not None, 60)
-            case.noticed(time.monotonic() - began)
         at = len(steps(folder))
         until(lambda: len(steps(folder)) > at + 100 or run.poll() is not None, 120)
         assert run.poll() is None
