@@ -137,6 +137,22 @@ def test_greedy_answers_that_have_nothing_to_be_compared_with_have_no_score(
     assert "reward sampled" in lines[0] and "greedy" not in lines[0]
 
 
+class BelowZero(Ones):
+    """The reward is -2 for an answer that begins with an even number, and None for others."""
+
+    def score(self, prompt: Prompt, answers: list[Answer]) -> list[float | None]:
+        return [-2.0 if a.text[:1] in "02468" and a.text else None for a in answers]
+
+
+def test_a_rejected_answer_is_not_better_than_a_negative_reward(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = toy_config(tiny_model, tmp_path, *SETTINGS, "task=test_evaluate.BelowZero")
+    scores = evaluate_held_out(check(config).search_setup().build("cpu", False)).scores
+    assert 0 < scores["sampled_rejected"] < 1
+    assert scores["sampled_reward"] == -2.0
+
+
 class MeasuredOnes(Ones):
     def measures(self) -> dict[str, Longer]:
         return {"longer": Longer()}

@@ -14,7 +14,7 @@ from tba.engines import Engine
 from tba.models.pretrained import Text
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
-from tba.tasks._tools import Tools, within
+from tba.tasks._tools import Tools, whole, within
 from tba.types import Answer, Completion, Message, Prompt, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -137,7 +137,7 @@ class Dialogues:
                     content = f"Error: {format_exception_only(result)[-1].strip()}"
                 failures += content is not result
                 name = d.calls[number].name
-                d.messages.append({"role": "tool", "name": name, "content": content})
+                d.messages.append({"role": "tool", "name": whole(name), "content": whole(content)})
         for d in waiting:
             d.reply = self.chat.reply(int(d.said.tokens[-1]), d.messages[-len(d.calls) :])
             d.calls = []

@@ -125,9 +125,10 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     unbiased estimate of KL(pi, ref), which may be negative. Perplexities are those of the answers
     under the reference: of the whole set by its tokens, and see `_likelihood`. All are left out if
     the reference was reset between two pieces. A standard error is over prompts, because samples of
-    one prompt are not independent. Samples that the task cannot score count as wrong and as reward
-    0; `rejected` is their share. Greedy answers of which it scores none have no score: it may
-    compare answers, of which there is one. `seconds` are those of all pieces.
+    one prompt are not independent. Samples that the task cannot score count as wrong, and not in
+    the mean reward, which is 0 if none is scored; `rejected` is their share. Greedy answers of
+    which it scores none have no score: it may compare answers, of which there is one. `seconds`
+    are those of all pieces.
     """
     one_reference = len({p.reference for p in pieces}) == 1
     scores: dict[str, float] = {}
@@ -148,8 +149,13 @@ def _means(path: Sequence[str], values: Mapping[str, Float[np.ndarray, " P"]]) -
     """Return the mean of each score, and the standard errors, named after the set and the part."""
     scores: dict[str, float] = {}
     for name, of_prompts in values.items():
+        if _unscored(name, values):
+            continue
+        if name.endswith("_reward"):  # NaN for a prompt without an answer that was scored
+            scored = ~np.isnan(of_prompts)
+            of_prompts = of_prompts[scored] if scored.any() else np.zeros(1)
         # pass@1 and the like are NaN where answers are not right or wrong
-        if np.isnan(of_prompts).any() or _unscored(name, values):
+        if np.isnan(of_prompts).any():
             continue
         scores[name] = fmean(of_prompts.tolist())
         if not name.endswith(PLAIN):
@@ -208,7 +214,10 @@ def _scores(
     scores = {}
     for name, values in judged.items():
         rejected = np.isnan(values)
-        scores[name] = np.where(rejected, 0.0, values).mean(1)
+        counted = values.shape[1]
+        if name == "reward":  # of answers that were scored: 0 may be better than any reward
+            counted = np.where(rejected.all(1), nan, (~rejected).sum(1))
+        scores[name] = np.where(rejected, 0.0, values).sum(1) / counted
         scores["rejected" if name == "reward" else f"{name}_rejected"] = rejected.mean(1)
     passed = (judged["reward"] >= least[:, None]).mean(1)
     scores["pass@1"] = np.where(np.isnan(least), nan, passed)

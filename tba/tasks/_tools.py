@@ -38,11 +38,16 @@ class Tools:
         if not isinstance(observation, str | None):
             kind = type(observation).__name__
             raise TypeError(f"reset returned {kind}; it must return text, or None")
-        return instance, observation or ""
+        return instance, whole(observation or "")
 
     def call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the result of a tool as text. May raise anything."""
         return str(_awaited(getattr(instance, name)(**arguments)))
+
+
+def whole(text: str) -> str:
+    """Return the text with `?` for each half of a character, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def describe(

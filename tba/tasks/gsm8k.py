@@ -39,4 +39,4 @@ class Gsm8k(Problems):
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, "main", required=("question", "answer"))
-        return [{**row, "answer": CALCULATION.sub("", row["answer"])} for row in table]
+        return [{**row, "answer": CALCULATION.sub("", str(row["answer"]))} for row in table]

@@ -30,17 +30,19 @@ def searchers() -> list[psutil.Process]:
     return started
 
 
-def ended_by(run: Run, case: Case, kill: Callable[[int], float], ended: set[int]) -> None:
+def ended_by(
+    run: Run, case: Case, kill: Callable[[int], float], ended: set[psutil.Process]
+) -> None:
     """End one of two searchers, and wait until it has been replaced."""
 
-    def running() -> list[int]:
-        return sorted({p.pid for p in searchers()} - ended)
+    def running() -> list[psutil.Process]:  # a later process may have the number of an ended one
+        return sorted({*searchers()} - ended, key=lambda process: process.pid)
 
     until(lambda: len(running()) == 2, 120, every=0.1)
     restarts = run.searchers.stats.restarts
     chosen = case.pick(running())
     ended.add(chosen)
-    limit = kill(chosen)
+    limit = kill(chosen.pid)
     began = time.monotonic()
     with case.attempt():
         until(lambda: run.searchers.stats.restarts > restarts, limit + 20, every=0.02)
@@ -81,7 +83,7 @@ def survives_ended_searchers(
     )  # fmt: skip
     quarantine = () if case.index % 2 else ("reward.quarantine=0",)
     failures: list[BaseException] = []
-    ended: set[int] = set()
+    ended: set[psutil.Process] = set()
 
     def kill(pid: int) -> float:
         time.sleep(float(case.rng.exponential(0.5)))

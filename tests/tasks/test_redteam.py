@@ -316,6 +316,9 @@ def test_earlier_attacks_are_grouped_by_prompt(make: Make, tmp_path: Path) -> No
     assert len({g.id for g in task.given()}) == 3
     answers = [Answer(text, finished=True) for text in others[1].answers]
     assert task.score(others[1], answers) == [-128.0, -129.0, -130.0]
+    empty = make(seeds=seeds_in(tmp_path, [{"completion": "5"}, {"completion": None}]))
+    with pytest.raises(ValueError, match="row 1 has the completion None; give it text"):
+        empty.given()
     unknown = make(data=str(data), seeds=seeds_in(tmp_path, [{"completion": "5"}]))
     with pytest.raises(ValueError, match=r"the prompt None is not one of task\.data"):
         unknown.given()
