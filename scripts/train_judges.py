@@ -81,6 +81,8 @@ def train(
     config = {} if layers is None else {"num_hidden_layers": layers}
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None  # the judge reads plain text
+    # TRL appends EOS; as padding, it is not where the score is read, as in a text without it
+    tokenizer.pad_token = tokenizer.eos_token
     judge = AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1, dtype="float32", **config
     )

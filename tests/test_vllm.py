@@ -26,6 +26,7 @@ from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines import EngineError, vllm
 from tba.engines import _vllm_checks as checks
+from tba.engines._batch import Batch
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
@@ -316,6 +317,23 @@ def test_a_probe_whose_blocks_others_have_taken_is_cached_again(
     else:
         with pytest.raises(EngineError, match="did not read its prefix cache"):
             engine.load_weights(weights)
+
+
+@installed
+def test_a_cache_that_others_fill_does_not_end_an_engine(
+    wide_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With LoRA or `in_flight`, responses go on while an update is verified."""
+    engine = start(wide_model)
+    scores = engine._scores
+
+    def without_cache(probe: Probe) -> Any:
+        engine._batch.update(lambda: engine._engine.reset_cache(), engine.version)
+        return scores(probe)
+
+    monkeypatch.setattr(engine, "_scores", without_cache)
+    monkeypatch.setattr(Batch, "is_running", True)
+    assert engine.load_weights(weights_of(moved_policy(wide_model, 1), 1)) <= 1e-4
 
 
 @installed

@@ -141,6 +141,11 @@ class Batch:
             raise call.refused
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
 
+    @property
+    def is_running(self) -> bool:
+        """True while the engine generates for a request."""
+        return len(self._running) > 0
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Let only requests begin that are `first`, such as those that verify an update."""

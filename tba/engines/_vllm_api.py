@@ -69,7 +69,7 @@ def arguments(own: "VLLM") -> EngineArgs:
         block_size=32 if own.block_size is None and on_cpu else own.block_size,
         enable_lora=lora is not None,
         max_lora_rank=1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
-        max_loras=2,  # at once: requests that begin with a third wait for those of the first
+        max_loras=4,  # at once: requests that begin with a fifth wait for those of the first
         max_cpu_loras=own.max_num_seqs + 1,  # all that may be in use: none is read again
         distributed_executor_backend=InProcess if one_process else "mp",
         weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
