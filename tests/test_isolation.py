@@ -346,6 +346,22 @@ def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch
     guard.close()
 
 
+def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again() -> None:
+    """In another process, although its own call was the first to be given up."""
+
+    async def score(completions: list[str]) -> list[float]:
+        if completions[0] == "hold":
+            import re
+
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        return [1.0] * len(completions)
+
+    guard = guard_of(score, deadline=0.5)
+    for _ in range(3):
+        assert reasons(judge(guard, ["hold"] * 2, ["one"])) == [["timeout"] * 2, [1.0]]
+    guard.close()
+
+
 def test_time_in_which_another_call_blocks_the_event_loop_does_not_count() -> None:
     """A group with a short deadline keeps its rewards beside one with a longer deadline."""
 

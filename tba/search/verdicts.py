@@ -98,6 +98,7 @@ async def within(seconds: float, call: Awaitable[Any]) -> Any:
     ended, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
     if not ended:
         task.cancel()
+        await asyncio.sleep(0)  # its callbacks run first: one stops the process that it hangs in
         return None
     return task.result()
 

@@ -130,6 +130,7 @@ LIMITED: dict[str, str] = {
         "1 s, again and again, while the event loop answers",
     "tba/search/rewards.py: asyncio.sleep(0)":
         "0 s, which shows that the event loop is not blocked",
+    "tba/search/verdicts.py: asyncio.sleep(0)": "0 s, for the callbacks of what was cancelled",
     "tba/search/verdicts.py: asyncio.wait([task], timeout=max(0.0, seconds))":
         "`reward.deadline`, or the time that it has left",
     "tba/studies/sweep.py: process.communicate(timeout=max(0.0, deadline - time.monotonic()))":
