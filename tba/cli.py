@@ -11,6 +11,7 @@ from typer import Argument, Exit, Option, Typer
 import tba
 from tba.config.plugins import KINDS, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load
+from tba.runs.disk import is_full
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -192,6 +193,11 @@ def main() -> None:
     except (ValueError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print(f"error: the disk is full: {error}; free some space first", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def _config(settings: list[str], resume: Path | None) -> Config:

@@ -44,6 +44,21 @@ def command(model: Path, folder: Path, *settings: str) -> list[str]:
     return [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
 
 
+def test_a_disk_that_is_full_at_the_start_is_an_error_in_words(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A limit of file sizes stands for it: the lock has room, and the config has none."""
+    limits = (200, resource.RLIM_INFINITY)
+    done = subprocess.run(
+        command(tiny_model, tmp_path / "run"),
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the disk is full: [Errno 27] File too large")
+    assert "Traceback" not in done.stderr
+
+
 class Disk:
     """A disk of so many bytes for a process, which is in a mount namespace of its own."""
 
