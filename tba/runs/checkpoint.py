@@ -25,7 +25,7 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
-from tba.runs.disk import Disk
+from tba.runs.disk import Disk, clear
 from tba.runs.generations import (
     MANIFEST,
     REPLACED,
@@ -131,7 +131,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                self._disk.write(f"the {name}", write_once, undo=partial(_clear, aside))
+                self._disk.write(f"the {name}", write_once, undo=partial(clear, aside))
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
@@ -200,15 +200,6 @@ def _begin(folder: Path) -> os.stat_result:
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir()
     return folder.stat()
-
-
-def _clear(folder: Path) -> None:
-    """Empty a folder, so that a full disk has room for other files."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:

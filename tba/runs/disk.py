@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeVar
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -85,3 +87,12 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in FULL
     return any(f"(os error {number})" in str(error) for number in FULL)
+
+
+def clear(folder: Path) -> None:
+    """Empty a folder, so that a full disk has room for other files."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
