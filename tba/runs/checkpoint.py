@@ -144,10 +144,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the save that is being written.
-
-        RuntimeError if it failed, TimeoutError if it takes too long.
-        """
+        """Wait for the current save. RuntimeError if it failed, TimeoutError if it is late."""
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
