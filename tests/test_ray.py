@@ -172,7 +172,7 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
         assert newest == 30
         stats = run.searchers.stats
         assert stats.samples > 0 and stats.published_bytes >= large["parameter"].nbytes
-        assert stats.publish_seconds > 0 and 0 < stats.adopt_seconds < 60
+        assert wait_until(lambda: stats.publish_seconds > 0 and 0 < stats.adopt_seconds < 60, 20)
         run.searchers.publish(Given(error="no memory"), 31)  # an error in the background
         with pytest.raises(RuntimeError, match=r"weights could not be published .*: no memory"):
             run.searchers.gather(at_least=1000)
