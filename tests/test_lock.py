@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -54,7 +53,6 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
 def test_a_folder_on_a_full_disk_is_refused(tmp_path: Path) -> None:
     """A limit of file sizes stands for it: both end in an error of the write."""
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with pytest.raises(ValueError, match=r"run.folder = .* cannot be used .* File too large"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -62,7 +60,6 @@ def test_a_folder_on_a_full_disk_is_refused(tmp_path: Path) -> None:
                 pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
     with locked(tmp_path):
         pass
 

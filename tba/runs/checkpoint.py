@@ -174,6 +174,7 @@ class Checkpoints:
         return seconds
 
     def _is_late(self) -> bool:
+        """Return whether the save is past its deadline, which moves on while the disk is full."""
         if self._disk.is_waiting:
             self._until = time.monotonic() + self._deadline
         return time.monotonic() >= self._until

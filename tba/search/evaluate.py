@@ -214,10 +214,10 @@ def _scores(
     scores = {}
     for name, values in judged.items():
         rejected = np.isnan(values)
-        counted = values.shape[1]
         if name == "reward":  # of answers that were scored: 0 may be better than any reward
-            counted = np.where(rejected.all(1), nan, (~rejected).sum(1))
-        scores[name] = np.where(rejected, 0.0, values).sum(1) / counted
+            scores[name] = np.ma.masked_array(values, rejected).mean(1).filled(nan)
+        else:
+            scores[name] = np.where(rejected, 0.0, values).mean(1)
         scores["rejected" if name == "reward" else f"{name}_rejected"] = rejected.mean(1)
     passed = (judged["reward"] >= least[:, None]).mean(1)
     scores["pass@1"] = np.where(np.isnan(least), nan, passed)
