@@ -81,6 +81,23 @@ def machines_of_the_cluster(space: str) -> int:
     return told.stdout.partition(b"Pending:")[0].count(b" node_")
 
 
+def join(ending: ExitStack, space: str, expected: int, *options: str) -> subprocess.Popen[bytes]:
+    """Start Ray on a machine, and wait until the cluster has as many machines as expected.
+
+    Ray gives up after 30 s, which a busy machine may need: it is then started again.
+    """
+
+    def has_joined() -> bool:
+        return ray.poll() is not None or machines_of_the_cluster(space) == expected
+
+    for _ in range(3):
+        ray = ending.enter_context(inside(space, *NODE, *options))
+        until(has_joined, 120, every=1)
+        if ray.poll() is None:
+            return ray
+    raise AssertionError("Ray did not start, three times")
+
+
 def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
     words = [w for p in psutil.Process(machine.pid).children(True) for w in command_of(p)]
     return any(word.startswith("ray::SearcherActor") for word in words)
@@ -140,6 +157,7 @@ SETTINGS = (
     "engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.2",
     "engine.own_reference=true", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
 )  # fmt: skip
+NODE = (str(RAY), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
 FAULTS = (cut_for_a_moment, slow, cut)
 
 
@@ -150,15 +168,11 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
 ) -> None:
     """Four searchers on both. Training goes on with those that are left, and the run ends well."""
     fault = FAULTS[case.index % len(FAULTS)]
-    node = ("start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
     with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
         head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
         sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
-        ending.enter_context(inside(one, str(RAY), *node, *head, f"--temp-dir={sessions}"))
-        until(lambda: machines_of_the_cluster(one) == 1, 90, every=1)
-        joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
-        far = ending.enter_context(inside(other, str(RAY), *node, *joined))
-        until(lambda: machines_of_the_cluster(one) == 2, 90, every=1)
+        join(ending, one, 1, *head, f"--temp-dir={sessions}")
+        far = join(ending, other, 2, f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
         run, folder = started(ending, tiny_model, tmp_path, one, far)
         fault(case, one)
         at = len(steps(folder))
