@@ -71,6 +71,15 @@ TRL = {
     "entropy_coef": "",
     "top_entropy_quantile": "",
     "off_policy_mask_threshold": "",
+    "tools": "",
+    "quantization_config": "",
+    "callbacks": "",
+    "rollout_func": "",
+    "optim": "",
+    "model_init_kwargs": "",
+    "vllm_mode": "",
+    "delta": "",
+    "use_bias_correction_kl": "",
 }
 """Counterpart of each parameter of TRL; "" if there is none."""
 

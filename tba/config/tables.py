@@ -174,8 +174,8 @@ class RuntimeTable(Table):
     )
     lag: Count | None = key(
         None,
-        "train each batch exactly this many versions after it was sampled, with"
-        " search and training in lockstep; 0: on-policy; default: no lockstep",
+        "train new groups exactly this many versions after they were sampled, with search and"
+        " training in lockstep; 0, with strategy=recent: on-policy; default: no lockstep",
     )
     prompts_per_task: Positive = key(8, "prompts per search task; default with vllm on ray: 1")
     concurrent_searches: Positive = key(

@@ -25,7 +25,7 @@ class Gsm8k(Problems):
 
     The right number follows `####` in the solution; without one, the reward is None. An answer has
     the format if its last line is `#### number`. Prompt and grader are those of the paper's GSM8K
-    experiment (arXiv 2503.18929, appendix). For instruction-tuned models, set `chat = true` and
+    experiment (arXiv 2503.18929, appendix). For instruction-tuned models, set `chat = "on"` and
     `prompt = "{question}"`.
     """
 
