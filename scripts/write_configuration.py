@@ -141,8 +141,6 @@ def _type(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in inner)
     if origin in (Union, types.UnionType):
         return " or ".join("none" if kind is type(None) else _type(kind) for kind in inner)
-    if origin is dict:
-        return "table"
     if origin in (tuple, list):
         every = [kind for kind in inner if kind is not Ellipsis]
         if origin is list or Ellipsis in inner:

@@ -86,20 +86,12 @@ def _sum(counts: Sequence[int | None]) -> int | None:
 
 
 def _skipped(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many cases were skipped for each reason. Older results name the reason only."""
+    """Return how many cases were skipped for each reason."""
     reasons: Counter[str] = Counter()
-    told = []
     for row in rows:
-        if isinstance(row["skipped"], str):
-            told += [f"skipped: {_reason(row['skipped'])}"] if row["skipped"] else []
-        else:
-            reasons.update(row["skipped"])
-    told += [f"{count} skipped: {_reason(reason)}" for reason, count in sorted(reasons.items())]
-    return "; ".join(told)
-
-
-def _reason(text: str) -> str:
-    return text.removeprefix("Skipped: ")
+        reasons.update(row["skipped"])
+    told = ((n, reason.removeprefix("Skipped: ")) for reason, n in sorted(reasons.items()))
+    return "; ".join(f"{n} skipped: {reason}" for n, reason in told)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

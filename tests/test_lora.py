@@ -36,7 +36,6 @@ from tba.models.lora import (
 from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.run import open_run, run
-from tba.runs import parts
 from tba.runs.checkpoint import newest
 from tba.runs.offline import evaluate_run, export_run
 from tba.runs.parts import check
@@ -339,7 +338,7 @@ def test_what_cannot_work_is_refused_first(
     check(small(toy_model, tmp_path, "policy.lora.target_modules=0.self_attn.q_proj"))
     with pytest.raises(ValueError, match=r"engine\.dtype = 'fp32': .* remove engine\.dtype"):
         check(small(toy_model, tmp_path, "engine.dtype=fp32"))
-    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    monkeypatch.setattr("tba.models.lora.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"policy\.lora needs PEFT: pip install peft"):
         check(small(toy_model, tmp_path))
 

@@ -35,6 +35,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import sampler
 
 from tba.engines._batch import Output, Request
+from tba.engines._vllm_checks import LORA_RANKS
 from tba.models.pretrained import model_path
 from tba.weights import as_tensor
 
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 SELF_CONTAINED = "tba"
 """Name of our own backend of vLLM's weight transfer."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM can make room."""
 
 
 def arguments(own: "VLLM") -> EngineArgs:
@@ -218,7 +217,8 @@ class Arrays(WeightTransferEngine[Init, Update]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
-        self.model.load_weights(_tensors(update_info.arrays))
+        arrays = update_info.arrays.items()
+        self.model.load_weights((name, as_tensor(array)) for name, array in arrays)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -232,11 +232,6 @@ WeightTransferEngineFactory.register_engine(SELF_CONTAINED, Arrays)
 def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
     """Return the adapter with a name of its own: vLLM would take an older one of the same name."""
     return LoRARequest(f"version {version}, number {number}", number, str(folder))
-
-
-def _tensors(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, array in arrays.items():
-        yield name, as_tensor(array)
 
 
 def _parameters(request: Request) -> SamplingParams:

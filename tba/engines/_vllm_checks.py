@@ -15,8 +15,8 @@ SUPPORTED = "0.32"
 """Version of vLLM that is tested. With 0.26, updates left the tied heads of models wrong."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that the CPU build of vLLM has kernels for."""
-LARGEST_RANK = 512
-"""Largest rank of an adapter for which vLLM can make room."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM can make room."""
 
 
 def check_vllm(config: Config) -> None:
@@ -29,9 +29,9 @@ def check_vllm(config: Config) -> None:
             f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
             f" {config.runtime.lag} promises one version; remove one of them"
         )
-    if policy.lora is not None and policy.lora.r > LARGEST_RANK:
+    if policy.lora is not None and policy.lora.r > LORA_RANKS[-1]:
         raise ValueError(
-            f"policy.lora.r = {policy.lora.r}: vLLM has room for ranks up to {LARGEST_RANK};"
+            f"policy.lora.r = {policy.lora.r}: vLLM has room for ranks up to {LORA_RANKS[-1]};"
             " lower it, or set engine=transformers"
         )
     size, runtime = config.engine.gpus, config.runtime

@@ -141,8 +141,8 @@ class Transformers(Built):
         chosen, logp = self._choose(hidden, chance[:, :, 0], sampling, seen)
         responses = decoder(self.model, cache, visible, s, limit)
         chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
-        drawn = _Drawn.empty(b * s, limit, self.device)
-        drawn.seen = None if seen is None else seen.repeat_interleave(s, 0)
+        every = None if seen is None else seen.repeat_interleave(s, 0)
+        drawn = _Drawn(b * s, limit, self.device, every)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
@@ -202,24 +202,17 @@ class Transformers(Built):
         return torch.cat(tokens), torch.cat(logp)
 
 
-@dataclass
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end."""
+    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end.
 
-    tokens: Int[Tensor, "N T"]
-    logp: Float[Tensor, "N T"]
-    length: Int[Tensor, " N"]
-    step: int = 0
-    seen: Bool[Tensor, "N V"] | None = None
-    """Tokens that prompt and response have so far, for the repetition penalty."""
+    `seen` marks the tokens that prompt and response have so far, for the repetition penalty.
+    """
 
-    @classmethod
-    def empty(cls, count: int, limit: int, device: str) -> "_Drawn":
-        return cls(
-            torch.zeros(count, limit, dtype=torch.int32, device=device),
-            torch.zeros(count, limit, device=device),
-            torch.zeros(count, dtype=torch.int32, device=device),
-        )
+    def __init__(self, count: int, limit: int, device: str, seen: Bool[Tensor, "N V"] | None):
+        self.tokens = torch.zeros(count, limit, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(count, limit, device=device)
+        self.length = torch.zeros(count, dtype=torch.int32, device=device)
+        self.step, self.seen = 0, seen
 
     def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
         """Append a token to each of these rows."""

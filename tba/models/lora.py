@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,12 @@ def merged(policy: PolicyTable, folder: Path) -> Any:
 
 
 def check_adapter(policy: PolicyTable) -> None:
-    """Raise ValueError if the model has no such layers, or the adapter to start from is wrong."""
+    """Raise ValueError without PEFT, if layers are missing, or if the first adapter is wrong."""
     assert policy.lora is not None
+    if find_spec("peft") is None:
+        raise ValueError(
+            "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
+        )
     model = load_empty_model(policy)
     _check_targets(model, policy.lora)
     if policy.lora.start is not None:

@@ -153,7 +153,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     if config.policy.lora is not None:
-        _check_lora(config)
+        check_adapter(config.policy)
     check_acceleration(config.policy, config.trainer)
     _check_tools(config, task, objective, prompts[0])
     encode = encoder(text, task)
@@ -255,14 +255,6 @@ def _with_attention(config: Config, longest: int) -> Config:
         return config
     policy = config.policy.model_copy(update={"attention": "sdpa"})
     return config.model_copy(update={"policy": policy})
-
-
-def _check_lora(config: Config) -> None:
-    if find_spec("peft") is None:
-        raise ValueError(
-            "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
-        )
-    check_adapter(config.policy)
 
 
 def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool) -> None:

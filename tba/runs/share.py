@@ -32,8 +32,11 @@ def share(
     if name is None and private:
         raise ValueError("--private is for --push-to-hub NAME")
     policy = check_export(run, out, adapter)
-    if name is not None:
-        _check_login()
+    if name is not None and get_token() is None:
+        raise ValueError(
+            "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
+            " HF_TOKEN"
+        )
     generation = choose(run, step)
     # before a model is merged, because the hub may refuse
     repository = None if name is None else _create(name, private)
@@ -51,15 +54,6 @@ def share(
             message = f"Checkpoint of step {step_of(generation)}"
             HfApi().upload_folder(repo_id=title, folder_path=folder, commit_message=message)
     return str(repository)
-
-
-def _check_login() -> None:
-    """Raise ValueError if there is no token."""
-    if get_token() is None:
-        raise ValueError(
-            "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
-            " HF_TOKEN"
-        )
 
 
 def _create(name: str, private: bool) -> RepoUrl:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -120,9 +120,9 @@ class Cluster:
     """A running Ray, and where the trainer and the searchers run on it."""
 
     connection: Connection
+    transport: SharedMemory | ObjectStore
     trainer: Place
     searchers: list[Place]
-    transport: SharedMemory | ObjectStore
     searcher_gpus: float = 0.0  # requested of Ray; 0 on one machine, where places name devices
     reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
 
@@ -134,9 +134,6 @@ class Cluster:
         stores = [n["Resources"].get("object_store_memory", 0) for n in nodes if n["Alive"]]
         return int(min(stores))
 
-    def close(self) -> None:
-        self.connection.close()
-
 
 def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
     """Join the cluster at `runtime.address`, or start a private Ray on loopback.
@@ -146,28 +143,21 @@ def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
     connection, store = Connection(settings), ObjectStore(settings.task_deadline)
     try:
         if settings.address is None:
-            trainer, searchers = placement.places_on_one_machine(settings)
             transport = SharedMemory() if sys.platform == "linux" else store
-            return Cluster(connection, trainer, searchers, transport)
+            return Cluster(connection, transport, *placement.places_on_one_machine(settings))
         seconds = 2 * settings.start_deadline  # of two waits
-        places = connection.calls.within(seconds, "share its GPUs", _share, settings, each)
-        return Cluster(connection, places.trainer, places.searchers, store, *places[2:])
+        shared = connection.calls.within(seconds, "share its GPUs", _share, settings, each)
+        return Cluster(connection, store, *shared)
     except BaseException:
         connection.close()
         raise
 
 
-class Shared(NamedTuple):
-    """Places of the trainer and the searchers on a cluster; see `Cluster`."""
+def _share(settings: RuntimeTable, each: int) -> tuple[Place, list[Place], float, Any]:
+    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's.
 
-    trainer: Place
-    searchers: list[Place]
-    searcher_gpus: float
-    reservation: Any = None
-
-
-def _share(settings: RuntimeTable, each: int) -> Shared:
-    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
+    Return what `Cluster` holds of it.
+    """
     node_id = ray.get_runtime_context().get_node_id()
     gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
     sees_gpu = placement.gpu_count() > 0
@@ -178,7 +168,7 @@ def _share(settings: RuntimeTable, each: int) -> Shared:
         share = placement.whole_gpus(list(gpus.values()), settings.searchers, each)
     searchers = [Place("cuda:0" if share else "cpu")] * settings.searchers
     if not reserved:
-        return Shared(Place("cuda:0" if sees_gpu else "cpu"), searchers, share)
+        return Place("cuda:0" if sees_gpu else "cpu"), searchers, share, None
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
     reservation: Any = request.remote()
@@ -190,7 +180,7 @@ def _share(settings: RuntimeTable, each: int) -> Shared:
             f" {settings.start_deadline:g} s; end the job that has it"
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Shared(Place(device), searchers, share, reservation)
+    return Place(device), searchers, share, reservation
 
 
 def _start_private(searchers: int) -> Any:

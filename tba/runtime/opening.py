@@ -31,7 +31,7 @@ def open_places(
     from tba.runtime.cluster import open_cluster
 
     cluster = open_cluster(config.runtime, config.engine.gpus)
-    closing.callback(cluster.close)
+    closing.callback(cluster.connection.close)
     closing.enter_context(cluster.trainer.taken())
     return cluster.trainer, cluster
 

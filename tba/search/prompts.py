@@ -131,17 +131,16 @@ class PromptStream:
             cursor["deaths"] = dict(self._quarantine.deaths)
         return cursor
 
-    def check(self, cursor: Cursor) -> None:
-        """Raise ValueError if the cursor belongs to other prompts."""
+    def seek(self, cursor: Cursor) -> None:
+        """Continue from a cursor: prompts that were outstanding are handed out first.
+
+        ValueError if it belongs to other prompts.
+        """
         if cursor["data"] != self._data:
             raise ValueError(
                 "the task's training prompts have changed since the run began;"
                 " resume with the data it was started with, or start a new run"
             )
-
-    def seek(self, cursor: Cursor) -> None:
-        """Continue from a cursor: prompts that were outstanding are handed out first."""
-        self.check(cursor)
         if cursor["selection"] == self._name:
             self._selection.restore(cursor["state"])
         else:

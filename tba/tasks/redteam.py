@@ -106,7 +106,6 @@ class RedTeam(PassesOn):
         return None if self.near_duplicates == "keep" else "task.near_duplicates"
 
     def prompts(self) -> Sequence[Prompt]:
-        self.check()
         if self.data is None:
             return [Prompt("attack", self.prompt)]
         prompts = []

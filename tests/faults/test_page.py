@@ -63,9 +63,6 @@ def test_what_was_not_measured_or_skipped_is_no_zero(script: ModuleType) -> None
     assert cells.format("") in script.table(rows)
     rows = script.totals([line | {"id": "1", "leftovers": 0}, skipped | {"id": "2"}])
     assert cells.format("0").replace("2 skipped", "1 skipped") in script.table(rows)
-    old = rows[0] | {"skipped": "Skipped: no network"}
-    assert "| skipped: no network |" in script.table([old])
-    assert script.table([old | {"skipped": ""}]).count("skipped") == 0
 
 
 def test_every_entry_has_cases_and_is_told_of(script: ModuleType) -> None:

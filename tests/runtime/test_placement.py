@@ -117,19 +117,19 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(
         searchers = [requesting.remote() for _ in opened.searchers]
         assigned = ray.get([searcher.gpus.remote() for searcher in searchers], timeout=60)
         assert sorted(assigned) == [["0"], ["1"]]  # both of the second node
-        opened.close()
+        opened.connection.close()
 
         with pytest.raises(ValueError, match=r"tensor_parallel_size = 2: .* such for 1 of 2"):
             open_cluster(settings, each=2)
         opened = open_cluster(settings.model_copy(update={"searchers": 1}), each=2)
         assert (opened.trainer, opened.searcher_gpus) == (Place("cuda:0"), 2.0)
-        opened.close()
+        opened.connection.close()
 
         monkeypatch.setattr(placement, "gpu_count", lambda: 0)
         opened = open_cluster(settings)
         assert (opened.trainer, opened.searchers) == (Place("cpu"), [Place("cuda:0")] * 2)
         assert (opened.searcher_gpus, opened.reservation) == (1.0, None)
-        opened.close()
+        opened.connection.close()
     finally:
         nodes.shutdown()
     assert [*sessions.glob("ray/session_*")]  # and nowhere else
