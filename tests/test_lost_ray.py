@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,3 +180,45 @@ def test_a_kill_at_any_moment_leaves_nothing_behind(
         processes += children(run.process.pid)
         run.process.kill()
         run.process.wait(timeout=SECONDS)
+
+
+def stopped_raylet(run: Started) -> psutil.Process:
+    """Stop the raylet as soon as there is one."""
+    own = psutil.Process(run.process.pid)
+    found: list[psutil.Process] = []
+
+    def come() -> bool:
+        found.extend(p for p in own.children() if named(p).startswith("raylet"))
+        return bool(found)
+
+    assert wait_until(come, SECONDS), run.errors.read_text()
+    found[0].suspend()
+    return found[0]
+
+
+@pytest.mark.fault
+def test_a_raylet_may_start_more_slowly_than_ray_expects(tiny_model: Path, tmp_path: Path) -> None:
+    """Ray waits for 30 s by itself."""
+    with started(tiny_model, tmp_path / "run") as run:
+        raylet = stopped_raylet(run)
+        time.sleep(35)
+        raylet.resume()
+        assert wait_until(lambda: run.steps() > 0, SECONDS), run.errors.read_text()
+        run.process.terminate()
+        assert run.process.wait(timeout=SECONDS) == 0, run.errors.read_text()
+
+
+@pytest.mark.fault
+def test_a_ray_that_does_not_start_is_an_error_that_says_why(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with (
+        nothing_is_left() as processes,
+        started(tiny_model, tmp_path / "run", "runtime.start_deadline=5") as run,
+    ):
+        stopped_raylet(run)
+        processes += children(run.process.pid)
+        assert run.process.wait(timeout=SECONDS) == 2
+        told = " ".join(run.errors.read_text().split())
+        assert "Ray did not start within runtime.start_deadline = 5 s: this machine is" in told
+        assert "Traceback" not in told

@@ -19,6 +19,8 @@ def bind_ray(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a driver without its GCS ends after a minute, before a large model can be saved
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
+    # a raylet may take longer than Ray's 30 s to start; `runtime.start_deadline` is the limit
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "3600")
     # without its raylet it ends at once if its parent is process 1, which Ray takes for a sign
     # that the raylet is dead; it looks at this process instead
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tba.config.tables import RuntimeTable
 from tba.engines import EngineError
 from tba.runtime import placement
-from tba.runtime.deadline import Calls
+from tba.runtime.deadline import Calls, ClusterLostError
 from tba.runtime.health import Health
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
@@ -87,8 +87,14 @@ class Connection:
             if self._reaper is not None:
                 self._reaper.follow(self._session)
             self._health = Health(self.calls, self._session, raylet, self._reaper)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, ClusterLostError) and settings.address is None:
+                raise TimeoutError(
+                    f"Ray did not start within runtime.start_deadline = {settings.start_deadline:g}"
+                    " s: this machine is too busy; end other programs and try again, or set"
+                    " runtime.use=local"
+                ) from error
             raise
 
     def close(self) -> None:
@@ -191,12 +197,4 @@ def _start_private(searchers: int) -> Any:
     # when the object store dies, it ends every process that waits for it, and nothing is saved
     inline = {"max_direct_call_object_size": INLINE, "task_rpc_inlined_bytes_limit": INLINE}
     own: dict[str, Any] = {"include_dashboard": False, "num_cpus": searchers}
-    try:
-        return ray.init("local", _system_config=inline, **own, **QUIET)
-    except Exception as error:  # Ray has no class for it
-        if "timed out during startup" not in str(error):
-            raise
-        raise TimeoutError(
-            "Ray did not start within 30 s, a limit of its own: this machine is too busy; end other"
-            " programs and try again, or set runtime.use=local"
-        ) from error
+    return ray.init("local", _system_config=inline, **own, **QUIET)

@@ -59,7 +59,10 @@ def machines(name: str) -> Iterator[tuple[str, str]]:
 @contextmanager
 def inside(space: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command on a machine, and end it with everything that it has started."""
-    environment = {**ENVIRONMENT, **TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    environment = {
+        **ENVIRONMENT, **TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+        "RAY_raylet_start_wait_time_s": "180",
+    }  # fmt: skip
     process = subprocess.Popen(
         ["ip", "netns", "exec", space, *command], env=environment, start_new_session=True
     )
@@ -79,23 +82,6 @@ def machines_of_the_cluster(space: str) -> int:
     status = ("ip", "netns", "exec", space, str(RAY), "status", f"--address={HEAD}:6379")
     told = subprocess.run(status, env={**ENVIRONMENT, **TOKEN}, capture_output=True, timeout=60)
     return told.stdout.partition(b"Pending:")[0].count(b" node_")
-
-
-def join(ending: ExitStack, space: str, expected: int, *options: str) -> subprocess.Popen[bytes]:
-    """Start Ray on a machine, and wait until the cluster has as many machines as expected.
-
-    Ray gives up after 30 s, which a busy machine may need: it is then started again.
-    """
-
-    def has_joined() -> bool:
-        return ray.poll() is not None or machines_of_the_cluster(space) == expected
-
-    for _ in range(3):
-        ray = ending.enter_context(inside(space, *NODE, *options))
-        until(has_joined, 120, every=1)
-        if ray.poll() is None:
-            return ray
-    raise AssertionError("Ray did not start, three times")
 
 
 def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
@@ -171,8 +157,11 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
     with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
         head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
         sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
-        join(ending, one, 1, *head, f"--temp-dir={sessions}")
-        far = join(ending, other, 2, f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
+        ending.enter_context(inside(one, *NODE, *head, f"--temp-dir={sessions}"))
+        until(lambda: machines_of_the_cluster(one) == 1, 180, every=1)
+        joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
+        far = ending.enter_context(inside(other, *NODE, *joined))
+        until(lambda: machines_of_the_cluster(one) == 2, 180, every=1)
         run, folder = started(ending, tiny_model, tmp_path, one, far)
         fault(case, one)
         at = len(steps(folder))
