@@ -86,7 +86,7 @@ class Engine:
     def __init__(self, own: "VLLM"):
         InProcess.gpu = int(own.device.partition(":")[2] or 0)
         if current_platform.is_cpu():
-            sampler.batched_count_greater_than = _count_at_least  # it would be compiled, slowly
+            sampler.batched_count_greater_than = _no_ranks
         with _undisturbed():
             self._engine = LLMEngine.from_engine_args(arguments(own))
         self._deadline = own.deadline
@@ -256,9 +256,9 @@ def _parameters(request: Request) -> SamplingParams:
     )
 
 
-def _count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return how many numbers of each row are at least the row's value: a token's rank."""
-    return (x >= values).sum(-1)
+def _no_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return 0 as the rank of each row's token: to count takes an eighth of a step, for nobody."""
+    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
 @contextmanager
