@@ -183,7 +183,7 @@ class RuntimeTable(Table):
     )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
-    start_deadline: PositiveFloat = key(300.0, "seconds a searcher may take to start")
+    start_deadline: PositiveFloat = key(300.0, "seconds that Ray or a searcher may take to start")
     cluster_deadline: PositiveFloat = key(
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
