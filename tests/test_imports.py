@@ -104,3 +104,23 @@ def test_files_functions_and_lines_are_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno + 1 <= 50, node.name
+
+
+def names_no_encoding(call: ast.Call) -> bool:
+    """Whether a call opens, reads or writes a text file in the encoding of the locale."""
+    named = {keyword.arg for keyword in call.keywords}
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="os")):
+            return False
+        case ast.Attribute(attr="read_text" | "write_text" as verb):
+            return len(call.args) <= (verb == "write_text") and "encoding" not in named
+        case ast.Attribute(attr="open") | ast.Name(id="open"):
+            modes = [a.value for a in call.args if isinstance(a, ast.Constant)]
+            return "encoding" not in named and not any("b" in str(mode) for mode in modes)
+    return any(k.arg == "text" and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_depends_on_the_locale(path: Path) -> None:
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    assert [ast.unparse(call) for call in calls if names_no_encoding(call)] == []

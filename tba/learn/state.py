@@ -43,7 +43,7 @@ def save(
         save_file(moments, folder / OPTIMIZER)
         if head:
             save_file(head, folder / HEAD)
-        (folder / TRAINER).write_text(text)
+        (folder / TRAINER).write_text(text, "utf-8")
 
     return write
 
@@ -57,7 +57,7 @@ def load(
     resuming. ValueError, before anything is changed, if the folder belongs to another model.
     """
     weights = read_model(folder)
-    state = json.loads((folder / TRAINER).read_text())
+    state = json.loads((folder / TRAINER).read_text("utf-8"))
     check_same_model(policy.model, weights, f"{folder} holds")
     if state["first_model"] != first_model:
         also = ", its precision (policy.autocast) or the adapter in policy.lora.from"

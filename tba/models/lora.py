@@ -255,7 +255,7 @@ def _check_settings(folder: Path, lora: LoraTable) -> None:
                 f"policy.lora.from = {lora.start!r}: the folder has no {file};"
                 " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
             )
-    settings = json.loads((folder / SETTINGS).read_text())
+    settings = json.loads((folder / SETTINGS).read_text("utf-8"))
     for key, name, value in (("r", "r", lora.r), ("alpha", "lora_alpha", lora.alpha)):
         given = settings.get(name)
         if given != value:

@@ -39,13 +39,13 @@ class State:
         save_groups(self.prompts, path / PROMPTS)
         segments = [{"name": file_name(sha256), "sha256": sha256} for sha256 in sums]
         plain = {"counts": self.counts, "saves": self.saves, "segments": segments}
-        (path / STATE).write_text(json.dumps(plain))
+        (path / STATE).write_text(json.dumps(plain), "utf-8")
         return {f"{SEGMENTS}/{file_name(sha256)}": sha256 for sha256 in sums}
 
     @classmethod
     def read(cls, folder: Path) -> "State":
         path = folder / FOLDER
-        plain = json.loads((path / STATE).read_text())
+        plain = json.loads((path / STATE).read_text("utf-8"))
         sums = [file["sha256"] for file in plain["segments"]]
         return cls(
             columns=load_file(path / COLUMNS),

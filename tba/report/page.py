@@ -33,7 +33,7 @@ def with_stderr(mean: float, stderr: float, form: str) -> str:
 
 def script(*names: str) -> dict[str, str]:
     """Return the script of a page, from files, and its hash: the page's policy allows no other."""
-    text = "\n".join((TEMPLATES / name).read_text() for name in names)
+    text = "\n".join((TEMPLATES / name).read_text("utf-8") for name in names)
     digest = b64encode(sha256(text.encode()).digest()).decode()
     return {"script": Markup(text), "script_hash": f"sha256-{digest}"}
 

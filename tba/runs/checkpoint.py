@@ -126,7 +126,7 @@ class Checkpoints:
             segments = write_buffer()
             text.tokenizer.save_pretrained(aside / MODEL)
             _write_search(aside, search, progress)
-            (aside / CONFIG).write_text(json.dumps(self._config))
+            (aside / CONFIG).write_text(json.dumps(self._config), "utf-8")
             _commit(aside, target, made, known=segments)
 
         def write() -> None:
@@ -207,7 +207,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     save_groups(list(search.held), folder / HELD)
     state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
     state |= {"tasks": search.tasks, "stats": search.stats.counts()}
-    (folder / STATE).write_text(json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state), "utf-8")
 
 
 def _commit(aside: Path, target: Path, made: os.stat_result, known: Mapping[str, str]) -> None:
@@ -217,7 +217,7 @@ def _commit(aside: Path, target: Path, made: os.stat_result, known: Mapping[str,
     creates folders that are missing, so that a part of a generation could be taken for a whole one.
     """
     digests = {name: known.get(name) or sha256_of(path) for name, path in files_of(aside).items()}
-    (aside / MANIFEST).write_text(json.dumps(digests, indent=1))
+    (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
     if not os.path.samestat(aside.stat(), made):
@@ -280,7 +280,7 @@ def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
     """Put trainer and buffer back from an undamaged generation; return the other states."""
-    state = json.loads((generation / STATE).read_text())
+    state = json.loads((generation / STATE).read_text("utf-8"))
     if state.get("format") != FORMAT:
         raise ValueError(
             f"{generation} was written by another version of tba and cannot be resumed by this one;"

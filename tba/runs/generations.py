@@ -76,7 +76,7 @@ def remove(generation: Path) -> None:
 def damage(generation: Path) -> dict[str, str]:
     """Return the problem of each file that is not as the manifest says, by its name."""
     try:
-        digests = dict(json.loads((generation / MANIFEST).read_text()))
+        digests = dict(json.loads((generation / MANIFEST).read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
         return {MANIFEST: f"cannot be read ({error})"}
     files = files_of(generation)

@@ -44,7 +44,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one."""
     aside = path.with_name(f".{path.name}")
-    aside.write_text(text)
+    aside.write_text(text, "utf-8")
     aside.rename(path)
 
 

@@ -98,7 +98,7 @@ def _base(adapter: Path, config: Config) -> str:
         raise ValueError(f"{adapter} is an adapter, which needs PEFT: pip install -e '.[lora]'")
     if not (adapter / ADAPTER).is_file():
         raise ValueError(f"{adapter} has no {ADAPTER}, the only format of adapters that is loaded")
-    named = json.loads((adapter / SETTINGS).read_text()).get("base_model_name_or_path")
+    named = json.loads((adapter / SETTINGS).read_text("utf-8")).get("base_model_name_or_path")
     base = config.policy.model if "model" in config.policy.model_fields_set else named
     if not base:
         raise ValueError(f"{adapter} does not name the model that it belongs to; set policy.model")
@@ -136,7 +136,7 @@ def _evaluate(
 
     def write(answers: Sequence[Scored]) -> None:
         if completions is not None:
-            with completions.open("a") as file:
+            with completions.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
     with closing(parts.search_setup().build(*_place(parts.config))) as searcher:
@@ -163,7 +163,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
         completion = text.shown(t, stop)
         row = {"prompt": prompt.text, "completion": completion}
         rows.setdefault(json.dumps(row), {**row, "reward": t.reward, "version": t.version})
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), "utf-8")
     return out
 
 

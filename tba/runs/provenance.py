@@ -47,7 +47,7 @@ def record_session(run: Path, step: int, model: nn.Module) -> None:
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }
-    with (run / SESSIONS).open("a") as file:
+    with (run / SESSIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(session) + "\n")
 
 
@@ -63,7 +63,7 @@ def _commit() -> str | None:
     """Return the git commit of the current folder, with `-dirty` if a file has been changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ended.stdout.strip() or None

@@ -157,5 +157,5 @@ def _identity(folder: Path) -> str:
     """Return a name of the run that no other has."""
     file = folder / IDENTITY
     if not file.is_file():
-        file.write_text(uuid.uuid4().hex)
-    return file.read_text()
+        file.write_text(uuid.uuid4().hex, "utf-8")
+    return file.read_text("utf-8")

@@ -51,7 +51,7 @@ class Summary:
         """Return the summary in the folder of a run; ValueError if the run has not ended."""
         if not (run / SUMMARY).is_file():
             raise ValueError(f"{run} has no {SUMMARY} yet: it is written when the run ends")
-        plain = json.loads((run / SUMMARY).read_text())
+        plain = json.loads((run / SUMMARY).read_text("utf-8"))
         plain["first"], plain["last"] = plain.pop("eval/first"), plain.pop("eval/last")
         return cls(**plain)
 

@@ -53,7 +53,7 @@ def main(end: int) -> None:
     _end_with_searcher()
     _limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     try:
         Scoring(socket.socket(fileno=end)).serve()
     except (EOFError, OSError):  # the searcher has ended
@@ -115,13 +115,15 @@ def _reopen_output() -> None:
     for name in ("stdout", "stderr"):
         stream = vars(sys)[name]
         if isinstance(stream, io.IOBase) and stream.closed:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _in_use() -> int:
     """Return the bytes of this process that RLIMIT_DATA counts, which only Linux tells."""
     sizes = Path("/proc/self/statm")
-    return int(sizes.read_text().split()[5]) * resource.getpagesize() if sizes.exists() else 0
+    return (
+        int(sizes.read_text("utf-8").split()[5]) * resource.getpagesize() if sizes.exists() else 0
+    )
 
 
 class Scoring:

@@ -199,10 +199,10 @@ def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) 
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     tables, paths = config.nested(), sys.path
     job = {"config": tables, "resume": resume, "cores": list(cores), "paths": paths}
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tba.studies.sweep"], stdin=subprocess.PIPE, stdout=file,
-            stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+            stderr=subprocess.STDOUT, encoding="utf-8", env=environment, start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # a process that died at once is noticed by its exit status
