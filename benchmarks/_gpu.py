@@ -44,8 +44,6 @@ STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "full": (None, ()),
     "LoRA": ("peft", ("policy.lora.r=16", "policy.lora.alpha=32")),
     "compiled": (None, ("trainer.compile=true",)),
-    "Liger": ("liger_kernel", ("trainer.liger=true",)),
-    "fused head": (None, ("trainer.head=fused",)),
 }
 """Training steps to measure: the package that each needs, and its settings."""
 PEAKS = {
@@ -132,7 +130,7 @@ class Bench:
             (f"synchronous training, {first}", (), lambda: self.synchronous(first)),
             (f"asynchronous training, {first}", ("ray",), lambda: self.asynchronous(first)),
         ]
-        return parts + [self.step(first, kind) for kind in ("compiled", "Liger", "fused head")]
+        return [*parts, self.step(first, "compiled")]
 
     def step(self, shape: str, kind: str) -> Part:
         """Return the part that measures such training steps."""

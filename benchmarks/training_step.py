@@ -7,8 +7,7 @@ bf16 autocast (fp32 where the CPU has no bf16), clip gradients and take a step o
 Each side is a process of its own (peak memory), one after the other, with 32 responses in a
 micro-batch. TRL runs with eager attention, which is its fastest on a CPU.
 The gradients are compared in fp32 with those of the plain path: each prompt run with each response,
-no chunks of the head. Our step is also measured with layers that are compiled, and with PyTorch's
-fused head.
+no chunks of the head. Our step is also measured with layers that are compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from _shapes import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
 OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "compiled": ("trainer.compile=true",),
-    "fused": ("trainer.head=fused",),
 }
 """Our side: without further settings, and with some."""
 
@@ -89,20 +87,16 @@ def compare(model: str, options: Any) -> None:
         ),
     ]  # fmt: skip
     later = start["compiled"] - start["ours"]
-    for side, name, note in (
-        ("compiled", "compiled layers", f"and a start that takes {later:.0f} s longer"),
-        ("fused", "fused head", "the entropy of one token in 8"),
-    ):
-        rows += [
-            _measure.row(
-                f"training step, {name}", seconds[side], "s", seconds["ours"],
-                peer_is="ours without", note=note,
-            ),
-            _measure.row(
-                f"training step, {name}, peak memory", peak[side], "GB", peak["ours"],
-                peer_is="ours without", ratio_is="ours / peer",
-            ),
-        ]  # fmt: skip
+    rows += [
+        _measure.row(
+            "training step, compiled layers", seconds["compiled"], "s", seconds["ours"],
+            peer_is="ours without", note=f"and a start that takes {later:.0f} s longer",
+        ),
+        _measure.row(
+            "training step, compiled layers, peak memory", peak["compiled"], "GB", peak["ours"],
+            peer_is="ours without", ratio_is="ours / peer",
+        ),
+    ]  # fmt: skip
     _measure.record(__file__, rows, options)
 
 

@@ -28,8 +28,6 @@ class Sampling:
     explore: float | None = None
     """Temperature at which tokens are chosen, if it is not that of their log-probs."""
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     truncated: Literal["keep", "reject"] | float = "keep"
     """What becomes of a response that the token limit cuts off: see `[sampling]`. Engines do not
     read it."""

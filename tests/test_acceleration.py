@@ -1,4 +1,4 @@
-"""Faster heads, compiled layers and Liger's kernels: the same numbers, or a clear refusal."""
+"""Compiled layers: the same numbers, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ import test_loop
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from test_policy import FAMILIES, make
-from torch.torch_version import TorchVersion
 
 import tba.learn.policy
-import tba.models.acceleration
 import tba.runs.parts
 from tba.config.schema import load
-from tba.learn.head import ENTROPY_EVERY, TokenLogp, fused_token_logp
 from tba.learn.policy import Policy
 from tba.learn.warm_up import warm_up
 from tba.models.acceleration import compile_layers
 from tba.models.cache import enable_gradient_checkpointing
 from tba.runs.parts import check
-from tba.types import Batch, TokenBatch, collate_tokens
+from tba.types import TokenBatch, collate_tokens
 
 
 def gradients(policy: Policy, batch: TokenBatch) -> dict[str, torch.Tensor]:
@@ -36,36 +33,6 @@ def gradients(policy: Policy, batch: TokenBatch) -> dict[str, torch.Tensor]:
     slope = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
     (policy.logp(batch) * slope).mean().backward()
     return {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_fused_head_has_the_same_log_probs_and_gradients(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=generator) / 4 for n in (37, 50))
-    tokens = torch.randint(50, (37,), generator=generator)
-    slope = torch.randn(37, generator=generator)
-    results, entropies = [], []
-    for head in (TokenLogp.apply, fused_token_logp):
-        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
-        logp, entropy = head(*inputs, tokens, temperature, 10)
-        (logp * slope).sum().backward()
-        assert not entropy.requires_grad
-        results.append([logp.detach(), *(x.grad for x in inputs)])
-        entropies.append(entropy)
-    torch.testing.assert_close(results[0], results[1], atol=2e-6, rtol=0)
-    held = entropies[0][::ENTROPY_EVERY].repeat_interleave(ENTROPY_EVERY)[:37]
-    torch.testing.assert_close(entropies[1], held, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_a_policy_with_the_fused_head_is_the_same(autocast: bool, batch: Batch) -> None:
-    chunked, fused = (
-        Policy(make("llama"), 0.7, autocast, lm_head=name) for name in ("chunked", "fused")
-    )
-    near = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 2e-6, "rtol": 0}
-    torch.testing.assert_close(fused.logp(batch), chunked.logp(batch), **near)
-    near = {"atol": 0.02, "rtol": 0.1} if autocast else {"atol": 2e-6, "rtol": 0}
-    torch.testing.assert_close(gradients(fused, batch), gradients(chunked, batch), **near)
 
 
 def refusal(model: Path, *settings: str) -> str:
@@ -84,24 +51,6 @@ def test_compilation_needs_a_compiler_and_headers(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     said = refusal(tiny_model, "trainer.compile=true")
     assert "Python.h): apt install" in said and "trainer.compile=false" in said
-
-
-def test_liger_needs_a_gpu_and_its_package(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "exclude each other" in refusal(tiny_model, "trainer.compile=true", "trainer.liger=true")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in refusal(tiny_model, "trainer.liger=true")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tba.models.acceleration, "find_spec", lambda name: None)
-    assert "pip install liger-kernel" in refusal(tiny_model, "trainer.liger=true")
-
-
-def test_the_fused_head_needs_a_new_pytorch(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
-    assert "needs PyTorch 2.13 or newer, not 2.12.1" in refusal(tiny_model, "trainer.head=fused")
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ HEAVY = {
     "trackio": {"runs/sinks.py"},
     "matplotlib": {"report/study.py", "runs/card.py"},
     "peft": {"models/lora.py"},
-    "liger_kernel": {"models/acceleration.py"},
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},
     "reasoning_gym": {"tasks/reasoning_gym.py"},

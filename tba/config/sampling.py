@@ -7,18 +7,16 @@ from pydantic import field_validator
 
 from tba.config.keys import (
     Count,
-    Finite,
     Positive,
     PositiveFloat,
     PositiveShare,
     Range,
-    Share,
     Table,
     Texts,
     key,
 )
 
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+OFF = {"top_p": 1.0, "top_k": 0}
 """Settings that change which tokens are chosen, but not the log-probs; the value without effect."""
 
 
@@ -32,16 +30,6 @@ class SamplingTable(Table):
     )
     top_k: Count = key(
         0, "choose from the k most likely tokens only; 0: from all; log-probs as for top_p"
-    )
-    min_p: Share = key(
-        0.0,
-        "choose only tokens with at least this share of the probability of the most likely one;"
-        " 0: from all; log-probs as for top_p",
-    )
-    repetition_penalty: Finite = key(
-        1.0,
-        "divide positive logits of tokens that prompt or response have already, and multiply"
-        " negative ones; 1: off; log-probs as for top_p",
     )
     max_tokens: Positive = key(128, "maximum length of a response, EOS included")
     truncated: Literal["keep", "reject"] | float = key(

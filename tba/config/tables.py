@@ -131,16 +131,7 @@ class TrainerTable(Table):
         16_384,
         "tokens per forward and backward pass, padding included; a shared prompt counts once",
     )
-    head: Literal["chunked", "fused"] = key(
-        "chunked",
-        "LM head; fused: PyTorch's linear_cross_entropy, for less memory on a GPU, with the entropy"
-        " of every 8th token only (needs PyTorch 2.13)",
-    )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
-    liger: bool = key(
-        False,
-        "use Liger's kernels for RMSNorm, SwiGLU and RoPE (GPU; pip install -e '.[liger]')",
-    )
 
     @model_validator(mode="after")
     def whole_groups(self) -> "TrainerTable":

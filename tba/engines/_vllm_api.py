@@ -241,8 +241,6 @@ def _parameters(request: Request) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(request.eos_ids),

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
 from tba.engines import Built
-from tba.engines._choose import choose, seen_in
+from tba.engines._choose import choose
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
 from tba.models.cache import states_at_once
@@ -135,14 +135,10 @@ class Transformers(Built):
         visible = pad_sequence(mask, True, 0, "left").to(self.device)
         padded = pad_sequence(ids, True, self.text.pad_id, "left").to(self.device)
         hidden, cache = run_prompts(self.model, padded, visible)
-        seen = None
-        if sampling.repetition_penalty != 1:
-            seen = seen_in(padded, visible, self._vocabulary)
-        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling, seen)
+        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
         responses = decoder(self.model, cache, visible, s, limit)
         chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
-        every = None if seen is None else seen.repeat_interleave(s, 0)
-        drawn = _Drawn(b * s, limit, self.device, every)
+        drawn = _Drawn(b * s, limit, self.device)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
@@ -159,8 +155,7 @@ class Transformers(Built):
                 responses.keep(kept)
             hidden = responses.run(chosen)
             numbers = chance[rows, drawn.step]
-            seen = None if drawn.seen is None else drawn.seen[rows]
-            chosen, logp = self._choose(hidden, numbers[:, None], sampling, seen)
+            chosen, logp = self._choose(hidden, numbers[:, None], sampling)
             chosen, logp = chosen.squeeze(1), logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
@@ -189,38 +184,31 @@ class Transformers(Built):
         hidden: Float[Tensor, "N D"],
         uniform: Float[Tensor, "N R"],
         sampling: Sampling,
-        seen: Bool[Tensor, "N V"] | None,
     ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
         """Return R next tokens for each state and their log-probs, a chunk of states at a time."""
         head = self.model.get_output_embeddings()
         size, parts = states_at_once(self.model), []
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            own = None if seen is None else seen[part]
-            parts.append(choose(head(hidden[part]), uniform[part], sampling, own))
+            parts.append(choose(head(hidden[part]), uniform[part], sampling))
         tokens, logp = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(logp)
 
 
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end.
+    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end."""
 
-    `seen` marks the tokens that prompt and response have so far, for the repetition penalty.
-    """
-
-    def __init__(self, count: int, limit: int, device: str, seen: Bool[Tensor, "N V"] | None):
+    def __init__(self, count: int, limit: int, device: str):
         self.tokens = torch.zeros(count, limit, dtype=torch.int32, device=device)
         self.logp = torch.zeros(count, limit, device=device)
         self.length = torch.zeros(count, dtype=torch.int32, device=device)
-        self.step, self.seen = 0, seen
+        self.step = 0
 
     def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
         """Append a token to each of these rows."""
         self.tokens[rows, self.step] = tokens.int()
         self.logp[rows, self.step] = logp
         self.step += 1
-        if self.seen is not None:
-            self.seen[rows, tokens] = True
 
     def end(self, rows: Tensor, ends: Tensor) -> Tensor:
         """End rows with the newest token where `ends` says so; return which rows have ended."""

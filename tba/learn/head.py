@@ -6,9 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-ENTROPY_EVERY = 8
-"""With the fused head, the entropy of one token in so many stands for the others."""
-
 SLOPES_AT_ONCE = 2**26
 """Numbers in a block of gradients of the logits. A block costs one product for the weight."""
 
@@ -83,26 +80,3 @@ def _factors(
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
     return (hidden / temperature).to(dtype), weight.to(dtype)
-
-
-def fused_token_logp(
-    hidden: Float[Tensor, "M D"],
-    weight: Float[Tensor, "V D"],
-    tokens: Int[Tensor, " M"],
-    temperature: float,
-    size: int,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    """Return the same as `TokenLogp` by `linear_cross_entropy`, which has smaller chunks.
-
-    It returns no entropy: one token in ENTROPY_EVERY has its own, those that follow have a copy of
-    it. In bf16, log-probs are rounded to bf16.
-    """
-    from torch.nn.functional import linear_cross_entropy  # new in PyTorch 2.13
-
-    states, matrix = _factors(hidden, weight, temperature)
-    chunks = nn.LinearCrossEntropyOptions()
-    loss = linear_cross_entropy(states, matrix, tokens, reduction="none", options=chunks)
-    with torch.no_grad():
-        some = slice(None, None, ENTROPY_EVERY)
-        _, entropy = TokenLogp.apply(states[some], matrix, tokens[some], 1.0, size)
-    return -loss.float(), entropy.repeat_interleave(ENTROPY_EVERY)[: len(tokens)]

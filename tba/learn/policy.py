@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.head import TokenLogp, fused_token_logp, is_plain
+from tba.learn.head import TokenLogp, is_plain
 from tba.learn.packing import pack, packed_length, packed_padding
 from tba.models.cache import positions, select, states_at_once, takes_masks, visible
 from tba.objectives import Head
@@ -57,7 +57,6 @@ class Policy(nn.Module):
         autocast: bool = False,
         share_prompt: bool = True,
         head: Head | None = None,
-        lm_head: Literal["chunked", "fused"] = "chunked",
     ):
         super().__init__()
         self.model = model
@@ -65,7 +64,6 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.autocast = autocast
         self.share_prompt = share_prompt
-        self.lm_head = lm_head
         sizes = model.config.get_text_config()
         self.readout = None if head is None else _readout(sizes.hidden_size, self.device)
         with self._precision():
@@ -232,8 +230,7 @@ class Policy(nn.Module):
         size = states_at_once(self.model)
         head = self.model.get_output_embeddings()
         if is_plain(head):
-            token_logp = TokenLogp.apply if self.lm_head == "chunked" else fused_token_logp
-            return token_logp(hidden, head.weight, tokens, self.temperature, size)
+            return TokenLogp.apply(hidden, head.weight, tokens, self.temperature, size)
         if len(hidden) <= size:
             return self._token_logp(hidden, tokens)
         chunks = []

@@ -1,4 +1,4 @@
-"""Options that make the trainer's model faster: torch.compile, and Liger's kernels."""
+"""Compiling the layers of the trainer's model with torch.compile."""
 
 import os
 import shutil
@@ -6,35 +6,14 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 
-from tba.config.tables import PolicyTable, TrainerTable
-from tba.models.pretrained import load_config, load_empty_model
-
-LIGER = {
-    "rms_norm": True, "swiglu": True, "rope": True,
-    "cross_entropy": False, "fused_linear_cross_entropy": False,
-}  # fmt: skip
-
-
-def check_acceleration(policy: PolicyTable, trainer: TrainerTable) -> None:
-    """ValueError if `trainer.compile`, `liger` or `head` cannot work here."""
-    if trainer.compile and trainer.liger:
-        raise ValueError("trainer.compile and trainer.liger exclude each other; set one to false")
-    if trainer.compile:
-        _check_compiler(policy)
-    if trainer.liger:
-        _check_liger(policy)
-    if trainer.head == "fused" and torch.__version__ < "2.13":
-        raise ValueError(
-            f"trainer.head = 'fused' needs PyTorch 2.13 or newer, not {torch.__version__};"
-            " update it, or set trainer.head=chunked"
-        )
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import load_empty_model
 
 
 def compile_layers(model: Any) -> None:
@@ -43,13 +22,6 @@ def compile_layers(model: Any) -> None:
     for index, layer in enumerate(_layers(model)):
         # a method, which a copy of the model binds to its own layer
         layer.forward = MethodType(partial(_forward, run, index), layer)
-
-
-def use_liger(model: Any) -> None:
-    """Replace norms, MLPs and rotary embeddings, also of models that this process loads later."""
-    from transformers.integrations.liger import apply_liger_kernel
-
-    apply_liger_kernel(model, LIGER)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -73,7 +45,8 @@ def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
     return type(layer).forward(layer, *inputs, **options)
 
 
-def _check_compiler(policy: PolicyTable) -> None:
+def check_compiler(policy: PolicyTable) -> None:
+    """Raise ValueError if `trainer.compile` cannot work here, or with this model."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None or not header.is_file():
@@ -85,21 +58,4 @@ def _check_compiler(policy: PolicyTable) -> None:
         raise ValueError(
             f"trainer.compile = true: {policy.model!r} has no layers of transformers' kind;"
             " set trainer.compile=false"
-        )
-
-
-def _check_liger(policy: PolicyTable) -> None:
-    if not torch.cuda.is_available():
-        raise ValueError("trainer.liger = true needs a GPU, and there is none; set it to false")
-    if find_spec("liger_kernel") is None:
-        raise ValueError(
-            "trainer.liger = true: pip install liger-kernel, or set trainer.liger=false"
-        )
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
-
-    kind = load_config(policy).model_type
-    if kind not in KNOWN:  # Liger would leave it as it is
-        raise ValueError(
-            f"trainer.liger = true: Liger has no kernels for models of type {kind!r}, only for"
-            f" {', '.join(sorted(KNOWN))}; set trainer.liger=false"
         )

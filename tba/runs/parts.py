@@ -16,7 +16,7 @@ from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, first_probe, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
-from tba.models.acceleration import check_acceleration, compile_layers, use_liger
+from tba.models.acceleration import check_compiler, compile_layers
 from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import EAGER_TOKENS, Text, computes_in_bf16, load_text
@@ -83,14 +83,12 @@ class Parts:
         c = self.config
         bf16 = computes_in_bf16(c.policy, device)
         model = load_placed(c.policy, device, bf16, seed=c.run.seed)
-        if c.trainer.liger:
-            use_liger(model)
         if c.trainer.compile:
             compile_layers(model)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         head, share = head_of(self.objective.at(0)), c.policy.share_prompt
-        policy = Policy(model, c.sampling.temperature, bf16, share, head, c.trainer.head)
+        policy = Policy(model, c.sampling.temperature, bf16, share, head)
         if c.trainer.compile:
             warm_up(policy, self.text.context)
         engine: Any = self.engine
@@ -154,7 +152,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     if config.policy.lora is not None:
         check_adapter(config.policy)
-    check_acceleration(config.policy, config.trainer)
+    if config.trainer.compile:
+        check_compiler(config.policy)
     _check_tools(config, task, objective, prompts[0])
     encode = encoder(text, task)
     tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
