@@ -99,10 +99,13 @@ class Run:
     def _log_group(self, group: Group) -> None:
         """Write the completions of a group, each once however often it was drawn."""
         text, stop = self.parts.text, self.config.sampling.stop
-        prompt = text.decode(group.prompt_tokens)
+        prompt, row = text.decode(group.prompt_tokens), group.prompt
         for t in {id(t): t for t in group.trajectories}.values():
             completion = text.shown(t, stop)
-            self.journal.sample(self.step, "train", prompt, completion, t.reward, t.version)
+            self.journal.sample(
+                self.step, "train", prompt, completion, t.reward, t.version,
+                id=row.id, columns=row.columns,
+            )  # fmt: skip
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
 
@@ -134,8 +137,10 @@ class Run:
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.journal.row(e.version, {"time": seconds, "requested": e.requested, **scores})
             for x in e.examples:
-                told = x.prompt, x.completion, x.reward, e.version, x.notes
-                self.journal.sample(e.version, "eval", *told, requested=e.requested)
+                self.journal.sample(
+                    e.version, "eval", x.prompt, x.completion, x.reward, e.version, x.notes,
+                    e.requested, x.id, x.columns,
+                )  # fmt: skip
             self.console.evaluation(e)
 
     def save(self) -> None:

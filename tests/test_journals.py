@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_loop import config
+from toy import Ones
 
 from tba.cli import _config
 from tba.config.schema import load, read_json
@@ -43,6 +45,26 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_samples_have_the_id_and_the_columns_of_their_row(trained: Path) -> None:
+    prompts = {p.id: p for p in (*Ones().prompts(), *Ones().held_out())}
+    samples = read(trained / SAMPLES)
+    assert {row["kind"] for row in samples} == {"train", "eval"}
+    for row in samples:
+        prompt = prompts[row["id"]]
+        assert (row["prompt"], row.get("columns", {})) == (prompt.text, prompt.columns)
+
+
+def test_columns_in_samples_are_strict_json_and_not_endless(tmp_path: Path) -> None:
+    columns = {"x": float("nan"), "deep": [{"y": float("inf")}, 0.5], "text": "NaN", "none": None}
+    columns |= {"long": "é" * 20_000, "list": [7] * 20_000}
+    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    journal.sample(1, "train", "1+1=", "2", 1.0, 0, id="a", columns=columns)
+    text = (tmp_path / SAMPLES).read_text()
+    kept = json.loads(text, parse_constant=pytest.fail)["columns"]
+    assert kept.pop("long") == "é" * 10_000 + " …" and kept.pop("list").startswith("[7, 7, ")
+    assert kept == {"x": None, "deep": [{"y": None}, 0.5], "text": "NaN", "none": None}
 
 
 @pytest.mark.parametrize("damage", LINES)

@@ -52,7 +52,7 @@ def write(folder: Path, given: Config) -> None:
     """Log two steps, with two samples after the first, and a warning."""
     journal = Journal(folder, given)
     journal.row(1, METRICS)
-    journal.sample(1, "train", "1+1=", "2", 1.0, 0)
+    journal.sample(1, "train", "1+1=", "2", 1.0, 0, id="train-3", columns={"answer": 2})
     journal.sample(1, "eval", "1+2=", "<b>", None, 1)
     journal.row(5, METRICS)
     journal.sample(5, "train", "1+1=", "3", 0.0, 1)
@@ -159,7 +159,8 @@ def test_trackio_gets_traces_with_reward_lag_and_version(
         {"role": "user", "content": "1+1="},
         {"role": "assistant", "content": "2"},
     ]
-    assert one.about == {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "lag": 0}
+    about = {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "lag": 0}
+    assert one.about == {**about, "id": "train-3", "columns": '{"answer": 2}'}
     assert other.about["reward"] is None and late.about["lag"] == 3
     assert ("alert", "too few") in recorder.calls
 

@@ -17,6 +17,9 @@ from tba.runs.sinks import Sink, open_sinks
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
 SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoints"
 
+LONGEST_VALUE = 10_000
+"""Most characters of a column's value in samples.jsonl."""
+
 log = logging.getLogger(__name__)
 
 
@@ -141,19 +144,26 @@ class Journal:
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
         version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
+        id: str = "", columns: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
         `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested.
+        at which an evaluation was requested; `id` and `columns` are those of the prompt.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
-        row |= {"prompt": prompt, "completion": completion}
+        row |= {"id": id, "prompt": prompt, "completion": completion}
+        if columns:
+            row["columns"] = {name: _readable(value) for name, value in columns.items()}
         if requested is not None:
             row["requested"] = requested
         self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
-            self._shown.append({**row, "lag": max(0, step - 1 - version)})
+            flat = {
+                "columns": json.dumps(row.get("columns", {})),
+                "lag": max(0, step - 1 - version),
+            }
+            self._shown.append(row | flat)
 
     def warn(self, step: int, key: str, text: str) -> None:
         """Log a warning; `key` is that of `[warn]`."""
@@ -186,6 +196,14 @@ class Journal:
                 row[key] = None  # JSON has no NaN
         line = f"{json.dumps(row)}\n".encode()
         self._disk.write(name, partial(_append, self._folder / name, line))
+
+
+def _readable(value: Any) -> Any:
+    """Return a column's value as strict JSON: NaN is null, and a long value is its beginning."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) > LONGEST_VALUE:
+        return f"{text[:LONGEST_VALUE]} …"
+    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
 
 
 def _append(path: Path, line: bytes) -> None:

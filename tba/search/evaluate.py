@@ -112,8 +112,10 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     for k in settings.k:
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
         scores[f"pass@{k}"] = np.where(np.isnan(least), nan, chances)
-    pairs = list(zip(answers, verdicts, strict=True))[: max(0, EXAMPLES - first)]
-    examples = [Example(a.prompt, a.completion, a.reward, _notes(v)) for a, (v,) in pairs]
+    examples = [
+        Example(a.prompt, a.completion, a.reward, _notes(verdict), prompt.id, prompt.columns)
+        for a, (verdict,), prompt in zip(answers, verdicts, prompts, strict=True)
+    ][: max(0, EXAMPLES - first)]
     seconds = time.perf_counter() - started
     return EvaluatedPiece(name, list(parts), scores, version, examples, seconds)
 

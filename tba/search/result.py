@@ -139,6 +139,9 @@ class Example:
     reward: float | None
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What each reward function gave, and what they logged about the answer."""
+    id: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The id and the columns of the prompt."""
 
 
 @dataclass(frozen=True)
