@@ -153,8 +153,9 @@ def test_tb_by_hand() -> None:
     assert found["completions/mean_length"].tolist() == [2.0]
     assert found["entropy"].tolist() == [(1.5 + 3.0) / 2]
     assert found["log_ratio"].tolist() == [(0.75 - 1.0) / 2]
-    k3 = [exp(-d) + d - 1 for d in (0.5, 0.25, -0.5, -0.5)]  # of the four tokens sampled
-    assert found["kl"].tolist() == pytest.approx([sum(k3) / 4])
+    each = (0.5, 0.25, -0.5, -0.5)  # of the four tokens sampled
+    assert found["kl"].tolist() == [sum(each) / 4]
+    assert found["kl/k3"].tolist() == pytest.approx([sum(exp(-d) + d - 1 for d in each) / 4])
     assert found["off_policy/log_ratio"].tolist() == [(0.75 + 1.0) / 2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from math import e
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite
-from tba.learn.trainer import SingleTrainer, learning_rate
+from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
 from tba.models.cache import select, visible
 from tba.runs.parts import check
-from tba.types import Batch, Group, collate, collate_tokens
+from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
 
 
@@ -66,20 +67,52 @@ def test_any_micro_batching_gives_the_same_parameters(
 
 
 @pytest.mark.parametrize("budget", [9, 40, 1000])
-def test_kl_and_the_share_of_equal_rewards_are_those_of_trl(
+def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
     tiny_model: Path, batch: Batch, budget: int
 ) -> None:
-    """KL is k3, and its mean is over all tokens of the batch, however it is divided."""
+    """However the batch is divided. `kl` is log(pi / ref), `kl/k3` the estimate of TRL's `kl`."""
     equal = batch.reward.clone()
     equal[1] = 0.5
     own = trainer(tiny_model, f"trainer.token_budget={budget}")
     with torch.no_grad():
-        difference = batch.ref_logp - own.policy.logp(batch)
-    k3 = (difference.exp() - difference - 1)[batch.mask]
+        difference = (batch.ref_logp - own.policy.logp(batch))[batch.mask]
     metrics = own.step(replace(batch, reward=equal), 0)
-    assert metrics["kl"] == pytest.approx(k3.mean().item(), rel=1e-4)
-    assert metrics["kl"] > 0
+    assert metrics["kl"] == pytest.approx(-difference.mean().item(), rel=1e-4)
+    k3 = (difference.exp() - difference - 1).clamp(max=10)
+    assert metrics["kl/k3"] == pytest.approx(k3.mean().item(), rel=1e-4)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("moved", "k3"), [(-25.0, 10.0), (-3.0, 10.0), (-1.0, e - 2), (40.0, 10.0)]
+)
+def test_a_token_far_from_the_reference_cannot_decide_the_kl(
+    batch: Batch, moved: float, k3: float
+) -> None:
+    """All tokens are at the reference but one, which moved by so many nats."""
+    first = torch.zeros_like(batch.ref_logp)
+    first[:, 0, 0] = moved
+    tokens = batch.mask.sum().item() / len(batch)
+    found = _group_metrics(batch.ref_logp + first, torch.zeros_like(first), batch, tokens)
+    for name, value in {"kl": moved, "kl/k3": k3}.items():
+        expected = torch.full((len(batch),), value / tokens)
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
+    """Exact KL of random logits, by a sum over all tokens, and both estimates of 60,000 samples."""
+    rng = torch.Generator().manual_seed(0)
+    pi, ref = torch.randn(2, 7, generator=rng).log_softmax(1)
+    exact = (pi.exp() * (pi - ref)).sum().item()
+    drawn = pi.exp().multinomial(60_000, True, generator=rng).reshape(1, 600, 100)
+    zeros = torch.zeros(drawn.shape)
+    prompt = torch.ones(1, 1).long()
+    tokens = TokenBatch(prompt, prompt.bool(), drawn, zeros == 0)
+    own = Batch(**tokens.tensors(), behavior_logp=pi[drawn], ref_logp=ref[drawn],
+                reward=zeros[..., 0], value=zeros)  # fmt: skip
+    found = _group_metrics(pi[drawn], zeros, own, drawn.numel())
+    for name in ("kl", "kl/k3"):
+        assert found[name].item() == pytest.approx(exact, rel=0.03), name
 
 
 def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> None:

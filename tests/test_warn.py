@@ -24,7 +24,7 @@ SOUND = {
     "frac_reward_zero_std": 0.1,
     "completions/clipped_ratio": 0.05,
     "off_policy/ess": 0.9,
-    "kl": 0.002,
+    "kl/k3": 0.002,
     "sync/logp_gap_max": 0.001,
     "samples_trained": 100.0,
     "buffer/added": 50.0,
@@ -78,7 +78,7 @@ def test_a_short_run_warns_at_its_end(case: str) -> None:
 
 @pytest.mark.parametrize("case", [*CASES, "kl", "gap"])
 def test_a_threshold_can_turn_its_warning_off(case: str) -> None:
-    metrics = {"kl": {"kl": 9.0}, "gap": {"sync/logp_gap_max": 1.0}}.get(case)
+    metrics = {"kl": {"kl/k3": 9.0}, "gap": {"sync/logp_gap_max": 1.0}}.get(case)
     own = warnings(f"warn.{case}={OFF[case]}")
     assert given(own, {}, FIRST) == []
     assert given(own, metrics or CASES[case][0], WINDOW) == own.end() == []
@@ -120,22 +120,23 @@ def test_the_value_of_equal_rewards_is_of_their_groups_only(groups: list[Group])
 
 def test_kl_is_compared_with_that_of_the_first_steps() -> None:
     own = warnings()
-    assert given(own, {"kl": 0.002}, FIRST) == []
-    assert given(own, {"kl": 0.018}, FIRST) == []
-    (text,) = given(own, {"kl": 0.022}, 2 * WINDOW)
+    assert given(own, {"kl/k3": 0.002}, FIRST) == []
+    assert given(own, {"kl/k3": 0.018}, FIRST) == []
+    (text,) = given(own, {"kl/k3": 0.022}, 2 * WINDOW)
+    assert text.startswith("kl/k3 is 0.022 nats per token, ")
     assert "more than warn.kl = 10 times its median over the first 50 steps, 0.002" in text
     assert "lower trainer.learning_rate" in text
 
 
 def test_a_small_kl_does_not_run_away() -> None:
     own = warnings()
-    assert given(own, {"kl": 1e-6}, FIRST) + given(own, {"kl": 1e-3}, FIRST) == []
+    assert given(own, {"kl/k3": 1e-6}, FIRST) + given(own, {"kl/k3": 1e-3}, FIRST) == []
 
 
 def test_one_step_of_old_data_is_no_kl_that_runs_away() -> None:
-    """A few tokens that have become unlikely since they were sampled can give a large k3."""
+    """Tokens that have become unlikely since they were sampled can give a large k3."""
     own = warnings()
-    steps = [{"kl": 5.0 if step % WINDOW == 0 else 0.002} for step in range(3 * FIRST)]
+    steps = [{"kl/k3": 5.0 if step % WINDOW == 0 else 0.002} for step in range(3 * FIRST)]
     assert [text for metrics in steps for text in given(own, metrics, 1)] == own.end() == []
 
 

@@ -33,7 +33,7 @@ class WarnTable(Table):
     )
     kl: PositiveFloat = key(
         10.0,
-        "warn if kl is more than this times its median over the first 50 steps, and above 0.01;"
+        "warn if kl/k3 is more than this times its median over the first 50 steps, and above 0.01;"
         " inf: never",
     )
     gap: PositiveFloat | None = key(

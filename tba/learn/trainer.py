@@ -21,6 +21,9 @@ from tba.objectives._terms import kl_k3, total
 from tba.types import Batch, TokenBatch
 from tba.weights import Weights, pack, trained
 
+MOST_K3 = 10.0
+"""Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
+
 
 @dataclass
 class SingleTrainer:
@@ -196,20 +199,24 @@ def _joined(outputs: Sequence[Output]) -> Output:
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
-    `kl` is the k3 estimate of KL(pi, ref) in nats per token; groups have `tokens` on average, so
+    `kl` is the mean of log(pi / ref) over tokens, the k1 estimate of KL(pi, ref) in nats; `kl/k3`
+    is the mean of k3, where a token counts at most `MOST_K3`. Groups have `tokens` on average, so
     that the mean over groups is that over tokens. `log_ratio` is the mean of log(pi / ref) over
     responses, in nats. `off_policy/ess` is the effective sample size of the importance weights
     w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1.
     """
     length = batch.mask.sum(-1).float()
     moved = total(logp - batch.behavior_logp, batch)
+    from_ref = total(logp - batch.ref_logp, batch)
+    k3 = total(kl_k3(logp, batch).clamp(0, MOST_K3), batch)
     squared_weights = moved.softmax(1).square().sum(1)
     return {
         "reward": batch.reward.mean(1),
         "reward_std": batch.reward.std(1),
         "frac_reward_zero_std": (batch.reward == batch.reward[:, :1]).all(1),
-        "kl": total(kl_k3(logp, batch), batch).clamp(min=0).sum(1) / tokens,
-        "log_ratio": total(logp - batch.ref_logp, batch).mean(1),
+        "kl": from_ref.sum(1) / tokens,
+        "kl/k3": k3.sum(1) / tokens,
+        "log_ratio": from_ref.mean(1),
         "entropy": (entropy.sum(-1) / length).mean(1),
         "completions/mean_length": length.mean(1),
         "off_policy/log_ratio": moved.abs().mean(1),

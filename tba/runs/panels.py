@@ -47,7 +47,10 @@ PANELS = (
         ),
     ),
     Panel("cut-off responses", (Curve("completions/clipped_ratio", "cut off", "{:.1%}"),)),
-    Panel("KL to the reference (nats per token)", (Curve("kl", "kl", "{:.4f}"),)),
+    Panel(
+        "KL to the reference (nats per token)",
+        (Curve("kl", "kl", "{:.4f}"), Curve("kl/k3", "k3", "{:.4f}")),
+    ),
     Panel("entropy (nats per token)", (Curve("entropy", "entropy"),)),
     Panel("gradient norm", (Curve("grad_norm", "gradient norm"),)),
     Panel(

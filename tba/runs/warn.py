@@ -13,7 +13,7 @@ FIRST = 50
 SMALL_KL = 0.01
 """KL in nats per token that is small, whatever it was at first."""
 EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
-    "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl",
+    "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl/k3",
 )  # fmt: skip
 TRAINED, ARRIVED = "samples_trained", "buffer/added"
 LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
@@ -76,7 +76,7 @@ class Warnings:
 
     def _read(self, metrics: Mapping[str, float | None]) -> bool:
         """Keep the metrics of a step; return whether they are of a step, not of an evaluation."""
-        if EQUAL not in metrics:
+        if KL not in metrics:
             return False
         for name, values in self._recent.items():
             values.append(metrics[name] or 0.0)
@@ -137,11 +137,11 @@ class Warnings:
                 f"a sample has been trained on {trained / max(1, arrived):.1f} times on average"
                 f" (more than warn.reuse = {w.reuse:g}): {self._cause_of_reuse()}",
             )
-        usual, kl = self._usual_kl, median(self._recent[KL])  # k3 of old data has a heavy tail
+        usual, kl = self._usual_kl, median(self._recent[KL])
         if usual is not None and kl > max(w.kl * usual, SMALL_KL):
             yield (
                 "kl",
-                f"kl is {kl:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
+                f"kl/k3 is {kl:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
                 f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
