@@ -110,7 +110,7 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
     tokens = TokenBatch(prompt, prompt.bool(), drawn, zeros == 0)
     own = Batch(**tokens.tensors(), behavior_logp=pi[drawn], ref_logp=ref[drawn],
                 reward=zeros[..., 0], value=zeros)  # fmt: skip
-    found = _group_metrics(pi[drawn], zeros, own, drawn.numel())
+    found = _group_metrics(pi[drawn], zeros, own, float(drawn.numel()))
     for name in ("kl", "kl/k3"):
         assert found[name].item() == pytest.approx(exact, rel=0.03), name
 
