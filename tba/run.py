@@ -109,11 +109,11 @@ class Run:
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
 
-    def warn(self, signs: list[Sign]) -> None:
+    def warn(self, signs: list[Sign], at_end: bool = False) -> None:
         """Show warnings, and write them down for a resumed run."""
         for key, text in signs:
             self.console.warn(text)
-            self.journal.warn(self.step, key, text)
+            self.journal.warn(self.step, key, text, at_end)
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -176,7 +176,8 @@ class Run:
                 self.checkpoints.wait()
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
-        self.warn(self.warnings.end())
+        if complete:  # a stopped run goes on, and is judged by more steps
+            self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
         told = self.searchers.stats, finished, log.read_evaluations(self.folder)
         summary = replace(self.tracker.summary(self.step, *told), warnings=self.warnings.texts)

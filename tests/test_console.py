@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,26 @@ def test_the_end_of_a_run_names_what_to_type_next(tmp_path: Path) -> None:
     assert "searchers restarted  2" in text
     assert "warning              half of the groups have equal rewards" in text
     assert f"tba train --resume {tmp_path}" in text and f"tba report {tmp_path}" in text
+
+
+@pytest.mark.parametrize(
+    "steps, shown",
+    [
+        ([], []),
+        ([0], ["at step 0"]),
+        ([5], ["at step 5"]),
+        ([0, 1200], ["at step 0", "at step 1,200"]),
+    ],
+)
+def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(
+    tmp_path: Path, steps: list[int], shown: list[str]
+) -> None:
+    lines: list[str] = []
+    scores = [{**SCORES, "step": float(step)} for step in steps] or [{}]
+    ended = replace(SUMMARY, first=scores[0], last=scores[-1])
+    Console(9, lines.append).end(ended, tmp_path)
+    labels = [line[:22].strip() for line in lines[0].splitlines() if "pass@1" in line]
+    assert labels == shown
 
 
 class Clock:

@@ -421,6 +421,22 @@ def test_the_policy_becomes_its_own_reference(tiny_model: Path, tmp_path: Path) 
     ]  # steps 1 to 8 learn from versions 0 to 7
 
 
+def test_equal_runs_write_equal_bytes(tiny_model: Path, tmp_path: Path) -> None:
+    """Whatever the state of PyTorch's generator, and the order in which Python keeps names."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = ["policy.lora.r=2", f"policy.lora.target_modules={names}", "run.steps=1"]
+    files = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        run(config(tiny_model, tmp_path / str(seed), *lora))
+        files.append(newest_files(tmp_path / str(seed)))
+        for name in ("state.json", "config.json", "manifest.json"):  # seconds, and the folder
+            del files[-1][name]
+    assert files[0] == files[1]
+    settings = json.loads(files[0]["model/adapter_config.json"])
+    assert settings["target_modules"] == sorted(names)
+
+
 def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(config(tiny_model, tmp_path / name, f"run.seed={seed}"))

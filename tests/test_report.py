@@ -16,7 +16,7 @@ from tba.config.schema import Config
 from tba.report import report
 from tba.report.charts import OTHERS, POINTS, columns, panel_charts, sections
 from tba.report.page import measures_of
-from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, Journal
+from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, WARNINGS, Journal
 from tba.runs.panels import PANELS
 
 SCRIPT = "<script>alert('7')</script>"
@@ -314,13 +314,15 @@ def test_the_page_tells_how_each_session_was_started(page):
         assert text in page, text
 
 
-def test_warnings_of_the_summary_are_shown(tmp_path):
+@pytest.mark.parametrize("ended", [False, True])
+def test_warnings_are_shown_of_a_run_that_goes_on_and_of_one_that_has_ended(tmp_path, ended):
     run = write(tmp_path / "run")
-    summarize(run, finished=True, steps=12)
+    if ended:
+        summarize(run, finished=True, steps=12)
     assert "Warnings" not in report([run]).read_text()
-    told = ["62% of the groups had equal rewards; <b>raise</b> sampling.samples"]
-    summary = json.loads((run / SUMMARY).read_text())
-    (run / SUMMARY).write_text(json.dumps({**summary, "warnings": told}))
+    text = "62% of the groups had equal rewards; <b>raise</b> sampling.samples"
+    row = {"step": 10, "key": "equal_rewards", "text": text}
+    (run / WARNINGS).write_text(json.dumps(row) + "\n")
     html = report([run]).read_text()
     assert "<h2>Warnings</h2>" in html
     assert "&lt;b&gt;raise&lt;/b&gt; sampling.samples" in html

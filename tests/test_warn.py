@@ -13,7 +13,7 @@ from test_loop import config
 from tba.cli import _config
 from tba.config.schema import load
 from tba.replay.buffer import ReplayBuffer
-from tba.run import run
+from tba.run import open_run, run
 from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
 from tba.runs.summary import Tracker
 from tba.runs.warn import FIRST, WINDOW, Sign, Warnings
@@ -217,10 +217,10 @@ def test_a_run_whose_rewards_are_all_zero_says_so(
     assert summary(tmp_path / "run")["warnings"] == before
 
 
-def test_a_short_run_that_is_resumed_states_its_warnings_once(
+def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of the start and of its first end, neither of which metrics alone can tell."""
+    """Those of its start are given once; those of its first three steps do not stay."""
     folder = tmp_path / "run"
     settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
     folder.mkdir()  # with what is left of a start that was killed
@@ -233,10 +233,32 @@ def test_a_short_run_that_is_resumed_states_its_warnings_once(
     assert all(first.count(f"warning: {text}") == 1 for text in before)
     run(_config(["run.steps=14", "sampling.max_tokens=4"], folder), folder)
     again = capsys.readouterr().out
-    assert "warning: " not in again
-    assert summary(folder)["warnings"] == before
-    assert all(again.count(text) == 1 for text in before)  # in the summary
-    assert list(read_warnings(folder).values()) == before
+    after = summary(folder)["warnings"]
+    assert "max_tokens = 3" in before[2] and "max_tokens = 4" in after[2]
+    assert before[:1] == after[:1] and f"warning: {before[0]}" not in again
+    assert list(read_warnings(folder).values()) == after
+
+
+@pytest.mark.parametrize("stop", [1, 2, 9])
+def test_a_stopped_run_keeps_no_warning_made_from_few_steps(
+    tiny_model: Path, tmp_path: Path, stop: int
+) -> None:
+    """It ends with the warnings of the run that was not stopped."""
+    settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
+    folder = tmp_path / "stopped"
+    whole = run(config(tiny_model, tmp_path / "whole", *settings, "run.steps=12")).warnings
+    assert len(whole) == 3
+    with open_run(config(tiny_model, folder, *settings, "run.steps=12")) as opened:
+        log = opened.log
+
+        def logged(metrics: dict[str, float], groups: list[Group]) -> None:
+            log(metrics, groups)
+            opened.stop.requested = opened.step == stop
+
+        opened.log = logged  # type: ignore[method-assign]
+        assert len(opened.train().warnings) == 1  # no warm-up
+    assert list(read_warnings(folder)) == ["warmup"]
+    assert run(_config([], folder), folder).warnings == whole
 
 
 def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path: Path) -> None:

@@ -224,7 +224,10 @@ def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
-    settings.save_pretrained(str(folder))
+    ordered = copy(settings)  # PEFT writes sets in an order that differs between processes
+    sets = {name: value for name, value in vars(settings).items() if isinstance(value, set)}
+    vars(ordered).update({name: sorted(value) for name, value in sets.items()})
+    ordered.save_pretrained(str(folder))
     named = {PREFIX + name.replace(f".{TRAINED}.", "."): t for name, t in tensors.items()}
     save_file(named, folder / ADAPTER)
 

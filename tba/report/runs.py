@@ -13,7 +13,7 @@ import pandas as pd
 
 from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
 from tba.report.page import MODES, measures_of, names, number, score, script, write_page
-from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read
+from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
 from tba.studies.results import Row, flat, read_json, read_metrics
 
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
@@ -32,6 +32,7 @@ class Record:
     samples: list[Row]
     totals: Row
     sessions: list[Row]
+    warnings: list[str]
 
     def facts(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return facts by label; `measures` has the score to show of each subset."""
@@ -103,7 +104,8 @@ def read_record(path: Path, name: str, colour: str) -> Record:
     at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
     evaluations["samples_generated"] = np.interp(evaluations["step"], at, generated)
     samples, totals, sessions = read(path / SAMPLES), _totals(path, steps), read(path / SESSIONS)
-    return Record(name, colour, config, steps, evaluations, samples, totals, sessions)
+    warnings = list(read_warnings(path).values())  # the summary has them only at the end
+    return Record(name, colour, config, steps, evaluations, samples, totals, sessions, warnings)
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:

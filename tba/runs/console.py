@@ -123,8 +123,9 @@ class Console:
         }
         if s.quarantined:
             rows["prompts quarantined"] = str(s.quarantined)
-        if s.last:
-            rows["before"], rows["after"] = in_a_line(s.first), in_a_line(s.last)
+        for scores in (s.first, s.last):  # of the same step if there was one evaluation
+            if scores:
+                rows[f"at step {scores['step']:,.0f}"] = in_a_line(scores)
         if not s.finished:
             rows["resume"] = f"tba train --resume {folder}"
         rows["summary"] = str(folder / SUMMARY)

@@ -120,7 +120,8 @@ def rewind(run: Path, step: int, last: int) -> None:
         return max(row["step"], requested) > step or requested == step == last
 
     for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
-        kept = [json.dumps(row) + "\n" for row in read(path) if not comes_again(row)]
+        rows = [row for row in read(path) if not (comes_again(row) or row.get("at_end"))]
+        kept = [json.dumps(row) + "\n" for row in rows]
         write_whole(path, "".join(kept))
 
 
@@ -165,9 +166,10 @@ class Journal:
             }
             self._shown.append(row | flat)
 
-    def warn(self, step: int, key: str, text: str) -> None:
-        """Log a warning; `key` is that of `[warn]`."""
-        self._write(WARNINGS, {"step": step, "key": key, "text": text})
+    def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
+        """Log a warning; `key` is that of `[warn]`. One `at_end` goes if the run is resumed."""
+        row: dict[str, Any] = {"step": step, "key": key, "text": text}
+        self._write(WARNINGS, row | ({"at_end": True} if at_end else {}))
         self._show(lambda sink: sink.warn(step, text))
 
     def close(self) -> None:

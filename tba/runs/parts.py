@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
+import torch
+
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.sampling import OFF
 from tba.config.schema import Config
@@ -81,6 +83,7 @@ class Parts:
     def trainer(self, device: str) -> SingleTrainer:
         """Load the model in fp32, or with an adapter, and return its trainer."""
         c = self.config
+        torch.manual_seed(c.run.seed)  # a checkpoint has this generator's state
         bf16 = computes_in_bf16(c.policy, device)
         model = load_placed(c.policy, device, bf16, seed=c.run.seed)
         if c.trainer.compile:

@@ -26,7 +26,7 @@ class Result:
 
     @property
     def summary(self) -> Summary:
-        """The totals, and the scores before and after; ValueError until the run has ended."""
+        """The totals, and the first and last scores; ValueError until the run has ended."""
         return Summary.read(self.folder)
 
     def metrics(self) -> DataFrame:

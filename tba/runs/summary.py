@@ -36,8 +36,8 @@ class Summary:
     lag_max: float
     searcher_restarts: int
     rejected: dict[str, int]  # samples without a reward, by reason
-    first: dict[str, float]  # scores before training
-    last: dict[str, float]  # scores after training
+    first: dict[str, float]  # scores of the first evaluation, with its `step`
+    last: dict[str, float]  # those of the last one
     warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
     quarantined: int = 0  # prompts that are no longer searched
 
