@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow faults test-vllm study bench bench-long check coverage docs links clean
+.PHONY: demo test quick test-slow faults test-vllm study bench bench-long check coverage wheel configuration docs links clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -17,8 +17,15 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
 
-test: $(VENV)/installed  ## run the tests: 5 to 7 minutes on two idle cores
+test: $(VENV)/installed  ## run the tests: about 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
+
+QUICK := tests/test_objectives.py tests/test_trainer.py tests/test_exactness.py tests/test_replay.py \
+	tests/test_config.py tests/test_warn.py tests/test_imports.py
+
+quick: $(VENV)/installed  ## lint, and the tests to run before a commit: less than a minute on two idle cores
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) $(PYTEST)
 
 test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
 	@$(BIN)/python -m pytest -m "slow or fault" --ignore=tests/faults $(PYTEST)
@@ -74,6 +81,13 @@ check: $(VENV)/installed  ## check format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+wheel: $(VENV)/installed  ## build the wheel into dist/; TAG=v0.3.0 checks that it has this version
+	@rm -rf dist build && $(BIN)/pip wheel -q . --no-deps -w dist
+	@test -z "$(TAG)" || test -f dist/tba-$(TAG:v%=%)-py3-none-any.whl || { echo "$(TAG) is not the version of $$(ls dist)"; exit 1; }
+
+configuration: $(VENV)/installed  ## write docs/configuration.md from the tables of the config
+	@$(BIN)/python scripts/write_configuration.py
 
 $(VENV)/docs-installed: $(VENV)/installed
 	@$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
