@@ -16,6 +16,7 @@ from tba.runs import checkpoint, log
 from tba.runs.base import working_in
 from tba.runs.choice import kept_beside, read_scores, score_of
 from tba.runs.console import Console, open_console
+from tba.runs.files import write_json
 from tba.runs.generations import recover
 from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
@@ -225,7 +226,7 @@ def open_run(
             closing.enter_context(locked(folder))
             log.check_unused(folder)
             (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
-            log.write_json(folder / log.CONFIG, log.stored(parts.config))
+            write_json(folder / log.CONFIG, log.stored(parts.config))
         else:
             folder, before = resume, config_of(resume)
             closing.enter_context(locked(folder))  # first: a second process is refused at once
@@ -259,7 +260,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         check_step(progress.step, c)
         stream.seek(search.cursor)  # the last call that can fail; files are changed after it
         log.rewind(folder, progress.step, c.run.steps)
-        log.write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
+        write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
         console.note(f"resumed from {generation.name}")

@@ -14,6 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tba.runs.files import own_folder, write_whole
 from tba.studies.results import Row
 
 MODES = ("sampled", "greedy")
@@ -40,14 +41,14 @@ def script(*names: str) -> dict[str, str]:
 
 def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
     """Write `index.html` from a template. Text in `values` never becomes markup."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder).mkdir(parents=True, exist_ok=True)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     page = folder / "index.html"
     text = environment.get_template(template).render(values)
-    page.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")  # for half surrogate pairs
+    write_whole(page, text, errors="xmlcharrefreplace")  # for half surrogate pairs
     return page
 
 

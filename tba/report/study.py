@@ -17,6 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFor
 
 from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
 from tba.report.page import write_page
+from tba.runs.files import own_folder
 from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {
@@ -77,9 +78,10 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
 
 def write_pictures(folder: Path, figures: Mapping[str, Figure]) -> dict[str, str]:
     """Write each figure as `NAME.png`, and return the files in base64, for the page."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for name, figure in figures.items():
+        (folder / f"{name}.png").unlink(missing_ok=True)  # it may be a link
         figure.savefig(folder / f"{name}.png", dpi=150)
         pictures[name] = b64encode((folder / f"{name}.png").read_bytes()).decode()
     return pictures

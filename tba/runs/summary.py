@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.log import SUMMARY, write_json
+from tba.runs.files import write_json
+from tba.runs.log import SUMMARY
 from tba.search.result import SearchStats
 from tba.tasks import HasParts, Task
 from tba.types import Group

@@ -11,7 +11,8 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from tba.config.schema import read_json as read_whole
-from tba.runs.log import CONFIG, METRICS, SUMMARY, read, write_json
+from tba.runs.files import write_json
+from tba.runs.log import CONFIG, METRICS, SUMMARY, read
 
 STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")

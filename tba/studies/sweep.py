@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, parse
+from tba.runs.files import own
 from tba.runs.generations import generations, recover
 from tba.runs.lock import locked
 from tba.runs.log import CHECKPOINTS, CONFIG
@@ -199,7 +200,7 @@ def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) 
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     tables, paths = config.nested(), sys.path
     job = {"config": tables, "resume": resume, "cores": list(cores), "paths": paths}
-    with log.open("a", encoding="utf-8") as file:
+    with open(log, "a", encoding="utf-8", opener=own) as file:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tba.studies.sweep"], stdin=subprocess.PIPE, stdout=file,
             stderr=subprocess.STDOUT, encoding="utf-8", env=environment, start_new_session=True,
