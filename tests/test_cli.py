@@ -222,7 +222,6 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
         "beta": 0.3,
         "importance": "none",
         "importance_cap": 2.0,
-        "length_normalised": False,
     }
     assert (config.trainer.batch_size, config.run.steps) == (12, Config().run.steps)
 

@@ -216,8 +216,7 @@ def test_an_objective_follows_its_schedule() -> None:
 
 
 def test_numbers_may_be_integers_and_infinite() -> None:
-    options = {"threshold": 1, "length_normalised": False}
-    threshold = resolve("objectives", "objective", "raft", options).options["threshold"]
+    threshold = resolve("objectives", "objective", "raft", {"threshold": 1}).options["threshold"]
     assert (threshold, type(threshold)) == (1.0, float)
     assert resolve("objectives", "objective", "tb", {"beta": math.inf}).at(0).beta == math.inf
 

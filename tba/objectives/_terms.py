@@ -18,12 +18,6 @@ def total(values: PerToken, batch: Batch) -> PerResponse:
     return (values * batch.mask).sum(-1)
 
 
-def of_response(values: PerToken, batch: Batch, length_normalised: bool) -> PerResponse:
-    """Return the sum over the tokens of each response, or their mean if `length_normalised`."""
-    summed = total(values, batch)
-    return summed / batch.mask.sum(-1) if length_normalised else summed
-
-
 def centred(values: PerResponse) -> PerResponse:
     """Subtract the mean of the group."""
     return values - values.mean(1, keepdim=True)

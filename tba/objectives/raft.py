@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tba.objectives import Loss, PerToken
-from tba.objectives._terms import of_response
+from tba.objectives._terms import total
 from tba.types import Batch
 
 
@@ -20,8 +20,6 @@ class Raft:
 
     threshold: float | Literal["best"] = 0.5
     """Lowest reward of a good response; `best`: the highest of the group, unless all are equal."""
-    length_normalised: bool = False
-    """Use the mean over tokens for log pi(y_j)."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         if isinstance(self.threshold, str):
@@ -30,5 +28,5 @@ class Raft:
         else:
             good = batch.reward >= self.threshold
         accepted = good.float()
-        loss = -(accepted * of_response(logp, batch, self.length_normalised)).mean(1)
+        loss = -(accepted * total(logp, batch)).mean(1)
         return loss, {"raft/accepted": accepted.mean(1)}

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, PerToken
-from tba.objectives._terms import Importance, importance, leave_one_out, of_response, positive
+from tba.objectives._terms import Importance, importance, leave_one_out, positive, total
 from tba.types import Batch
 
 
@@ -25,8 +25,6 @@ class Rloo:
     """Importance weights per token, per response, or none."""
     importance_cap: float = 2.0
     """Upper bound of the importance weights."""
-    length_normalised: bool = False
-    """Use the mean over tokens for log pi(y_j)."""
 
     def __post_init__(self) -> None:
         positive(self, "importance_cap")
@@ -38,6 +36,5 @@ class Rloo:
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(batch, self.beta)
         weight = importance(self.importance, logp, batch, self.importance_cap)
-        likelihood = of_response(weight * logp, batch, self.length_normalised)
-        loss = -(advantage * likelihood).mean(1)
+        loss = -(advantage * total(weight * logp, batch)).mean(1)
         return loss, {"rloo/advantage_std": advantage.std(1)}
