@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import runpy
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -123,18 +121,7 @@ def page() -> str:
         for claim in own:
             sections.append(f"- {claim['says']}\n  ({', '.join(map(_link, claim['tests']))})")
         sections[-1] += "\n"
-    sections.append(f"## Waits\n\n{_waits()}\n")
     return head + MARK + "\n" + "\n".join(sections)
-
-
-def _waits() -> str:
-    """Return every wait in the source, with its limit or the reason why it ends."""
-    sys.path.append(str(ROOT / "tests"))
-    source = runpy.run_path(str(CLAIMS.with_name("waits.py")))
-    every = sorted(source["listed"]().items())
-    rows = [(*call.split(": ", 1), limit) for call, limit in every]
-    lines = [f"| {file.removeprefix('tba/')} | `{call}` | {limit} |" for file, call, limit in rows]
-    return "\n".join(["| file in `tba/` | wait | limit |", "| --- | --- | --- |", *lines])
 
 
 def _link(test: str) -> str:

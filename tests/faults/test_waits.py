@@ -1,8 +1,7 @@
-"""Every wait has a deadline, and what hangs is noticed within it."""
+"""What hangs is noticed within its deadline."""
 
 from __future__ import annotations
 
-import ast
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from test_checkpoint import Slow, save
 from test_isolation import guard_of, judge, misbehaving, reasons
 from test_loop import config
 from toy import Given
-from waits import LIMITED, UNLIMITED, waits, waits_at
 
 from tba.engines import EngineError
 from tba.engines._batch import Batch
@@ -43,48 +41,6 @@ from tba.weights import Sent
 MARGIN = 2.0
 """Most seconds past its deadline after which a hang is noticed."""
 
-
-@cases(12, full=1, quick=1)
-def test_every_wait_has_a_limit_or_a_reason(case: Case) -> None:
-    """Found in the source: joins, results, selects, reads, pauses, and calls to Ray."""
-    every = list(waits())
-    case.tried = case.survived = len(every)
-    assert len(every) > 55
-    assert {call for call, limited in every if not limited} <= UNLIMITED.keys()
-    assert {call for call, limited in every if limited} <= LIMITED.keys()
-
-
-def test_a_wait_without_a_limit_would_be_found() -> None:
-    expected = {
-        "thread.join()": False, "thread.join(3)": True, "', '.join(names)": None,
-        "queue.get()": False, "ray.get(x)": False, "ray.get(x, timeout=3)": True,
-        "table.get(key)": None, "future.result()": False, "select.select(a, b, c)": False,
-        "process.communicate()": False, "wait(futures)": False, "wait(futures, 3)": True,
-        "changed.wait_for(done)": False, "changed.wait_for(done, 3)": True,
-        "asyncio.wait(tasks)": False, "ray.put(x)": False, "queue.put(x)": None,
-        "time.sleep(3)": True, "asyncio.sleep(math.inf)": False, "loop.run_forever()": False,
-        "pipe.read()": False, "pipe.read(1)": False, "os.read(pipe, n)": False,
-        "log.read(path)": None, "socket.sendall(x)": False,
-    }  # fmt: skip
-    for text, limited in expected.items():
-        (statement,) = ast.parse(text).body
-        assert isinstance(statement, ast.Expr)
-        found = list(waits_at(statement.value))
-        assert found == ([] if limited is None else [(text, limited)])
-
-
-def test_an_async_with_has_the_limit_that_began_before_it() -> None:
-    for entered, limited in (
-        ("turn", False),
-        ("turn, asyncio.timeout(3)", False),
-        ("asyncio.timeout(3), turn", True),
-    ):
-        (function,) = ast.parse(f"async def f():\n  async with {entered}: pass").body
-        assert isinstance(function, ast.AsyncFunctionDef)
-        assert list(waits_at(function.body[0])) == [("async with turn", limited)]
-
-
-# Hangs
 
 TIMES: list[float] = []
 
