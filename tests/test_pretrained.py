@@ -11,13 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import constants
 from transformers import MambaConfig, MambaForCausalLM
 
 from tba.config.tables import PolicyTable
 from tba.models import pretrained
-from tba.models.pretrained import load_model, load_text
+from tba.models.pretrained import check_model, load_text
 from tba.types import Prompt
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -150,7 +149,7 @@ def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="use a model with attention"):
-        load_model(PolicyTable(model=str(tmp_path)), torch.float32)
+        check_model(PolicyTable(model=str(tmp_path)))
 
 
 def test_a_chat_that_the_template_refuses_is_told(make_model: Callable[..., Path]) -> None:

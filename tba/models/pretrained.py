@@ -1,7 +1,8 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,14 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from tba.config.tables import PolicyTable
+from tba.models.kinds import check_causal, check_content
 from tba.types import Answer, Completion, Prompt, Trajectory
 
 BUNDLED = Path(__file__).parent
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
+
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
+"""Names of constants that older files have, and of layers that only guess further tokens."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -130,23 +135,34 @@ def model_path(name: str, key: str = "policy.model") -> str:
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
     """Load the tokenizer and the config.json of a model; ValueError, which names the key."""
-    from huggingface_hub import constants
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-    path = model_path(name, key)
+    path, named = model_path(name, key), f"{key} = {name!r}"
     check_weights(key, Path(path))
     options = sources(path, remote_code)
-    try:
+    with _explained(path, named):
+        content, _ = PreTrainedConfig.get_config_dict(path, **options)
+    check_content(content, named)
+    with _explained(path, named):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         return tokenizer, AutoConfig.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+
+
+@contextmanager
+def _explained(path: str, named: str) -> Iterator[None]:
+    """Turn whatever transformers raises for the files of a model into a ValueError."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except Exception as error:  # files may hold anything
+        reason = str(error).strip().replace("\n", " ")[:300]
         if isinstance(error, OSError) and _offline(path) and not Path(path).is_dir():
             reason = (
                 f"no such folder, {constants.ENDPOINT} does not answer, and the model is not in"
                 " the cache; give a folder, or connect to the hub once"
             )
-        raise ValueError(f"{key} = {name!r} cannot be loaded: {reason}") from error
+        raise ValueError(f"{named} cannot be loaded: {reason}") from error
 
 
 def check_weights(key: str, folder: Path) -> None:
@@ -239,38 +255,108 @@ def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
+def check_model(policy: PolicyTable) -> None:
+    """Raise ValueError unless the model can be trained and its files fit; no weight is read."""
+    from transformers import AutoModelForCausalLM
+
+    named = f"policy.model = {policy.model!r}"
+    check_causal(load_config(policy), named)
+    model = check_files(
+        AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code
+    )
+    if model is None:
+        return
+    if model._is_stateful:
+        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
+        raise ValueError(f"{named}: {problem}")
+    if model.base_model is model or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{named}: {type(model).__name__} has no text model and LM head where transformers'"
+            " causal language models have them; use another model"
+        )
+
+
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
     """Load the causal LM in `dtype`, without dropout, which would change the log-probs."""
     from transformers import AutoModelForCausalLM
 
     named = policy.model, "policy.model", policy.trust_remote_code
-    model, _ = load_weighted(AutoModelForCausalLM, dtype, *named)
-    if model._is_stateful:
-        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
-        raise ValueError(f"policy.model = {policy.model!r}: {problem}")
-    return model
+    return load_weighted(AutoModelForCausalLM, dtype, *named)
+
+
+def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> Any:
+    """Return a model on "meta", None if it must be downloaded; ValueError unless its files fit."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = model_path(name, key)
+    if not Path(path).is_dir() and not try_to_load_from_cache(path, "model.safetensors"):
+        return None
+    return load_weighted(auto, torch.float32, name, key, remote_code, "meta")
 
 
 def load_weighted(
-    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False
-) -> tuple[Any, list[str]]:
-    """Load a model by a class of transformers, with the names of weights that its files lack.
+    auto: Any,
+    dtype: Any,
+    name: str,
+    key: str,
+    remote_code: bool = False,
+    device: str | None = None,
+) -> Any:
+    """Load a model by a class of transformers. On "meta", only the headers of its files are read.
 
-    ValueError, which names the key, if they have none, or are damaged.
+    ValueError, which names the key, unless the files have all weights in their shapes, and no
+    others: what is missing would be random.
     """
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import logging
 
-    disable_progress_bar()  # it would be drawn across the console, at every checkpoint again
-    path = model_path(name, key)
+    logging.disable_progress_bar()  # it would be drawn across the console, at every checkpoint
+    path, verbosity = model_path(name, key), logging.get_verbosity()
     options = {"dtype": dtype, "use_safetensors": True, **sources(path, remote_code)}
+    options |= {"device_map": device, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    logging.set_verbosity_error()  # what is missing is told below
     try:
-        model, report = auto.from_pretrained(path, output_loading_info=True, **options)
-    except (OSError, SafetensorError) as error:
-        problem = "no weights in safetensors, the only format that is loaded"
-        if isinstance(error, SafetensorError):
+        model, report = auto.from_pretrained(path, **options)
+    except Exception as error:  # the classes depend on the files, which may hold anything
+        problem = f"cannot be loaded ({type(error).__name__})"
+        if isinstance(error, FileNotFoundError):
+            problem = "a file of its weights is missing"
+        elif isinstance(error, OSError):
+            problem = "no weights in safetensors, the only format that is loaded"
+        elif isinstance(error, SafetensorError):
             problem = "its weights are damaged; download them again"
-        raise ValueError(f"{key} = {name!r}: {problem}: {error}") from error
-    return model.eval(), sorted(report["missing_keys"])
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{key} = {name!r}: {problem}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    _check_report(model, report, f"{key} = {name!r}")
+    return model.eval()
+
+
+def _check_report(model: Any, report: Mapping[str, Any], named: str) -> None:
+    """Raise ValueError for weights that a model's files lack, have in other shapes, or in excess.
+
+    An encoder is used without its pooler, and without the heads that its files may have.
+    """
+    bare = model.base_model is model
+    missing = [n for n in sorted(report["missing_keys"]) if not (bare and n.startswith("pooler."))]
+    excess = [n for n in sorted(report["unexpected_keys"]) if not (bare or HARMLESS.search(n))]
+    shapes = [f"{n} {list(a)} for {list(b)}" for n, a, b in sorted(report["mismatched_keys"])]
+    lists = {"missing": missing, "unexpected": excess, "of another shape": shapes}
+    told = [
+        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+        for what, names in lists.items()
+        if names
+    ]
+    if not told:
+        return
+    kind, advice = type(model).__name__, "give a model that was saved whole, with its own config"
+    if missing and (wrapped := [n for n in excess if n.endswith(f".{missing[0]}")]):
+        prefix = wrapped[0].removesuffix(missing[0])
+        advice = f"save the model without the wrapper that adds {prefix!r} to its names"
+    raise ValueError(
+        f"{named}: the weights in its files are not those of a {kind} with this config.json"
+        f" ({'; '.join(told)}); {advice}"
+    )
 
 
 def load_empty_model(policy: PolicyTable) -> Any:

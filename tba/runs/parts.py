@@ -21,7 +21,7 @@ from tba.learn.warm_up import warm_up
 from tba.models.acceleration import check_compiler, compile_layers
 from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_placed
-from tba.models.pretrained import EAGER_TOKENS, Text, computes_in_bf16, load_text
+from tba.models.pretrained import EAGER_TOKENS, Text, check_model, computes_in_bf16, load_text
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets
@@ -144,6 +144,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
     text, notes, config = _with_text(config)
+    check_model(config.policy)
     task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)

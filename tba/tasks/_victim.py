@@ -47,6 +47,7 @@ class Victim:
 
     def check(self) -> None:
         _ = self.text
+        self._model.check()
 
     def load(self, device: str) -> None:
         self._model.load(device)

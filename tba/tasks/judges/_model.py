@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import computes_in_bf16, context, load_files, load_weighted, model_path
+from tba.models.pretrained import (
+    check_files,
+    computes_in_bf16,
+    context,
+    load_files,
+    load_weighted,
+    model_path,
+)
 from tba.tasks.judges import Judge, Text, conversation, fill
 
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -71,6 +78,11 @@ class JudgeModel:
         """The tokenizer and config.json; ValueError if there is no such model."""
         return load_files(self.name, self.key)
 
+    def check(self) -> None:
+        """Raise ValueError if there is no such model, or its files lack weights."""
+        _ = self._files
+        check_files(self.auto, self.name, self.key)
+
     def load(self, device: str) -> None:
         """Load the weights to a device, unless another judge of this process has done so."""
         bf16 = self.dtype == "bf16"
@@ -80,18 +92,8 @@ class JudgeModel:
         key = (model_path(self.name, self.key), self.auto, dtype, device)
         self._model = LOADED.get(key)
         if self._model is None:
-            self._model = LOADED[key] = self._load(dtype).to(device)
-
-    def _load(self, dtype: torch.dtype) -> Any:
-        """Load the model; ValueError if it lacks weights, which would then be random."""
-        model, lacks = load_weighted(self.auto, dtype, self.name, self.key)
-        # an encoder is used without its pooler
-        if missing := [name for name in lacks if not name.startswith("pooler.")]:
-            raise ValueError(
-                f"{self.key} = {self.name!r} has no weights for {', '.join(missing[:3])}: it is"
-                " not a model of this kind; give another one"
-            )
-        return model
+            model = load_weighted(self.auto, dtype, self.name, self.key)
+            self._model = LOADED[key] = model.to(device)
 
     def encode(
         self,

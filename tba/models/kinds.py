@@ -1,0 +1,85 @@
+"""Kinds of models that cannot be trained, told by config.json before any weight is loaded."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+
+from tba.config.messages import size
+
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+LAYER_OBJECTS = 2**15
+"""Bytes of the Python objects of a layer, at least."""
+RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
+"""Types of layers that keep a state in place of keys and values."""
+
+
+def check_content(config: Mapping[str, Any], named: str) -> None:
+    """Raise ValueError for quantised weights, or for more than this machine's memory can hold.
+
+    It reads the plain content of config.json: transformers' classes list each layer.
+    """
+    tables = list(_tables(config))
+    for table in tables:
+        quantised = table.get("quantization_config") or table.get("compression_config")
+        if quantised:
+            method = dict(quantised).get("quant_method", "bitsandbytes")
+            raise ValueError(
+                f"{named} is quantised ({method}), and such weights can be neither trained nor"
+                " compared; give the model in bf16 or fp32"
+            )
+    needed, memory = max(map(_least_bytes, tables)), psutil.virtual_memory().total
+    if needed > memory:
+        raise ValueError(
+            f"{named}: by its config.json it needs at least {size(needed)} of memory in fp32, but"
+            f" this machine has {size(memory)}; give a smaller model"
+        )
+
+
+def check_causal(config: Any, named: str) -> None:
+    """Raise ValueError unless a config is that of a causal LM with attention, and of nothing else.
+
+    Models with code of their own are not known here.
+    """
+    from transformers.models.auto import modeling_auto as known
+
+    kind, plain = type(config), config.to_dict()
+    if "AutoModelForCausalLM" in plain.get("auto_map", {}):
+        return
+    problem = ""
+    if config.is_encoder_decoder:
+        problem = "an encoder with a decoder"
+    elif {"text_config", "text_encoder"} & config.sub_configs.keys():
+        problem = "a text model inside a larger one, for images or sound"
+    elif kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING:
+        problem = "no causal language model"
+    elif kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder"):
+        problem = "an encoder, whose tokens see those after them"
+    elif RECURRENT & set(plain.get("layer_types") or ()):
+        problem = "a model whose layers keep a recurrent state"
+    if problem:
+        raise ValueError(
+            f"{named} is {problem}, by its config.json (model_type {config.model_type!r}); give a"
+            " causal language model with attention"
+        )
+
+
+def _tables(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a table and those within it."""
+    if isinstance(config, Mapping):
+        yield config
+        for inner in config.values():
+            yield from _tables(inner)
+
+
+def _least_bytes(table: Mapping[str, Any]) -> int:
+    """Return what a model takes in fp32 at least: two square matrices a layer, and embeddings."""
+    layers, width = (max([_count(table, n) for n in names]) for names in (LAYERS, WIDTHS))
+    weights = width * (2 * width * layers + _count(table, "vocab_size"))
+    return 4 * weights + LAYER_OBJECTS * layers
+
+
+def _count(table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name)
+    return int(min(value, 2**63)) if isinstance(value, int | float) and value > 0 else 0

@@ -1,0 +1,158 @@
+"""Models that cannot be trained, or whose files lack weights: one sentence before the start."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import check_files, check_model, load_model, load_text
+
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+LAYER = "model.layers.0.mlp.up_proj.weight"
+
+
+def variant(model: Path, folder: Path, change: Change | None = None, **config: Any) -> str:
+    """Return a copy of a model with other weights in its file, or another config.json."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    if change is not None:
+        tensors = change(load_file(folder / "model.safetensors"))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    written = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(written))
+    return str(folder)
+
+
+def refusal(model: str) -> str:
+    """Return why the checks before a run refuse a model; loading it must be refused as well."""
+    policy = PolicyTable(model=model)
+    with pytest.raises(ValueError, match=r"policy\.model = ") as checked:
+        load_text(policy)
+        check_model(policy)
+    assert "\n" not in str(checked.value)
+    return str(checked.value)
+
+
+def prefixed(prefix: str) -> Change:
+    return lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def untied(make_model: Callable[..., Path]) -> Path:
+    return make_model(tied=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, r"missing: lm_head\.wei"),
+        (lambda t: {n: x for n, x in t.items() if n != LAYER}, rf"missing: {LAYER}\)"),
+        (lambda t: {n: x for n, x in t.items() if "layers" not in n}, r"missing: .* and \d more"),
+        (prefixed("base_model.model."), "wrapper that adds 'base_model.model.' to its names"),
+        (prefixed("_orig_mod."), "wrapper that adds '_orig_mod.' to its names"),
+        (prefixed("module."), "wrapper that adds 'module.' to its names"),
+        (lambda t: {**t, "v_head.weight": torch.zeros(1, 32)}, r"\(unexpected: v_head\.weight\)"),
+        (
+            lambda t: {**t, LAYER: torch.zeros(48, 16)},
+            r"another shape: .*up_proj.weight \[48, 16\]",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_named(
+    untied: Path, tmp_path: Path, change: Change, told: str
+) -> None:
+    broken = variant(untied, tmp_path, change)
+    with pytest.raises(ValueError, match=told) as loaded:
+        load_model(PolicyTable(model=broken), torch.float32)
+    assert refusal(broken) == str(loaded.value)
+
+
+def test_constants_and_tied_heads_in_files_do_no_harm(tiny_model: Path, tmp_path: Path) -> None:
+    def older(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        head = tensors["model.embed_tokens.weight"].clone()
+        frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+        further = {"mtp.layers.0.weight": torch.zeros(2), "h.0.attn.masked_bias": torch.zeros(1)}
+        return {**tensors, **frequencies, **further, "lm_head.weight": head}
+
+    model = variant(tiny_model, tmp_path, older)
+    check_model(PolicyTable(model=model))
+    expected = load_model(PolicyTable(model=str(tiny_model)), torch.float32).state_dict()
+    for name, tensor in load_model(PolicyTable(model=model), torch.float32).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_a_shard_that_is_missing_or_not_listed_is_told(untied: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(untied)
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    AutoTokenizer.from_pretrained(untied).save_pretrained(tmp_path)
+    check_model(PolicyTable(model=str(tmp_path)))
+    next(tmp_path.glob("model-00002-of-*")).unlink()
+    assert "a file of its weights is missing" in refusal(str(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    files = {n: f for n, f in listed["weight_map"].items() if "-00002-" not in f}
+    index.write_text(json.dumps({**listed, "weight_map": files}))
+    assert "missing: " in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"hidden_size": 64}, "of another shape: "),
+        ({"num_hidden_layers": 2}, "missing: model.layers.1"),
+        ({"hidden_size": "wide"}, "cannot be loaded"),
+        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"model_type": "brandnew"}, "cannot be loaded"),
+        ({"num_hidden_layers": 10**9}, "memory in fp32, but this machine has"),
+        ({"num_hidden_layers": 1e30}, "memory in fp32, but this machine has"),
+        ({"num_hidden_layers": 64, "hidden_size": 10**6}, "memory in fp32, but this machine has"),
+        ({"vocab_size": 10**13}, "memory in fp32, but this machine has"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"load_in_4bit": True}}, r"quantised \(bitsandbytes\)"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, r"quantised \(awq\)"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    tiny_model: Path, tmp_path: Path, config: dict[str, Any], told: str
+) -> None:
+    assert re.search(told, refusal(variant(tiny_model, tmp_path, **config)))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("t5", "an encoder with a decoder"),
+        ("bart", "an encoder with a decoder"),
+        ("bert", "an encoder, whose tokens see those after them"),
+        ("xlm-roberta", "an encoder, whose tokens see those after them"),
+        ("gemma3", "a text model inside a larger one"),
+        ("llava", "a text model inside a larger one"),
+        ("qwen3_next", "recurrent state"),
+        ("minimax", "recurrent state"),
+        ("vit", "no causal language model"),
+    ],
+)
+def test_another_kind_of_model_is_told_from_its_config(
+    tiny_model: Path, tmp_path: Path, name: str, told: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    assert told in refusal(str(tmp_path))
+
+
+def test_a_classifier_without_its_head_is_refused(tiny_model: Path) -> None:
+    auto = transformers.AutoModelForSequenceClassification
+    with pytest.raises(ValueError, match=r"model = .*missing: score\.weight"):
+        check_files(auto, str(tiny_model), "model")
