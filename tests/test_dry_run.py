@@ -16,6 +16,7 @@ from tba.config.tables import inner_table
 from tba.runs import dry_run as module
 from tba.runs.dry_run import DUMMY, dry_run
 from tba.runs.log import CHECKPOINTS, METRICS
+from tba.tasks.judges._model import JudgeModel
 
 REWARDS = """
 import asyncio, os, time
@@ -103,7 +104,8 @@ def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Pat
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "<eos>{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
     plain = config("length", policy={"model": str(folder)})
     _, told = dry_run(plain)
     assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
@@ -198,11 +200,14 @@ def test_a_reward_that_fails_for_the_dummy_is_a_warning(
 
 
 def test_judges_are_not_loaded(
-    config: Make, make_classifier: Callable[..., Path], tiny_model: Path
+    config: Make,
+    make_classifier: Callable[..., Path],
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their config and tokenizer are read; functions beside them are called."""
+    """Their config, tokenizer and names of weights are read; functions beside them are called."""
     judge = make_classifier(tiny_model)
-    (judge / "model.safetensors").unlink()
+    monkeypatch.setattr(JudgeModel, "load", None)
     table = {"use": "classifier", "model": str(judge)}
     assert dry_run(config(table))[1][2] == (
         "reward: not called, because that needs a model or a server"
@@ -211,6 +216,9 @@ def test_judges_are_not_loaded(
     custom = resolve("tasks", "task", "custom", both.task.options).build()
     assert custom.without_models == both.task.options["reward"][:1]
     assert dry_run(both)[1][2] == f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
+    (judge / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"task\.reward\.0: .*no weights in safetensors"):
+        dry_run(config(table))
     (judge / "config.json").unlink()
     with pytest.raises(ValueError, match=r"task\.reward\.0: .*has no config\.json"):
         dry_run(config(table))

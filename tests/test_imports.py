@@ -97,7 +97,7 @@ def test_import_tba_is_light() -> None:
 def test_files_functions_and_lines_are_short(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
-    assert len(lines) <= 300
+    assert len(lines) <= 450
     assert [n for n, line in enumerate(lines, 1) if len(line) > 100] == []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -144,7 +144,6 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
     text, notes, config = _with_text(config)
-    check_model(config.policy)
     task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)
@@ -216,6 +215,7 @@ def _without_held_out(
 def _with_text(config: Config) -> tuple[Text, list[str], Config]:
     """Load the tokenizer, which decides what `chat = "auto"` means, with notes on that."""
     text = load_text(config.policy).within(config.engine.context)
+    check_model(config.policy)
     has_template = text.tokenizer.chat_template is not None
     return text, chat_notes(config, has_template), with_chat(config, has_template)
 
