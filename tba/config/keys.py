@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from tba.config.secrets import check_secrets
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -39,7 +41,13 @@ Texts = Annotated[tuple[Word, ...], BeforeValidator(_single), Field(strict=False
 class Table(BaseModel):
     """A frozen table without unknown keys. Values are not converted, except integers to floats."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        hide_input_in_errors=True,  # it may be a secret
+    )
 
 
 def inner_table(field: FieldInfo) -> type[Table] | None:
@@ -60,6 +68,12 @@ class Use(Table):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     use: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_secrets(cls, plain: Any) -> Any:
+        check_secrets("", plain)
+        return plain
 
     @property
     def options(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from tba.config.secrets import masked
+
 EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -89,7 +91,7 @@ def about(place: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{place}: {masked(str(error))}") from error
 
 
 def check_depth(what: str, value: object, levels: int = DEEPEST) -> None:

@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from tba.config.messages import choices, explain, no_null
+from tba.config.messages import about, choices, explain, no_null
 from tba.config.mistakes import elsewhere
 from tba.config.schema import PLUGGED, Config
+from tba.config.secrets import is_secret, read_secrets
 from tba.config.tables import Positive, Use
 
 GIVEN = {"given": True}
@@ -59,12 +60,12 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with every schedule replaced by its value there."""
-        given = self.options.items()
+        given = read_secrets(self.options).items()
         return self.cls(**{n: v.at(step) if isinstance(v, Schedule) else v for n, v in given})
 
     def build(self, *positional: Any) -> Any:
         """Return an instance. The fields that the run fills in are positional."""
-        return self.cls(*positional, **self.options)
+        return self.cls(*positional, **read_secrets(self.options))
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
         default, make = field.default, field.default_factory
         if make is not dataclasses.MISSING:
             default = make()
+        if is_secret(field.name) and isinstance(default, str):
+            default = None  # the config that a run writes has all defaults
         if field.init and field.metadata != GIVEN:
             options[field.name] = Option(hints[field.name], default)
     return options
@@ -222,6 +225,8 @@ def resolve_all(config: Config) -> Plugins:
     plugins = {}
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)
+        with about(table):
+            read_secrets(given.options)  # ValueError here, and not where the plug-in is built
         plugins[table] = resolve(kind, table, given.use, given.options, table == "objective")
     return Plugins(**plugins)
 

@@ -6,6 +6,7 @@ torch, so that a mistake is reported at once.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from tba.config import tables
 from tba.config.keys import PLUGGED as PLUGGED
 from tba.config.messages import check_depth
 from tba.config.mistakes import explain_mistake, without_table
+from tba.config.secrets import check_secrets
 from tba.config.tables import Table, Use
 from tba.config.watch import LogTable, WarnTable
 
@@ -208,6 +210,7 @@ def parse(plain: Mapping[str, Any]) -> Config:
 def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
     """Validate plain tables as a `model`, whose fields are tables."""
     check_depth("the config", plain)
+    check_secrets("", plain)
     try:
         return model.model_validate(plain)
     except ValidationError as error:
@@ -223,6 +226,7 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     values = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
+        check_secrets(key, _value(text))  # first: no error quotes one
         if not equals or ("." not in key and key not in PLUGGED):
             hint = (
                 "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
@@ -260,4 +264,8 @@ def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except (tomllib.TOMLDecodeError, RecursionError):
+        if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
+            raise ValueError(
+                "a table is written {use='f.py:make',x=1}; check its quotes and braces"
+            ) from None
         return text

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tba.config.secrets import masked
 from tba.prompt import Answer
 from tba.tasks import Itemized, LeftOut, WrongLength, listed
 
@@ -75,7 +76,7 @@ def rejection(error: BaseException) -> Rejected:
     """Return the reason why a call that raised this has no scores, with the traceback."""
     if isinstance(error, WrongLength):
         return Rejected("wrong_length", str(error))
-    text = "".join(traceback.format_exception(error))
+    text = masked("".join(traceback.format_exception(error)))
     # torch raises RuntimeError and the system OSError, both with these words
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:

@@ -15,6 +15,7 @@ import cloudpickle
 from tba.config.messages import about
 from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
+from tba.config.secrets import read_secrets
 from tba.config.tables import Use
 from tba.tasks import Prepares, Task
 from tba.tasks._data import Rows, checked
@@ -124,7 +125,8 @@ def build_task(plugin: Plugin, memory: InMemory | None, device: str | None = Non
         task = plugin.build()
     else:
         named = {key: None for key in KEYS if key not in passed}
-        task = plugin.cls(memory=replace(memory, **named), **plugin.options)
+        options = read_secrets(plugin.options)
+        task = plugin.cls(memory=replace(memory, **named), **options)
     if device is not None and isinstance(task, Prepares):
         task.load(device)
     return task

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +12,7 @@ from typing import Any
 
 from tba.config.messages import about
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
+from tba.config.secrets import read_secrets
 from tba.config.tables import Use
 
 RewardFunction = Callable[..., Any]
@@ -36,11 +37,13 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
                 f"{key}.use = {named.use!r} is itself a reward function; write its name without"
                 f" options: {key} = {named.use!r}"
             )
-        make = partial(factory, **check_options(factory, key, named.use, named.options))
+        options = check_options(factory, key, named.use, named.options)
+        with about(key):
+            function = factory(**read_secrets(options))
     else:
-        make = partial(resolve(JUDGES, key, named.use, named.options).build)
-    with about(key):
-        function = make()
+        judge = resolve(JUDGES, key, named.use, named.options)
+        with about(key):
+            function = judge.build()
     if not callable(function):
         raise ValueError(
             f"{key}.use = {named.use!r} returns {function!r}; it must return a reward function"
