@@ -271,8 +271,12 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "no dicts": ([], {"data": ["1+1="], "reward": length}, "data=: every row must be a dict"),
     "no JSON": (
         [],
-        {"data": [{"prompt": "1", "when": pandas.Timestamp(0)}], "reward": length},
-        "not JSON serializable; keep only columns of text, numbers, lists and tables",
+        {
+            "data": [{"prompt": "1", "when": pandas.Timestamp(0)}],
+            "reward": lambda completions, when: [0.0],
+        },
+        "data=: column 'when', row 0: Timestamp is not text, a number, a list, or a table with"
+        " names; convert it to text",
     ),
     "a file": (
         [],

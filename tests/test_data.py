@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from datetime import datetime
+import re
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
+import pandas
 import pyarrow
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tba.tasks._data import rows
+from tba.tasks._memory import InMemory, to_rows
+from tba.tasks.custom import Custom
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "2+2=", "level": 1, "tags": ["short", "a\u2028b"]},
@@ -44,12 +54,83 @@ def test_a_file_is_one_split(tmp_path: Path, suffix: str) -> None:
     )
 
 
-def test_a_csv_file(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,level\n2+2=,1\n3+9=,2\n")
-    assert rows("task.data", str(tmp_path / "a.csv"), "train") == [
-        {"prompt": "2+2=", "level": 1},
-        {"prompt": "3+9=", "level": 2},
-    ]
+def write_text(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+VALUES = [
+    "", "007", "0.50", "1e5", "1_000", "true", "NA", "null", "NaN", "1945-05-08", "12:30",
+    "9" * 30, " spaced ", 'a "quoted" word', "a,b;c\td", "two\nlines", "two\r\nlines", "é\u2028",
+    "x" * 200_000,
+]  # fmt: skip
+"""Texts that readers of CSV are known to change."""
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    table=st.lists(
+        st.lists(st.sampled_from(VALUES), min_size=3, max_size=3), min_size=1, max_size=6
+    ),
+    separator=st.sampled_from([",", ";", "\t"]),
+    ending=st.sampled_from(["\n", "\r\n"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+)
+def test_csv_is_read_as_it_was_written(
+    tmp_path: Path, table: list[list[str]], separator: str, ending: str, encoding: str
+) -> None:
+    """Whatever separates the values, ends the lines, or stands at the beginning of the file."""
+    header = ["prompt", "answer", "note"]
+    with (tmp_path / "a.csv").open("w", newline="", encoding=encoding) as file:
+        writer = csv.writer(file, delimiter=separator, lineterminator=ending)
+        writer.writerows([header, *table])
+    wanted = [dict(zip(header, row, strict=True)) for row in table]
+    assert rows("task.data", str(tmp_path / "a.csv"), "train") == wanted
+
+
+def test_csv_of_many_lines_and_one_column(tmp_path: Path) -> None:
+    prompts = [f"Problem {i}\n{'word ' * 20}\nWhat is {i}?" for i in range(10_000)]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt"], *([p] for p in prompts)])
+    assert [r["prompt"] for r in rows("task.data", str(tmp_path / "a.csv"), "train")] == prompts
+
+
+def test_csv_with_an_index_and_empty_lines(tmp_path: Path) -> None:
+    """pandas writes an index without a name; nobody can ask for it."""
+    source = write_text(tmp_path / "a.csv", "\n,prompt\n0,a\n\n1,b\n\n")
+    assert rows("task.data", source, "train") == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+CSV = {
+    "too few": ("prompt,answer\na,b\nc\n", "row 1, up to line 3: 1 values for 2 columns"),
+    "too many": ("prompt,answer\na,b,c\n", "row 0, up to line 2: 3 values for 2 columns"),
+    "equal": ("prompt,answer,answer\na,b,c\n", "2 columns are called 'answer'; rename"),
+    "open": ('prompt,answer\na,b\n"c,d\ne,f\n', "row 1, up to line 4: unexpected end of data"),
+    "after": ('prompt,answer\n"a"b,c\n', "row 0, up to line 2: ',' expected after '\"'"),
+    "latin-1": ("prompt\na\né\n".encode("latin-1"), "line 3 is not UTF-8"),
+    "empty": ("\n\n", "has no rows"),
+    "header": ("prompt,answer\n", "has no rows"),
+}
+
+
+@pytest.mark.parametrize("case", CSV)
+def test_csv_that_is_not_sound_is_refused(tmp_path: Path, case: str) -> None:
+    content, told = CSV[case]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        rows("task.data", write_text(tmp_path / "a.csv", content), "train")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_byte_order_mark_is_no_part_of_the_data(
+    tmp_path: Path, suffix: str, encoding: str
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    write(path, ROWS)
+    path.write_bytes(path.read_text().encode(encoding))
+    assert rows("task.data", str(path), "train") == ROWS
 
 
 def test_a_folder_holds_a_file_for_each_split(tmp_path: Path) -> None:
@@ -103,7 +184,7 @@ WRONG = {
         "cannot be read: line 2: Expecting value",
     ),
     "not rows": ("a.jsonl", '"prompt"\n', "every row must be a table"),
-    "not UTF-8": ("a.jsonl", b"\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
+    "not UTF-8": ("a.jsonl", b"\xfc", "line 1 is not UTF-8 (invalid start byte)"),
     "broken Parquet": (
         "a.parquet",
         "prompt",
@@ -134,17 +215,85 @@ def test_parquet_without_rows(tmp_path: Path) -> None:
         rows("task.data", str(tmp_path / "a.parquet"), "train", required=("prompt",))
 
 
-def test_a_column_that_is_not_json_is_told(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.parquet", [{"prompt": "1", "when": datetime(2025, 3, 25)}])
-    with pytest.raises(
-        ValueError,
-        match="datetime is not JSON serializable;"
-        " keep only columns of text, numbers, lists and tables",
+def arrow(values: list[Any], kind: pyarrow.DataType) -> pyarrow.Table:
+    return pyarrow.table({"prompt": ["a", "b"], "odd": pyarrow.array(values, kind)})
+
+
+ODD: dict[str, tuple[pyarrow.Table, str]] = {
+    "timestamp": (arrow([None, datetime(2025, 3, 25)], pyarrow.timestamp("us")), "datetime"),
+    "year 10000": (arrow([1, 2**61], pyarrow.timestamp("us")), "ValueError|OverflowError|range"),
+    "date": (arrow([None, date(2025, 3, 25)], pyarrow.date32()), "date"),
+    "bytes": (arrow([None, b"x"], pyarrow.binary()), "bytes"),
+    "decimal": (arrow([None, Decimal("0.50")], pyarrow.decimal128(5, 2)), "Decimal"),
+    "duration": (arrow([1, 2], pyarrow.duration("ns")), "timedelta|Timedelta"),
+    "nested": (arrow([[{"x": b"y"}], []], pyarrow.list_(pyarrow.struct({"x": pyarrow.binary()}))),
+               "bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_column_that_nobody_uses_does_not_spoil_the_data(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is used is named, with its first row that cannot be passed on."""
+    table, told = ODD[kind]
+    parquet.write_table(table, tmp_path / "a.parquet")
+    source = str(tmp_path / "a.parquet")
+    reward = write_text(tmp_path / "f.py", "def f(completions, **columns): ...")
+    task = Custom(data=source, reward=f"{reward}:f", held_out_size=1)
+    assert [(p.text, p.columns) for p in (*task.prompts(), *task.held_out())] == [
+        ("a", {}),
+        ("b", {}),
+    ]
+    (message,) = caplog.messages
+    assert re.search(rf"the column 'odd' is left out: row [01]: .*({told})", message)
+    reward = write_text(tmp_path / "g.py", "def g(completions, odd=None): ...")
+    for used in (
+        Custom(data=source, reward=f"{reward}:g"),
+        Custom(data=source, reward=f"{reward}:g", prompt="{odd}"),
+        Custom(data=source, reward=f"{reward}:g", prompt_column="odd"),
+        Custom(data=source, reward=f"{reward}:g", answer_column="odd"),
     ):
-        rows("task.data", source, "train")
-    (tmp_path / "late.csv").write_text("prompt,when\n1,\n2,2024-01-02\n")
-    with pytest.raises(ValueError, match="date is not JSON serializable"):
-        rows("task.data", str(tmp_path / "late.csv"), "train")
+        with pytest.raises(ValueError, match=rf"column '\w+', row [01]: .*({told}).*; convert it"):
+            used.prompts()
+    with pytest.raises(ValueError, match="column 'odd', row"):
+        rows("task.data", source, "train", required=("odd",))
+
+
+MEMORY: dict[str, list[Any]] = {
+    "NaN": [float("nan"), 1.0], "image": [b"png", object()], "set": [{1}, 2], "keys": [{1: 2}, {}],
+    "numpy": [np.array([1, 2]), np.float32(0.5)], "dates": [np.datetime64("2025-03-25", "ns"), 1],
+    "half a character": ["\ud800", "x"], "digits": [10**5000, 1], "type": [str, int],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_rows_in_memory_may_hold_anything_in_columns_that_nobody_uses(kind: str) -> None:
+    table = [{"prompt": p, "odd": v} for p, v in zip("ab", MEMORY[kind], strict=True)]
+    frame = pandas.DataFrame(table, dtype=object)
+    for checked in (to_rows("data", table), to_rows("data", frame)):
+        values = [row["odd"] for row in checked]
+        if kind == "numpy":
+            assert values == [[1, 2], 0.5]
+        elif kind == "NaN":  # pandas has no other word for "no value"
+            assert values[1] == 1.0 and (values[0] is None or values[0] != values[0])
+        else:
+            assert all(isinstance(v, ValueError) and str(v).startswith("row ") for v in values)
+        assert InMemory(data=checked).options()["data"].startswith("<in memory: 2 rows, sha256:")
+
+
+def test_images_of_a_data_set_are_not_even_decoded() -> None:
+    table = {"prompt": ["a"], "image": [{"bytes": b"no image", "path": None}]}
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    (row,) = to_rows("data", datasets.Dataset.from_dict(table, features=features))
+    assert row["prompt"] == "a" and "bytes" in str(row["image"])
+
+
+def test_equal_names_of_columns_are_refused() -> None:
+    frame = pandas.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"])
+    for data in (frame, [{"prompt": "a", 1: 2, "1": 3}]):
+        with pytest.raises(ValueError, match=r"data=: 2 columns are called '.'; rename"):
+            to_rows("data", data)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tba.config.schema import Config
 from tba.config.secrets import read_secrets
 from tba.config.tables import Use
 from tba.tasks import Prepares, Task
-from tba.tasks._data import Rows, checked
+from tba.tasks._data import Rows, by_column, check_names, checked
 
 MARK = "<in memory: "
 """Start of the text that stands in a config for an object passed from Python."""
@@ -44,7 +44,8 @@ class InMemory:
         texts: dict[str, Any] = {}
         for key, table in (("data", self.data), ("held_out_data", self.held_out_data)):
             if table is not None:
-                digest = sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+                plain = json.dumps(table, sort_keys=True, default=str)  # errors are text
+                digest = sha256(plain.encode()).hexdigest()
                 texts[key] = f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
         if self.reward is not None:
             names = [f"{MARK}{name_of(function)}>" for function in self.reward]
@@ -189,9 +190,11 @@ def to_rows(argument: str, data: Any) -> Rows:
     from pandas import DataFrame
 
     if isinstance(data, DataFrame):
+        with about(f"{argument}="):
+            check_names(list(map(str, data.columns)))
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     elif isinstance(data, Dataset):
-        data = data.to_list()
+        data = by_column(data, lambda name: data.select_columns([name]).to_list())
     if not isinstance(data, list | tuple):
         raise ValueError(
             f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"

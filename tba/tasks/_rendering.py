@@ -28,18 +28,19 @@ def columns_of(template: str) -> list[str]:
 def fill(template: str, row: Mapping[str, Any]) -> str:
     """Return the template with a row's values; ValueError if one is neither text nor a number."""
 
-    def value(match: re.Match[str]) -> str:
+    def filled(match: re.Match[str]) -> str:
         literal, column = match.groups()
         if literal is not None:
             return f"{{{literal}}}"
-        if not isinstance(row.get(column), str | int | float):
+        value = row.get(column)
+        if not isinstance(value, str | int | float) or value != value:  # NaN
             raise ValueError(
-                f"column {column!r} is {row.get(column)!r}, neither text nor a number; the row"
+                f"column {column!r} is {value!r}, neither text nor a number; the row"
                 f" has {', '.join(row)}. Remove it, or write {{{{{column}}}}} if you mean no column"
             )
-        return str(row[column])
+        return str(value)
 
-    return PLACEHOLDER.sub(value, template)
+    return PLACEHOLDER.sub(filled, template)
 
 
 @dataclass(frozen=True, kw_only=True)

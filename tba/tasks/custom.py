@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
+from itertools import chain
 from typing import Any, SupportsFloat
 
 from tba.config.keys import Count, Positive, PositiveFloat, Use
@@ -13,7 +14,7 @@ from tba.config.plugins import GIVEN
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
-from tba.tasks._data import Rows, require, rows
+from tba.tasks._data import Rows, require, rows, without_errors
 from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
 from tba.tasks._rewards import ADVICE, RewardFunction, accepted, member, reward_function
@@ -198,7 +199,8 @@ class Custom(PassesOn, Rendering):
         table = rows(key, source, split, self.subset) if given is None else given
         table = self.renamed(origin, table)
         require(origin, table, columns_of(self.prompt))
-        return table
+        parameters = chain(*(inspect.signature(f).parameters for f in self.functions))
+        return without_errors(origin, table, {*columns_of(self.prompt), *parameters})
 
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[str]) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Float
 
 from tba.config.keys import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
+from tba.config.messages import about
 from tba.prompt import Answer, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, PassesOn, Scorer, Scores, WrongLength
-from tba.tasks._data import rows
+from tba.tasks._data import rows, without_errors
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._rewards import RewardFunction, accepted, reward_function
 from tba.tasks._victim import Victim
@@ -108,8 +109,8 @@ class RedTeam(PassesOn):
     def prompts(self) -> Sequence[Prompt]:
         if self.data is None:
             return [Prompt("attack", self.prompt)]
-        prompts = []
-        for i, row in enumerate(rows("task.data", self.data, self.split, required=("prompt",))):
+        prompts, table = [], rows("task.data", self.data, self.split, required=("prompt",))
+        for i, row in enumerate(without_errors("task.data", table, ())):
             text = row.pop("prompt")
             if not isinstance(text, str | list):
                 raise ValueError(f"task.data: row {i} has the prompt {text!r}; give it text")
@@ -127,7 +128,9 @@ class RedTeam(PassesOn):
             return []
         prompts, groups = self.prompts(), defaultdict(list)
         places = {json.dumps(prompt.text): i for i, prompt in enumerate(prompts)}
-        for i, row in enumerate(rows("task.seeds", self.seeds, "train", required=("completion",))):
+        columns = ("completion", "prompt", "reward")
+        seeds = rows("task.seeds", self.seeds, "train", required=columns[:1], columns=columns)
+        for i, row in enumerate(seeds):
             if not isinstance(row["completion"], str):
                 what = f"row {i} has the completion {row['completion']!r}; give it text"
                 raise ValueError(f"task.seeds = {self.seeds!r}: {what}")
@@ -137,7 +140,10 @@ class RedTeam(PassesOn):
                     f"task.seeds = {self.seeds!r}: the prompt {row.get('prompt')!r} is not one of"
                     " task.data; give each row the `prompt` that it continues"
                 )
-            groups[place, row.get("reward") is not None].append(row)
+            with about(f"task.seeds = {self.seeds!r}: row {i}"):
+                known = row.get("reward") not in (None, "")  # no value in CSV is an empty text
+                row["reward"] = float(row["reward"]) if known else None
+            groups[place, known].append(row)
         answered: list[Answered] = []
         for (place, known), table in groups.items():
             for start in range(0, len(table), GROUP):
@@ -149,7 +155,7 @@ class RedTeam(PassesOn):
                         columns=of.columns,
                         of=of,
                         answers=[row["completion"] for row in some],
-                        rewards=[float(row["reward"]) for row in some] if known else None,
+                        rewards=[row["reward"] for row in some] if known else None,
                     )
                 )
         return answered

@@ -270,6 +270,10 @@ def test_a_mistake_is_told_before_any_data_is_read(
             "prompt 'train-1': column 'prompt' is None, neither text nor a number",
         ),
         (
+            [{"prompt": 1.5}, {"prompt": float("nan")}, {"prompt": 2}],
+            "prompt 'train-1': column 'prompt' is nan, neither text nor a number",
+        ),
+        (
             [{"prompt": "1"}, {"prompt": "2"}, {"prompt": {"text": "3"}}],
             "prompt 'held-out-1': column 'prompt' is {'text': '3'}, neither text nor a number",
         ),

@@ -319,6 +319,12 @@ def test_earlier_attacks_are_grouped_by_prompt(make: Make, tmp_path: Path) -> No
     empty = make(seeds=seeds_in(tmp_path, [{"completion": "5"}, {"completion": None}]))
     with pytest.raises(ValueError, match="row 1 has the completion None; give it text"):
         empty.given()
+    table = tmp_path / "seeds.csv"  # in CSV, numbers are text
+    table.write_text("completion,reward\n5,\n6,0.25\n7,1e-1\n")
+    assert [g.rewards for g in make(seeds=str(table)).given()] == [None, [0.25, 0.1]]
+    table.write_text("completion,reward\n5,high\n")
+    with pytest.raises(ValueError, match="row 0: could not convert string to float: 'high'"):
+        make(seeds=str(table)).given()
     unknown = make(data=str(data), seeds=seeds_in(tmp_path, [{"completion": "5"}]))
     with pytest.raises(ValueError, match=r"the prompt None is not one of task\.data"):
         unknown.given()

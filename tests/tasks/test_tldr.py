@@ -201,4 +201,4 @@ def test_of_the_hub_only_the_columns_that_are_used_are_read(
     task = make()
     assert [p.text for p in (*task.prompts(), *task.held_out())] == ["A.\n\nTL;DR:"] * 2
     assert [split for _, _, split in asked] == ["train", "validation"]
-    assert names == [["query", "summary", "post"]] * 2
+    assert names == [["query"], ["summary"], ["post"]] * 2
