@@ -270,7 +270,7 @@ def test_a_mistake_is_told_before_any_data_is_read(
             "prompt 'train-1': column 'prompt' is None, neither text nor a number",
         ),
         (
-            [{"prompt": 1.5}, {"prompt": float("nan")}, {"prompt": 2}],
+            [{"prompt": 1.5}, {"prompt": float("nan")}, {"prompt": 2}, {"prompt": 3}],
             "prompt 'train-1': column 'prompt' is nan, neither text nor a number",
         ),
         (
