@@ -70,7 +70,7 @@ def save(checkpoints: Checkpoints, trainer: Slow, step: int) -> None:
     cursor = Cursor(selection="", state={}, outstanding=[], data="")
     checkpoints.save(
         trainer,
-        Text(Tokenizer(), frozenset({1}), 0, 32),
+        Text(Tokenizer(), 1, frozenset({1}), 0, 32, 99),
         ReplayBuffer(),
         SearchState(cursor, 0, SearchStats(), None, None),
         Progress(step, 0, 0, {}, {}),

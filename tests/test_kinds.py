@@ -13,10 +13,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import check_files, check_model, load_model, load_text
+from tba.types import Prompt
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 LAYER = "model.layers.0.mlp.up_proj.weight"
@@ -156,3 +158,62 @@ def test_a_classifier_without_its_head_is_refused(tiny_model: Path) -> None:
     auto = transformers.AutoModelForSequenceClassification
     with pytest.raises(ValueError, match=r"model = .*missing: score\.weight"):
         check_files(auto, str(tiny_model), "model")
+
+
+@pytest.fixture
+def larger(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
+    """Return a model whose tokenizer has two tokens more than there are embeddings."""
+
+    def make(**special: str) -> str:
+        folder = tmp_path / "larger"
+        shutil.copytree(make_model(), folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"], **special})
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def test_a_prompt_with_a_token_beyond_the_embeddings_is_named(larger: Callable[..., str]) -> None:
+    text = load_text(PolicyTable(model=larger()))
+    with pytest.raises(
+        ValueError, match=r"prompt 'b' has the token '<b>', number 15, but .* 14 on"
+    ):
+        text.encode_all([Prompt("a", "1+1="), Prompt("b", "1<b>=")], 4, text.encode)
+
+
+def test_an_eos_that_cannot_be_sampled_is_refused(larger: Callable[..., str]) -> None:
+    model = larger(eos_token="<b>")
+    with pytest.raises(ValueError, match=r"EOS token '<b>' .* has number 14, but .* 14 tokens"):
+        load_text(PolicyTable(model=model))
+    assert load_text(PolicyTable(model=model, eos_token="<eos>")).eos_id == 1
+
+
+def test_padding_needs_no_embedding_of_its_own(larger: Callable[..., str]) -> None:
+    text = load_text(PolicyTable(model=larger(pad_token="<a>")))
+    assert text.pad_id == text.eos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("appended", "written", "expected"),
+    [
+        ("$A <eos>", "1+2=", "1+2="),
+        ("<pad> $A <eos>", "1+2=", "<pad>1+2="),
+        ("$A <eos> <eos>", "1+2=", "1+2="),
+        ("$A <eos>", "1<eos>", "1<eos>"),
+        ("$A", "1<eos>", "1<eos>"),
+    ],
+)
+def test_prompts_end_as_they_are_written(
+    make_model: Callable[..., Path], appended: str, written: str, expected: str
+) -> None:
+    """A tokenizer may append EOS; a text may have one of its own."""
+    model = make_model()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<pad>", "<eos>")]
+    template = TemplateProcessing(single=appended, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(model)
+    text = load_text(PolicyTable(model=str(model)))
+    assert text.tokenizer.decode(text.encode(Prompt("a", written)).tolist()) == expected

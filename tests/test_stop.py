@@ -27,7 +27,7 @@ def text_of(vocabulary: Sequence[str], decoder: Any) -> Text:
     words = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token="<u>"))
     words.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=vocabulary[0])
-    return Text(tokenizer, frozenset({0}), 0, 99)
+    return Text(tokenizer, 0, frozenset({0}), 0, 99, 999)
 
 
 BYTES = ("<eos>", "Ã", "©", "a", "Ċ", "aĊĊ", "b")

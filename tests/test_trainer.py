@@ -253,11 +253,18 @@ def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) ->
         "trainer.decay_steps=4",
         "trainer.min_lr_ratio=0.5",
     )
-    assert stable[2:6] == pytest.approx([1.0] * 4)
+    assert stable[:6] == pytest.approx([0, 0.5, *[1.0] * 4])  # warm-up begins at 0
     assert 0.5 <= stable[-1] < stable[-2] < 1
     cosine = rates("trainer.schedule=cosine")
     assert cosine[0] == pytest.approx(1.0)
     assert cosine == sorted(cosine, reverse=True)
+
+
+def test_a_decay_of_a_tenth_must_fit_as_well() -> None:
+    own = ["run.steps=100", "trainer.schedule=warmup_stable_decay"]
+    load(None, [*own, "trainer.warmup_steps=90"])
+    with pytest.raises(ValueError, match=r"warmup_steps = 91 and decay_steps = 10 are more than"):
+        load(None, [*own, "trainer.warmup_steps=91"])
 
 
 def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> None:

@@ -19,7 +19,7 @@ from tba.config.keys import PLUGGED as PLUGGED
 from tba.config.messages import check_depth
 from tba.config.mistakes import explain_mistake, without_table
 from tba.config.secrets import check_secrets
-from tba.config.tables import Table, Use
+from tba.config.tables import Table, Use, decay_of
 from tba.config.watch import LogTable, WarnTable
 
 Parsed = TypeVar("Parsed", bound=Table)
@@ -94,10 +94,11 @@ class Config(Table):
                 f"replay.capacity = {capacity} cannot hold one group; set replay.capacity={k} or"
                 " more"
             )
-        both, steps = t.warmup_steps + t.decay_steps, self.run.steps
-        if t.schedule == "warmup_stable_decay" and both > steps:
+        steps, decay = self.run.steps, decay_of(t, self.run.steps)
+        if t.schedule == "warmup_stable_decay" and t.warmup_steps + decay > steps:
             raise ValueError(
-                f"trainer.warmup_steps + decay_steps = {both} > run.steps = {steps}; reduce them"
+                f"trainer.warmup_steps = {t.warmup_steps} and decay_steps = {decay} are more than"
+                f" run.steps = {steps}; reduce them"
             )
         return self
 

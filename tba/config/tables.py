@@ -150,6 +150,11 @@ class TrainerTable(Table):
         return self.batch_size // self.group_size
 
 
+def decay_of(table: TrainerTable, steps: int) -> int:
+    """Return the final steps of `warmup_stable_decay` in a run of so many steps."""
+    return table.decay_steps or max(1, steps // 10)
+
+
 class RuntimeTable(Table):
     use: Literal["local", "ray"] = key(
         "ray",

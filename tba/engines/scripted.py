@@ -59,7 +59,7 @@ class Scripted(Built):
 
     def _completion(self, answer: str, sampling: Sampling, version: int) -> Completion:
         encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        whole = np.asarray([*encoded, min(self.text.eos_ids)], np.int32)
+        whole = np.asarray([*encoded, self.text.eos_id], np.int32)
         end = length_to_stop(self.text, whole, sampling.stop) or len(whole)
         tokens = whole[: min(end, sampling.max_tokens)]
         logp = np.zeros(len(tokens), np.float32)

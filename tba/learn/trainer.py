@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
-from tba.config.tables import TrainerTable
+from tba.config.tables import TrainerTable, decay_of
 from tba.learn import NotFinite, probe, state
 from tba.learn.copies import Copy
 from tba.learn.policy import Output, Policy
@@ -143,18 +144,22 @@ class SingleTrainer:
 
 
 def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
-    """Return the schedule of transformers that `settings` names."""
+    """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
     from transformers import get_scheduler
 
-    ratio = settings.min_lr_ratio
-    decay = settings.decay_steps or max(1, steps // 10)
+    ratio, warmup = settings.min_lr_ratio, settings.warmup_steps
+    stable = {"min_lr_ratio": ratio, "num_decay_steps": decay_of(settings, steps)}
     extra: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": ratio},
-        "warmup_stable_decay": {"min_lr_ratio": ratio, "num_decay_steps": decay},
+        "warmup_stable_decay": stable,
     }
     names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}
     name = names.get(settings.schedule, settings.schedule)
-    return get_scheduler(name, optimizer, settings.warmup_steps, steps, extra.get(name))
+    made: Any = get_scheduler(name, optimizer, warmup, steps, extra.get(name))
+    if name != "warmup_stable_decay":
+        return made
+    later = made.lr_lambdas[0]  # its own warm-up begins at `min_lr_ratio`
+    return LambdaLR(optimizer, lambda step: step / warmup if step < warmup else later(step))
 
 
 def _check_finite(batch: Batch, step: int) -> None:

@@ -32,9 +32,11 @@ class Text:
     """A tokenizer, the tokens that end a response, and the one that pads."""
 
     tokenizer: Any
+    eos_id: int  # token that ends a text that is given: `policy.eos_token`, or the tokenizer's
     eos_ids: frozenset[int]
     pad_id: int
     context: int  # maximum number of tokens of a prompt and its response together
+    vocabulary: int  # tokens that the model has embeddings for
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
     steps: int = 0
@@ -43,7 +45,7 @@ class Text:
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
         if isinstance(prompt.text, str):
-            ids = self.tokenizer(prompt.text)["input_ids"]
+            ids = self._open(prompt.text)
         elif self.tokenizer.chat_template is None:
             raise ValueError(
                 f"prompt {prompt.id!r} is chat messages, but the tokenizer has no chat template;"
@@ -62,6 +64,25 @@ class Text:
                 f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
             )
         return np.asarray(ids, np.int32)
+
+    def _open(self, text: str) -> list[int]:
+        """Return the tokens of a text without an EOS that the tokenizer appends."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        if ids and ids[-1] in self.eos_ids:
+            own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            while ids and ids[-1] in self.eos_ids and ids[-len(own) :] != own:
+                ids = ids[:-1]
+        return ids
+
+    def check_known(self, tokens: np.ndarray, what: str) -> None:
+        """Raise ValueError if the model has no embedding for a token, which `what` has."""
+        worst = int(max(tokens, default=0))
+        if worst >= self.vocabulary:
+            raise ValueError(
+                f"{what} has the token {self.tokenizer.convert_ids_to_tokens(worst)!r}, number"
+                f" {worst}, but the model has embeddings for {self.vocabulary} only; remove it from"
+                " the text, or resize the embeddings"
+            )
 
     def decode(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
@@ -96,6 +117,8 @@ class Text:
     ) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""
         tokens = list(map(encode, prompts))
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            self.check_known(ids, f"prompt {prompt.id!r}")
         lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
@@ -186,16 +209,33 @@ def load_text(policy: PolicyTable) -> Text:
             f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
             " set policy.eos_token='</s>', or the token that ends its texts"
         )
+    vocabulary = _vocabulary(config, tokenizer)
+    if eos >= vocabulary:
+        raise ValueError(
+            f"the EOS token {tokenizer.convert_ids_to_tokens(eos)!r} of {policy.model!r} has number"
+            f" {eos}, but the model samples from {vocabulary} tokens, so no response could end; set"
+            " policy.eos_token to another one, or resize the embeddings"
+        )
     pad = _token_id(tokenizer, "pad", policy.pad_token)
-    eos_ids = frozenset({eos, *_declared_eos(model_path(policy.model), config)})
+    if pad is None or pad >= vocabulary:  # it is masked, so that any token will do
+        pad = eos
+    declared = _declared_eos(model_path(policy.model), config)
+    eos_ids = frozenset({eos, *(i for i in declared if i < vocabulary)})
     for name in policy.chat_template_kwargs:
         if name not in str(tokenizer.chat_template):  # a template ignores what it does not know
             raise ValueError(
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"
             )
-    limit, pad = context(config, tokenizer), eos if pad is None else pad
-    return Text(tokenizer, eos_ids, pad, limit, policy.chat_template_kwargs)
+    return Text(
+        tokenizer=tokenizer,
+        eos_id=eos,
+        eos_ids=eos_ids,
+        pad_id=pad,
+        context=context(config, tokenizer),
+        vocabulary=vocabulary,
+        template_kwargs=policy.chat_template_kwargs,
+    )
 
 
 def load_config(policy: PolicyTable) -> Any:
@@ -244,6 +284,14 @@ def context(config: Any, tokenizer: Any) -> int:
         return int(config.get_text_config().max_position_embeddings)
     except AttributeError:
         return int(tokenizer.model_max_length)
+
+
+def _vocabulary(config: Any, tokenizer: Any) -> int:
+    """Return the number of embeddings, or of tokens for a config of another kind of model."""
+    try:
+        return int(config.get_text_config().vocab_size)
+    except AttributeError:
+        return len(tokenizer)
 
 
 def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:

@@ -147,7 +147,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     task = _checked_task(resolve_all(config).task, memory)
     prompts = task.prompts()
     _check_stop(config, text)
-    given = task.given() if isinstance(task, Seeded) else ()
+    given = _given(task, text)
     _check_behavior(config, objective, task, seeded=len(given) > 0)
     kept_back = task.held_out() if config.eval.prompts else []
     held_out = kept_back[: config.eval.prompts]
@@ -226,6 +226,15 @@ def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
     if isinstance(task, Prepares):
         task.check()
     return task
+
+
+def _given(task: Task, text: Text) -> Sequence[Answered]:
+    """Return the answers from a file, whose tokens the model must know."""
+    given = task.given() if isinstance(task, Seeded) else ()
+    for answer in [answer for each in given for answer in each.answers]:
+        ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        text.check_known(ids, f"task.seeds: the answer {shorten(answer, 80)!r}")
+    return given
 
 
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:

@@ -251,7 +251,7 @@ class Searcher:
     def _given(self, prompt: Answered) -> list[Completion]:
         """Return given answers, which end with a stop string, or with EOS if there is none."""
         sampling, completions = self.setup.sampling, []
-        eos = [] if sampling.stop else [min(self.text.eos_ids)]
+        eos = [] if sampling.stop else [self.text.eos_id]
         for answer in prompt.answers:
             ids = self.text.tokenizer(answer + "".join(sampling.stop[:1]), add_special_tokens=False)
             whole = np.asarray([*ids["input_ids"], *eos], np.int32)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_loop import config
+from transformers import AutoTokenizer
 
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
@@ -367,6 +368,36 @@ def test_given_answers_end_with_a_stop_string(
     tokens = [t.tokens for t in result.groups[0].trajectories]
     assert [searcher.text.decode(t) for t in tokens] == ["23=", "="]
     assert [searcher.text.answer(t, True, ("=",)).text for t in tokens] == ["23", ""]
+
+
+@pytest.mark.parametrize(("named", "end"), [(None, "<eos>"), ("<pad>", "<pad>")])
+def test_given_answers_end_with_the_eos_that_is_named(
+    settings: list[str], wide_model: Path, tmp_path: Path, named: str | None, end: str
+) -> None:
+    """It is not the lowest of the numbers that end a response: here `<pad>` ends one as well."""
+    model = tmp_path / "model"
+    shutil.copytree(wide_model, model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    own = [f"policy.eos_token={named}"] if named else []
+    searcher = check(config(model, tmp_path / "run", *settings, *own)).search_setup()
+    prompt = Answered(id="a", text="1+", of=Prompt("1", "1+"), answers=["23"])
+    (given,) = searcher.build("cpu", False).search([prompt], seed=0).groups[0].trajectories
+    text = check(config(model, tmp_path / "run", *settings)).text
+    assert text.eos_ids == {0, 1} and given.finished
+    assert text.tokenizer.decode(given.tokens) == f"23{end}"
+
+
+def test_a_given_answer_needs_tokens_that_the_model_knows(
+    settings: list[str], wide_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(wide_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})
+    tokenizer.save_pretrained(model)
+    seeds = f"task.seeds={seeds_in(tmp_path, [{'completion': '1<new>', 'reward': 1.0}])}"
+    with pytest.raises(ValueError, match=r"task.seeds: the answer '1<new>' has the token '<new>'"):
+        check(config(model, tmp_path / "run", *settings, seeds))
 
 
 # Whole runs
