@@ -69,11 +69,19 @@ def open_run(
 
     settings = config if isinstance(config, Config) else load(config)
     announce(settings)
-    from tba.run import open_run as opened
+    from tba.runs.base import working_in
+    from tba.runs.early import check_start
     from tba.tasks._memory import in_memory
 
-    memory = in_memory(data, held_out_data, reward)
-    return opened(settings, None if resume is None else Path(resume), memory)
+    memory, folder = (
+        in_memory(data, held_out_data, reward),
+        None if resume is None else Path(resume),
+    )
+    with working_in(settings.run.base):
+        check_start(settings, folder, memory)
+    from tba.run import open_run as opened
+
+    return opened(settings, folder, memory)
 
 
 def result(folder: str | Path) -> "Result":

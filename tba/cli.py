@@ -1,22 +1,40 @@
 """Post-training of language models with Trajectory Balance with Asynchrony (TBA)."""
 
+import difflib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Exit, Option, Typer
+from typer.main import get_command
 
 import tba
-from tba.config.plugins import KINDS, find, names, options_of
+from tba.config.messages import choices
+from tba.config.mistakes import without_table
+from tba.config.plugins import KINDS, NAMES, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load
+from tba.runs.base import base_of, from_here, working_in
+from tba.runs.console import announce
 from tba.runs.disk import is_full
+from tba.runs.early import (
+    check_config,
+    check_evaluated,
+    check_export,
+    check_responses,
+    check_start,
+)  # fmt: skip
+from tba.runs.log import is_run
+from tba.runs.resumed import stored_config
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
 
+PASS_ON = {"ignore_unknown_options": True}
+"""Of commands with settings, which say what to type instead."""
 KEY = "[table.key=value …]"
 CONFIG = f"[CONFIG.toml] {KEY}"
 Settings = Annotated[list[str] | None, Argument(metavar=KEY, help="Settings to override.")]
@@ -45,7 +63,7 @@ def options(
     """Options of `tba` itself."""
 
 
-@app.command()
+@app.command(context_settings=PASS_ON)
 def train(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
@@ -55,26 +73,24 @@ def train(
     """Train a model. Without a config file: three-digit addition on the CPU."""
     if drop_damaged_replay and resume is None:
         raise ValueError("--drop-damaged-replay needs --resume RUN, the folder of the run")
-    config = _config(settings or [], resume)
-    if dry_run:
-        from tba.runs.base import working_in
+    config, resume = _config(settings or [], resume), resume and resume.resolve()
+    if not dry_run:
+        announce(config)
+    with working_in(config.run.base):
+        check_start(config, resume)
+        if not dry_run:
+            from tba.run import run
+
+            run(config, resume, drop_damaged_replay)
+            return
         from tba.runs.dry_run import dry_run as check
 
-        folder = resume and resume.resolve()
-        with working_in(config.run.base):
-            tables, told = check(config, folder, drop_damaged_replay)
-        print(json.dumps(tables, indent=1))
-        print("\n".join(told), file=sys.stderr)
-        return
-    from tba.runs.console import announce
-
-    announce(config)
-    from tba.run import run
-
-    run(config, resume, drop_damaged_replay)
+        tables, told = check(config, resume, drop_damaged_replay)
+    print(json.dumps(tables, indent=1))
+    print("\n".join(told), file=sys.stderr)
 
 
-@app.command()
+@app.command(context_settings=PASS_ON)
 def sweep(
     study: Annotated[Path, Argument(metavar="STUDY.toml", help="File of the study.")],
     settings: Settings = None,
@@ -84,10 +100,11 @@ def sweep(
     """Run a study: grids of runs, several at once. The same command continues it."""
     from tba.studies.sweep import sweep as carry_out
 
+    _refuse_dashes(settings or [])
     raise Exit(carry_out(study, settings or [], dry_run, retry_failed))
 
 
-@app.command("eval")
+@app.command("eval", context_settings=PASS_ON)
 def evaluate(
     model: Annotated[
         str, Argument(metavar="RUN|MODEL", help="Folder of a run, model or adapter; or a hub name.")
@@ -103,10 +120,6 @@ def evaluate(
 
     Completions are written only with --completions FILE.
     """
-    from tba.runs.base import base_of, from_here, working_in
-    from tba.runs.log import is_run
-    from tba.runs.offline import evaluate_model, evaluate_run
-
     path, settings = _divided(settings or [])
     if completions is not None:
         completions = completions.absolute()
@@ -116,11 +129,17 @@ def evaluate(
         run, base = Path(model).resolve(), base_of(Path(model))
         moved = from_here(base, settings)
         with working_in(base):
+            check_config(stored_config(run, moved))
+            from tba.runs.offline import evaluate_run
+
             scores = evaluate_run(run, moved, reference, step, completions)
     elif reference or step is not None:
         raise ValueError(f"--reference and --step are for runs; {model} is not the folder of one")
     else:
-        scores = evaluate_model(model, load(path, settings), completions)
+        check_evaluated(model, config := load(path, settings))
+        from tba.runs.offline import evaluate_model
+
+        scores = evaluate_model(model, config, completions)
     print(json.dumps(scores, indent=1))
 
 
@@ -150,33 +169,42 @@ def export(
     private: Annotated[bool, Option("--private", help="Create the repository as private.")] = False,
 ) -> None:
     """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged."""
-    from tba.runs.base import base_of, working_in
-    from tba.runs.offline import export_responses
-    from tba.runs.share import share
-
     if responses and (out is None or push_to_hub is not None):
         raise ValueError(f"--responses: type `tba export {run} responses.jsonl --responses`")
     run, out = run.resolve(), None if out is None else out.absolute()
     with working_in(base_of(run)):
         if responses and out is not None:
+            check_responses(run, out)
+            from tba.runs.offline import export_responses
+
             print(export_responses(run, out, step))
         else:
+            check_export(run, out, adapter, push_to_hub, private)
+            from tba.runs.share import share
+
             print(share(run, out, adapter, step, push_to_hub, private))
 
 
 @app.command("list")
-def list_plugins(as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False) -> None:
+def list_plugins(
+    name: Annotated[str | None, Argument(help="Show the plug-ins of this name only.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
     """List the plug-ins and their options."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
-        plugins[kind] = {name: _described(find(kind, name)) for name in names(kind)}
+        chosen = [each for each in names(kind) if name in (None, kind, each)]
+        plugins |= {kind: {each: _described(find(kind, each)) for each in chosen}} if chosen else {}
+    if not plugins:
+        known = [each for kind in KINDS for each in (kind, *names(kind))]
+        raise ValueError(f"no plug-in called {name!r}{choices(str(name), known, NAMES)}")
     if as_json:
         print(json.dumps(plugins, indent=1))
         return
     for kind, described in plugins.items():
         print(f"\n{kind}")
-        for name, plugin in described.items():
-            print(f"  {name:<14} {plugin['about']}")
+        for own, plugin in described.items():
+            print(f"  {own:<14} {plugin['about']}")
             for option, value in plugin["options"].items():
                 default = "(required)" if value["required"] else value["default"]
                 print(f"    {option:<18} {value['type']:<28} {default}")
@@ -184,8 +212,7 @@ def list_plugins(as_json: Annotated[bool, Option("--json", help="Print JSON.")] 
 
 def main() -> None:
     """Run the command. Errors in the user's input are printed without a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
+    _open_streams()
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))
     try:
@@ -194,10 +221,22 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except OSError as error:
-        if not is_full(error):
+        if error.filename is None and not is_full(error):
             raise
-        print(f"error: the disk is full: {error}; free some space first", file=sys.stderr)
-        raise SystemExit(1) from error
+        why = f"the disk is full: {error}; free some space first" if is_full(error) else error
+        print(f"error: {why}", file=sys.stderr)
+        raise SystemExit(1 if is_full(error) else 2) from error
+
+
+def _open_streams() -> None:
+    """Let standard output take any text, and let streams that are closed lead nowhere."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if vars(sys)[name] is None:  # the next file that is opened would get its number
+            file = Path(os.devnull).open("r+", encoding="utf-8")
+            os.dup2(file.fileno(), number)
+            setattr(sys, name, file)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
 
 
 def _config(settings: list[str], resume: Path | None) -> Config:
@@ -212,17 +251,32 @@ def _config(settings: list[str], resume: Path | None) -> Config:
             f"--resume uses the config in {resume};"
             f" leave out {path}, and give only the settings to change, as table.key=value"
         )
-    from tba.runs.base import base_of, from_here
-    from tba.runs.offline import stored_config
-
     return stored_config(resume, from_here(base_of(resume), settings))
 
 
 def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
     """Return the config file, which comes first if there is one, and the settings."""
+    _refuse_dashes(settings)
     if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
         return Path(settings[0]), settings[1:]
     return None, settings
+
+
+def _refuse_dashes(settings: list[str]) -> None:
+    """Raise ValueError for an unknown option, which may be a setting in another style."""
+    for given, following in zip(settings, [*settings[1:], ""], strict=False):
+        if not given.startswith("-"):
+            continue
+        name, equals, value = given.lstrip("-").partition("=")
+        name, value = name.replace("-", "_"), value if equals else following
+        if "." in name:
+            raise ValueError(f"{given}: settings have no dashes; type `{name}={value}`")
+        command: Any = get_command(app)
+        options = {o for c in command.commands.values() for p in c.params for o in p.opts}
+        close = difflib.get_close_matches(given, options, n=1)
+        words = without_table(Config, name, value)
+        hint = f"did you mean {close[0]}?" if close else words or "--help lists all options"
+        raise ValueError(f"no option {given}; {hint}")
 
 
 def _described(cls: type) -> dict[str, Any]:

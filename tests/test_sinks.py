@@ -219,9 +219,23 @@ def test_samples_are_written_without_a_service(tmp_path: Path) -> None:
 def test_a_service_that_is_not_installed_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runs.parts.find_spec", lambda name: None)
+    monkeypatch.setattr("tba.runs.early.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"log\.{name} = true needs the package {name}: pip"):
         check(config(f"log.{name}=true"))
+
+
+def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("wandb")
+    module.__spec__ = SimpleNamespace()
+
+    def refuse() -> None:
+        raise RuntimeError("No API key configured.\nUse `wandb login` to log in.")
+
+    module.login = refuse
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    told = r"^log\.wandb = true, but .* refuses: No API key configured\.; type `wandb login`, set"
+    with pytest.raises(ValueError, match=told):
+        check(config("log.wandb=true"))
 
 
 SHORT = [

@@ -3,12 +3,16 @@
 A name is a file of this package with one public dataclass, or `package.module.Class` on the path.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
+import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -83,7 +87,7 @@ class Option:
 
 def names(kind: str) -> list[str]:
     """Return the plug-ins of a kind that this package ships."""
-    modules = pkgutil.iter_modules(importlib.import_module(f"tba.{kind}").__path__)
+    modules = pkgutil.iter_modules([str(_folder(kind))])
     return sorted(m.name for m in modules if not (m.ispkg or m.name.startswith("_")))
 
 
@@ -91,15 +95,47 @@ def find(kind: str, name: str) -> type:
     """Return the class called `name`; ValueError with the nearest name if there is none."""
     if "." in name:
         return _on_path(name)
+    _check_name(kind, name)
+    module = importlib.import_module(f"tba.{kind}.{name}")
+    own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
+    return own[0]
+
+
+def _folder(kind: str) -> Path:
+    return Path(__file__).parents[1].joinpath(*kind.split("."))
+
+
+def _check_name(kind: str, name: str) -> None:
     known = names(kind)
     if name not in known:
         raise ValueError(
             f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known, NAMES)};"
             " or write `package.module.Class`"
         )
-    module = importlib.import_module(f"tba.{kind}.{name}")
-    own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
-    return own[0]
+
+
+def check_unimported(kind: str, table: str, use: str, options: Mapping[str, Any]) -> None:
+    """Check `[table]` by the source of a plug-in, whose module would import PyTorch.
+
+    An option is not checked if its type has a name of the module's own, and neither is a class on
+    the path.
+    """
+    if "." in use:
+        return
+    _check_name(kind, use)
+    tree = ast.parse((_folder(kind) / f"{use}.py").read_text("utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+    known = {}
+    for field in classes[0].body:
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in (
+            kind := ast.unparse(field.annotation)
+        ):
+            option = Option(Any, None)
+            with suppress(NameError):
+                option = Option(eval(kind, dict(vars(typing))), None)
+            known[ast.unparse(field.target)] = option
+    given = {name: value for name, value in options.items() if value is not None}
+    _check_all(known, table, use, given, scheduled=table == "objective")
 
 
 def _on_path(name: str) -> type:
@@ -162,7 +198,12 @@ def check_options(
     scheduled: bool = False,
 ) -> dict[str, Any]:
     """Return the options of `[table]` for the factory called `use`; ValueError if one is wrong."""
-    known = options_of(factory)
+    return _check_all(options_of(factory), table, use, options, scheduled)
+
+
+def _check_all(
+    known: Mapping[str, Option], table: str, use: str, options: Mapping[str, Any], scheduled: bool
+) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tba.config.schema import Config, override_all, parse
+from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.learn.state import MODEL, read_model
 from tba.models.lora import ADAPTER, SETTINGS, merged
@@ -19,24 +19,15 @@ from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
 from tba.runs.choice import choose
+from tba.runs.early import check_evaluated, check_export, check_responses
 from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import config_of
+from tba.runs.resumed import config_of, stored_config
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.scored import Scored
-from tba.tasks._memory import refuse
 from tba.weights import Weights, as_array, read_weights
-
-
-def stored_config(run: Path, settings: Sequence[str]) -> Config:
-    """Return the config of a run with these settings; ValueError if it had data from Python."""
-    config = config_of(run)
-    refuse(config.task, str(run))
-    tables = config.nested()
-    override_all(tables, settings)
-    return parse(tables)
 
 
 def evaluate_run(
@@ -70,11 +61,7 @@ def evaluate_model(model: str, config: Config, completions: Path | None = None) 
 
     A model is its own reference, and has no KL. That of an adapter is the model it was trained on.
     """
-    if "task" not in config.model_fields_set:
-        raise ValueError(
-            f"{model} is not the folder of a run, and a model needs a config with [task]:"
-            f" type `tba eval {model} run.toml`"
-        )
+    check_evaluated(model, config)
     adapter = Path(model).expanduser()
     is_adapter = (adapter / SETTINGS).is_file()
     base = _base(adapter, config) if is_adapter else model
@@ -153,8 +140,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
 
     Responses with the same text but other tokens are written once, with the highest reward.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
+    check_responses(run, out)
     config = config_of(run)
     text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
     buffer.load(choose(run, step), drop_damaged=True)
@@ -172,16 +158,6 @@ def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | No
     """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
     policy = check_export(run, out, adapter)
     return write_model(policy, choose(run, step), out, adapter)
-
-
-def check_export(run: Path, out: Path | None, adapter: bool) -> PolicyTable:
-    """Return the run's policy; ValueError if the folder is not new, or there is no adapter."""
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; choose a new folder")
-    policy = config_of(run).policy
-    if policy.lora is None and adapter:
-        raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
-    return policy
 
 
 def write_model(policy: PolicyTable, generation: Path, out: Path, adapter: bool) -> Path:

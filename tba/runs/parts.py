@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.sampling import OFF
 from tba.config.schema import Config
-from tba.config.watch import LogTable
 from tba.engines import CachesPrompts, Checked
 from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, first_probe, prompt_length
@@ -23,6 +21,7 @@ from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import EAGER_TOKENS, Text, check_model, computes_in_bf16, load_text
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
+from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets
 from tba.runs.warn import Sign
@@ -133,7 +132,7 @@ class Parts:
 def check(config: Config, memory: InMemory | None = None) -> Parts:
     """Resolve and check everything that a config names, before any process starts."""
     config = with_memory(config, memory)
-    _check_log(config.log)
+    check_log(config.log)
     config = with_defaults(config)
     plugins = resolve_all(config)
     objective, engine = plugins.objective, plugins.engine.cls
@@ -180,13 +179,6 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
-
-
-def _check_log(table: LogTable) -> None:
-    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
-        if wanted and find_spec(name) is None:
-            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
-            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
 
 
 def _without_held_out(

@@ -1,15 +1,15 @@
 """The config that a run is resumed with, and checks of what may not change in it."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config.plugins import resolve_all
-from tba.config.schema import Config, parse, read_json
+from tba.config.schema import Config, override_all, parse, read_json
 from tba.config.tables import LoraTable
-from tba.objectives import head_of, value_rollouts_of
 from tba.runs import log
 from tba.runs.generations import MANIFEST, damage, generations
-from tba.tasks._memory import check_same
+from tba.tasks._memory import check_same, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,15 @@ def config_of(run: Path) -> Config:
                 logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
                 return parse(read_json(copy))
         raise
+
+
+def stored_config(run: Path, settings: Sequence[str]) -> Config:
+    """Return the config of a run with these settings; ValueError if it had data from Python."""
+    config = config_of(run)
+    refuse(config.task, str(run))
+    tables = config.nested()
+    override_all(tables, settings)
+    return parse(tables)
 
 
 def check_resumed(config: Config, before: Config) -> None:
@@ -69,6 +78,8 @@ def check_step(step: int, config: Config) -> None:
 
 def _asks(config: Config) -> tuple[str, str]:
     """Return in words the head of the config's objective, and the values that it needs."""
+    from tba.objectives import head_of, value_rollouts_of  # these import PyTorch
+
     objective = resolve_all(config).objective.at(0)
     head, values = head_of(objective), value_rollouts_of(objective)
     on = "no head" if head is None else f"a head on the {head.on}"

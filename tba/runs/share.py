@@ -10,8 +10,9 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from tba.runs.card import write_card
 from tba.runs.choice import choose
+from tba.runs.early import check_export
 from tba.runs.generations import step_of
-from tba.runs.offline import check_export, write_model
+from tba.runs.offline import write_model
 
 
 def share(
@@ -27,11 +28,7 @@ def share(
     Return the path of the folder, or the address of the repository. Without `out`, the folder is
     removed after the upload. ValueError, before anything is written, if something is wrong.
     """
-    if name is None and out is None:
-        raise ValueError(f"give a new folder, `tba export {run} FOLDER`, or --push-to-hub NAME")
-    if name is None and private:
-        raise ValueError("--private is for --push-to-hub NAME")
-    policy = check_export(run, out, adapter)
+    policy = check_export(run, out, adapter, name, private)
     if name is not None and get_token() is None:
         raise ValueError(
             "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"

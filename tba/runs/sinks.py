@@ -45,6 +45,20 @@ def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
     return sinks
 
 
+def check_wandb() -> None:
+    """Raise ValueError if Weights & Biases refuses. On a terminal, it asks for a missing key."""
+    import wandb
+
+    try:
+        wandb.login()
+    except Exception as error:  # also pydantic's, of settings in the environment
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"log.wandb = true, but Weights & Biases refuses: {why}; type `wandb login`, set"
+            " WANDB_MODE=offline in the environment, or set log.wandb=false"
+        ) from error
+
+
 class TensorBoard:
     """Event files in the run's folder; the first screen is the page `Custom Scalars`."""
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tba.config.plugins import GIVEN
-from tba.types import Group, Prompt
+from tba.prompt import Prompt
+
+if TYPE_CHECKING:  # it imports PyTorch
+    from tba.types import Group
 
 
 @runtime_checkable
@@ -15,7 +18,7 @@ class Selection(Protocol):
     def choose(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts. A prompt that is in flight may be chosen again."""
 
-    def learn(self, group: Group) -> None:
+    def learn(self, group: "Group") -> None:
         """Record how a prompt was answered."""
 
     def state(self) -> dict[str, Any]:
@@ -34,7 +37,7 @@ class Counted:
     pass_reward: float | None = field(metadata=GIVEN)
     _chosen: int = field(default=0, init=False)
 
-    def learn(self, group: Group) -> None:
+    def learn(self, group: "Group") -> None:
         pass
 
     def state(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tba.prompt import Prompt
 from tba.selections import Counted
-from tba.types import Prompt
 
 
 @dataclass

@@ -1,11 +1,14 @@
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba.config.keys import Positive, Range, Share
+from tba.prompt import Prompt
 from tba.selections import Counted
-from tba.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from tba.types import Group
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Difficulty(Counted):
         nearest = np.resize(pool[np.argsort(distance)], count)  # repeats them if they are too few
         return [self.prompts[i] for i in nearest.tolist()]
 
-    def learn(self, group: Group) -> None:
+    def learn(self, group: "Group") -> None:
         assert self.pass_reward is not None
         right = sum(t.reward >= self.pass_reward for t in group.trajectories)
         wrong = len(group.trajectories) - right

@@ -36,7 +36,7 @@ def rows(
     path = Path(source).expanduser()
     if path.is_dir():
         path = _split_file(key, path, split)
-    elif not path.is_file() and (source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)):
+    elif not path.is_file() and is_path(source):
         raise ValueError(f"{key} = {source!r}: no such file or folder")
     if path.is_file() and path.suffix not in SUFFIXES:
         suffix = path.suffix or "no suffix"
@@ -52,6 +52,12 @@ def rows(
     table = checked(f"{key} = {source!r}", table, required)
     require(f"{key} = {source!r}", table, [c for c in columns or () if c in table[0]])
     return table
+
+
+def is_path(source: str) -> bool:
+    """Return whether a source is a file or a folder, or is written like one; not a hub name."""
+    written = source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
+    return written or Path(source).expanduser().exists()
 
 
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from tba.config.keys import Finite, Use
 from tba.config.messages import about
+from tba.prompt import Answer, Prompt
 from tba.tasks import (
     HasParts,
     LeavesOut,
@@ -21,7 +22,6 @@ from tba.tasks import (
     tools_of,
 )
 from tba.tasks._memory import named_task
-from tba.types import Answer, Prompt
 
 
 class Part(Use):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from tba.types import Answer, Message, Prompt
+from tba.prompt import Answer, Message, Prompt
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any
 
+from tba.prompt import Message
 from tba.tasks import Scores
-from tba.types import Message
 
 Text = str | Sequence[Message]
 """A prompt or a completion: text, or chat messages."""
