@@ -6,15 +6,16 @@ import os
 # down 30 to 50 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tba.config.schema import Config, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from typing import Any, TypeAlias
+    from typing import TypeAlias
 
     from datasets import Dataset
     from pandas import DataFrame
@@ -30,7 +31,7 @@ __all__ = ["Config", "load", "open_run", "result", "train"]
 
 
 def train(
-    config: Config | str | Path,
+    config: Config | Mapping[str, Any] | str | Path,
     resume: "str | Path | None" = None,
     *,
     data: "Data | None" = None,
@@ -39,11 +40,11 @@ def train(
 ) -> "Result":
     """Carry out a run, as `tba train` does, and return its result.
 
-    `config` is a `Config`, or the path of a TOML file. `resume` is the folder of a run to resume.
-    `data` and `held_out_data` are rows with a `prompt` column, and `reward` is one function or
-    several with TRL's signature; they take the place of the options of the same names in `[task]`,
-    which may then be left out of the config. ValueError before any process starts if something
-    cannot work.
+    `config` is a `Config`, its tables as a dict, or the path of a TOML file. `resume` is the folder
+    of a run to resume. `data` and `held_out_data` are rows with a `prompt` column, and `reward` is
+    one function or several with TRL's signature; they take the place of the options of the same
+    names in `[task]`, which may then be left out of the config. ValueError before any process
+    starts if something cannot work.
     """
     from tba.runs.result import Result
 
@@ -53,7 +54,7 @@ def train(
 
 
 def open_run(
-    config: Config | str | Path,
+    config: Config | Mapping[str, Any] | str | Path,
     resume: "str | Path | None" = None,
     *,
     data: "Data | None" = None,

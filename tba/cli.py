@@ -15,7 +15,7 @@ import tba
 from tba.config.messages import choices
 from tba.config.mistakes import without_table
 from tba.config.plugins import KINDS, NAMES, find, names, options_of
-from tba.config.schema import DEFAULT, Config, load
+from tba.config.schema import DEFAULT, Config, load, read_toml
 from tba.runs.base import base_of, from_here, working_in
 from tba.runs.console import announce
 from tba.runs.disk import is_full
@@ -98,9 +98,10 @@ def sweep(
     retry_failed: Annotated[bool, Option("--retry-failed", help="Restart failed runs.")] = False,
 ) -> None:
     """Run a study: grids of runs, several at once. The same command continues it."""
+    _refuse_dashes(settings or [])
+    read_toml(study, "study")
     from tba.studies.sweep import sweep as carry_out
 
-    _refuse_dashes(settings or [])
     raise Exit(carry_out(study, settings or [], dry_run, retry_failed))
 
 
@@ -232,7 +233,7 @@ def _open_streams() -> None:
     """Let standard output take any text, and let streams that are closed lead nowhere."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if vars(sys)[name] is None:  # the next file that is opened would get its number
-            file = Path(os.devnull).open("r+", encoding="utf-8")
+            file = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
             os.dup2(file.fileno(), number)
             setattr(sys, name, file)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -275,7 +276,7 @@ def _refuse_dashes(settings: list[str]) -> None:
         options = {o for c in command.commands.values() for p in c.params for o in p.opts}
         close = difflib.get_close_matches(given, options, n=1)
         words = without_table(Config, name, value)
-        hint = f"did you mean {close[0]}?" if close else words or "--help lists all options"
+        hint = words or (f"did you mean {close[0]}?" if close else "--help lists all options")
         raise ValueError(f"no option {given}; {hint}")
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ class Config(Table):
 
     run: tables.RunTable = tables.RunTable()
     policy: tables.PolicyTable = tables.PolicyTable()
-    task: Use = Use(use="arithmetic")
+    task: tables.TaskTable = tables.TaskTable()
     engine: tables.EngineTable = tables.EngineTable(use="transformers")
     sampling: tables.SamplingTable = tables.SamplingTable()
     objective: Use = Use(use="tb")
@@ -55,6 +56,13 @@ class Config(Table):
     log: LogTable = LogTable()
     warn: WarnTable = WarnTable()
 
+    def __init__(self, **plain: Any):
+        try:
+            super().__init__(**plain)
+        except ValidationError as error:
+            mistakes = [explain_mistake(Config, each) for each in error.errors()]
+            raise ValueError("\n".join(mistakes)) from None
+
     @model_validator(mode="before")
     @classmethod
     def with_defaults(cls, plain: Any) -> Any:
@@ -69,7 +77,7 @@ class Config(Table):
             match complete.get(name):
                 case str(use):
                     complete[name] = {"use": use}
-                case Mapping() as table:
+                case Mapping() as table if name != "task":
                     complete[name] = {"use": cls.default_use(name), **table}
         match complete.get("engine"), complete.get("runtime", {}):
             case {"use": "vllm"}, Mapping() as table if table.get("use") != "local":
@@ -162,13 +170,22 @@ class Config(Table):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
     """Read a TOML file, or the config in a run's folder; apply `table.key=value` settings to it.
 
-    ValueError if keys or values are wrong: it names each of them and what to type.
+    A dict of tables takes the place of a file. ValueError if keys or values are wrong: it names
+    each of them and what to type.
     """
     plain: dict[str, Any] = {}
-    if path is not None:
+    if not isinstance(path, str | Path | Mapping | None):
+        raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
+    if isinstance(overrides, str):
+        raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
+    if isinstance(path, Mapping):
+        plain = deepcopy(dict(path))
+    elif path is not None:
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
         is_json = file.suffix == ".json" and file.is_file()
@@ -182,7 +199,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no such {what} file: {path}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply; flatten it") from error
     except (OSError, ValueError) as error:

@@ -57,6 +57,12 @@ class EngineTable(Use):
         return LOGP_NOISE_FP32 if both_in_fp32 else LOGP_NOISE_BF16
 
 
+class TaskTable(Use):
+    """The task by name, with its options; with rows from Python, it is `custom` by default."""
+
+    use: str = "arithmetic"
+
+
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")

@@ -31,6 +31,7 @@ def check_start(config: Config, resume: Path | None, memory: InMemory | None = N
         check_usable(folder := folder_of(config))
         check_unused(folder)
     else:
+        config_of(resume)
         check_usable(resume)
     check_log(config.log)
     if config.runtime.use == "ray" and config.runtime.address is None:
@@ -42,12 +43,6 @@ def check_config(config: Config, memory: InMemory | None = None) -> None:
     """Check models, plug-ins and their options, reward functions, and data of moderate size."""
     named = "model" in config.policy.model_fields_set
     config = with_memory(config, memory)
-    if not named and config.task.use != "arithmetic":
-        raise ValueError(
-            f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
-            " such as policy.model=HuggingFaceTB/SmolLM2-135M-Instruct; the default,"
-            " bundled:arithmetic, can only add"
-        )
     _check_folder(model_path(config.policy.model))
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)
@@ -55,6 +50,12 @@ def check_config(config: Config, memory: InMemory | None = None) -> None:
             check_unimported(kind, table, given.use, given.options)
         else:
             resolve(kind, table, given.use, given.options)
+    if not named and config.task.use != "arithmetic":
+        raise ValueError(
+            f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
+            " such as policy.model=HuggingFaceTB/SmolLM2-135M-Instruct; the default,"
+            " bundled:arithmetic, can only add"
+        )
     task = build_task(resolve("tasks", "task", config.task.use, config.task.options), memory)
     sources = [config.task.options.get(key) for key in ("data", "held_out_data")]
     if any(sources) and all(_is_small(source) for source in sources if source is not None):

@@ -73,8 +73,8 @@ def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
 def with_memory(config: Config, memory: InMemory | None) -> Config:
     """Return the config with a text in `[task]` for each object; ValueError if they do not fit."""
     texts = {} if memory is None else memory.options()
-    named = "task" in config.model_fields_set
-    options = config.task.options if named else {}
+    named = "use" in config.task.model_fields_set
+    options = config.task.options
     if texts and named and config.task.use != "custom":
         raise ValueError(
             f"task.use = {config.task.use!r} has data and rewards of its own; set task.use=custom"

@@ -1,0 +1,193 @@
+"""A mistake on the command line ends in a sentence, and mostly before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tba
+from tba.cli import main
+from tba.config.schema import Config
+
+OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
+
+MISTAKES = {
+    "train nowhere.toml": "no such config file: nowhere.toml",
+    "train broken.toml": "broken.toml: ",
+    "train trainer.lr=1": "unknown key 'trainer.lr'",
+    "train run.steps=many": "run.steps = 'many': expected an integer",
+    "train run.steps": "write `table.key=value`",
+    "train learning_rate=1e-5": "`trainer.learning_rate=1e-5`",
+    "train --run.steps=5": "type `run.steps=5`",
+    "train --learning_rate 1e-5": "`trainer.learning_rate=1e-5`",
+    "train --learning-rate=1e-5": "`trainer.learning_rate=1e-5`",
+    "train --max_steps 5": "run.steps",
+    "train --dryrun": "did you mean --dry-run?",
+    "train --gpus 2": "no option --gpus",
+    "train --resume nowhere": "nowhere is not the folder of a run",
+    "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
+    "train --drop-damaged-replay": "needs --resume RUN",
+    "train run.folder=used": "holds a run",
+    "train run.folder=rows.jsonl": "run.folder = 'rows.jsonl' cannot be used as a folder",
+    "train policy.model=./nowhere": "no such folder",
+    "train policy.model=bundled:sums": "no such bundled model",
+    "train policy.model=no_tokenizer": "no tokenizer",
+    "train objective=grop": "did you mean 'grpo'?",
+    "train objective.bta=1": "did you mean 'beta'?",
+    "train objective.beta=high": "objective.beta = 'high': expected a number",
+    "train engine.dtype=fp16": "engine.dtype = 'fp16': expected 'auto'",
+    "train strategy.window=few": "strategy.window = 'few': expected an integer",
+    "train selection=random": "no selections called 'random'",
+    "train task=sums": "no tasks called 'sums'",
+    "train task=custom policy.model=bundled:arithmetic": "task.data is missing",
+    "train task=gsm8k task.data=./nowhere": "policy.model is missing",
+    f"train {OWN} task.data=nowhere.jsonl": "no such file or folder",
+    f"train {OWN} task.data=score.py": ".py is not one of",
+    f"train {OWN} task.prompt_column=question": "no column 'question'",
+    f"train {OWN} task.held_out_size=16": "has only 9 rows",
+    f"train {OWN} task.reward=nowhere.py:f": "no such file: nowhere.py",
+    f"train {OWN} task.reward=score.py:g": "score.py has no function 'g'",
+    f"train {OWN} task.reward=score": "write package.module:function",
+    "sweep nowhere.toml": "no such study file: nowhere.toml",
+    "sweep broken.toml": "broken.toml: ",
+    "sweep broken.toml --trainer.batch_size=4": "type `trainer.batch_size=4`",
+    "eval nowhere": "a model needs a config with [task]",
+    "eval ./nowhere task=arithmetic": "no such folder",
+    "eval used broken.toml": "leave out broken.toml",
+    "report nowhere": "is not a run folder",
+    "export nowhere out": "nowhere is not the folder of a run",
+    "export used": "tba export",
+    "export used rows.jsonl": "FOLDER = ",
+    "export used out --adapter": "leave out --adapter",
+    "export used out --private": "--private is for --push-to-hub",
+    "export used rows.jsonl --responses": "rows.jsonl exists",
+    "export used rows.jsonl/x --responses": "cannot be used as a folder",
+    "eval nowhere task=arithmetic": "nowhere",
+    "list maths": "did you mean 'math'?",
+}
+"""Commands, and a part of the error of each."""
+OF_TYPER = ("lisst", "train --resume", "eval", "export", "report")
+"""Mistakes that typer tells itself, in a frame."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Path]) -> Path:
+    made = tmp_path_factory.mktemp("mistakes")
+    rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(9))
+    (made / "rows.jsonl").write_text(rows)
+    (made / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)")
+    (made / "broken.toml").write_text("run = [\n")
+    (made / "no_tokenizer").mkdir()
+    (made / "no_tokenizer" / "config.json").write_text("{}")
+    (made / "used" / "checkpoints").mkdir(parents=True)
+    (made / "used" / "config.json").write_text("{}")
+    return made
+
+
+def told(command: str, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> str:
+    """Run a command in this process, which must end with status 2; return its standard error."""
+    patch.setattr(sys, "argv", ["tba", *shlex.split(command)])
+    patch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_sentence(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before = set(folder.rglob("*"))
+    err = told(command, capsys, monkeypatch)
+    assert err.startswith("error: ") and MISTAKES[command] in err
+    assert len(err.splitlines()) == 1 and len(err) < 500
+    assert {p for p in folder.rglob("*") if "__pycache__" not in str(p)} <= before
+
+
+@pytest.mark.parametrize("command", OF_TYPER)
+def test_what_typer_refuses_has_no_traceback(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Error" in told(command, capsys, monkeypatch)
+
+
+def test_mistakes_are_told_without_torch(folder: Path) -> None:
+    code = (
+        "import shlex, sys\n"
+        "from tba.cli import main\n"
+        "for command in sys.stdin:\n"
+        "    sys.argv = ['tba', *shlex.split(command)]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 2, command\n"
+        "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules, command\n"
+    )
+    late = "eval nowhere task=arithmetic"  # may be a name on the hub
+    commands = [command for command in MISTAKES if command != late]
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,
+        capture_output=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("error: ") == len(commands)
+
+
+ROWS = [{"prompt": f"What is {i} and one?"} for i in range(30)]
+FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
+    "a dict with a wrong key": (
+        lambda: tba.train({"trainer": {"lr": 1}}),
+        "lr is trainer.learning_rate",
+    ),
+    "a dict with a wrong value": (
+        lambda: tba.train({"run": {"steps": "many"}}),
+        "expected an integer",
+    ),
+    "a dotted key": (lambda: tba.train({"run.steps": 5}), "unknown key 'run.steps'"),
+    "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
+    "sizes that do not fit": (
+        lambda: Config(trainer={"batch_size": 7}),
+        "set trainer.batch_size=20",
+    ),
+    "no text": (lambda: Config(policy={"model": 7}), "policy.model = 7: expected text"),
+    "settings as text": (lambda: tba.load(None, "run.steps=5"), "list"),
+    "no config": (lambda: tba.train(7), "config is of type int"),  # type: ignore[arg-type]
+    "a missing run": (lambda: tba.train(tba.load(), resume="nowhere"), "nowhere is not the folder"),
+    "no result": (lambda: tba.result("nowhere"), "nowhere is not the folder of a run"),
+    "rows without a model": (
+        lambda: tba.train(tba.load(None, ["task.held_out_size=16"]), data=ROWS, reward=len),
+        "policy.model is missing: name the model",
+    ),
+    "rows and another task": (
+        lambda: tba.train(tba.load(None, ["task=arithmetic"]), data=ROWS, reward=len),
+        "task.use = 'arithmetic' has data and rewards of its own",
+    ),
+    "too few rows": (
+        lambda: tba.train(
+            {"policy": {"model": "bundled:arithmetic"}, "task": {"held_out_size": 30}},
+            data=ROWS,
+            reward=len,
+        ),
+        "has only 30 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FROM_PYTHON)
+def test_a_mistake_from_python_is_a_value_error_of_ours(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, message = FROM_PYTHON[case]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        call()
+    assert type(raised.value) is ValueError and len(str(raised.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
