@@ -6,14 +6,16 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from transformers import TrainingArguments
 
-from tba.config.counterparts import COMMON, TRL
-from tba.config.plugins import find, names, options_of
-from tba.config.schema import PLUGGED, Config
+from tba.config.counterparts import NEAREST, NONE, PLACES, counterpart
+from tba.config.plugins import find, names, options_of, resolve_all
+from tba.config.schema import PLUGGED, Config, load
 from tba.config.tables import LoraTable, inner_table
 from tba.runs.log import METRICS, read
 
@@ -48,12 +50,56 @@ def table() -> list[tuple[list[str], str]]:
 
 
 def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
-    """In the order of the page; a name without a counterpart has an empty cell there."""
+    """A name without a counterpart has an empty cell in the page."""
     rows = table()
     assert len(rows) > 40
-    assert [name for theirs, _ in rows for name in theirs] == list(TRL)
     for theirs, ours in rows:
-        assert ", ".join(dict.fromkeys(TRL[name] for name in theirs)) == ours
+        places = dict.fromkeys(counterpart(name) or "" for name in theirs)
+        assert ", ".join("" if place.startswith(NONE) else place for place in places) == ours
+    once = [name for names in PLACES.values() for name in names.split()]
+    assert len(once) == len(set(once))
+
+
+VERL = "train_files max_response_length ppo_mini_batch_size adv_estimator clip_ratio_high n total_epochs"
+PRIME_RL = "rollouts_per_example async_level max_off_policy_steps"
+
+
+def test_every_setting_of_other_packages_is_answered() -> None:
+    """What TRL's configs inherit, PEFT's, and those of verl and prime-rl that users set."""
+    peft = pytest.importorskip("peft", reason="an extra: see pyproject.toml")
+    known = {name for table in Config.model_fields.values() for name in inner_table(table).model_fields}
+    known |= {*LoraTable.model_fields, "task_type", "inference_mode", "revision", "base_model_name_or_path"}
+    for given in (TrainingArguments, peft.LoraConfig):
+        names = {field.name for field in fields(given)} - known
+        if given is peft.LoraConfig:
+            names = {name for name in names if name.startswith(("lora_", "use_", "bias", "modules"))}
+        assert [name for name in sorted(names) if counterpart(name) is None] == []
+    assert [name for name in f"{VERL} {PRIME_RL}".split() if counterpart(name) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    {
+        "policy.lora.lora_dropout=0.1": "because engine and trainer must agree on every log-prob",
+        "lora_dropout=0.1": "because engine and trainer must agree on every log-prob",
+        "trainer.deepspeed=x": "because there is one trainer process",
+        "data.train_files=x": "unknown key 'data.train_files': train_files is task.data here",
+        "actor_rollout_ref.actor.optim.lr=1e-6": "lr is trainer.learning_rate here",
+        "algorithm.adv_estimator=grpo": "adv_estimator is objective.use here",
+        "trainer.total_epochs=3": "total_epochs is run.epochs here",
+        "trainer.dataloader_num_workers=3": "dataloader_num_workers has no counterpart here",
+    }.items(),
+)
+def test_a_setting_of_another_package_is_named(setting: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load(None, [setting])
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no objective called '{re.escape(name)}'; the nearest is"):
+        resolve_all(load(None, [f"objective={name}"]))
+    resolve_all(load(None, NEAREST[name].split()))
 
 
 def test_every_counterpart_is_a_key() -> None:
@@ -67,7 +113,7 @@ def test_every_counterpart_is_a_key() -> None:
         assert inner is not None
         keys |= {f"{table_name}.{key}" for key in inner.model_fields}
     keys |= {f"policy.lora.{key}" for key in LoraTable.model_fields}
-    for place in [*TRL.values(), *COMMON.values()]:
+    for place in PLACES:
         for key in re.findall(r"(?<![\w.])[a-z]+(?:\.[a-z_]+)+", place):
             assert key in keys, place
 
@@ -83,7 +129,7 @@ def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
     command = [python_with_trl(), "-c", code]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True)
     known = json.loads(done.stdout.splitlines()[-1])
-    assert TRL.keys() - set(known) <= {"resume_from_checkpoint"}  # an argument of `train`
+    assert [name for name in known if counterpart(name) is None and name != "args"] == []
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 """Error messages about a config: what is wrong in it, and what to write instead."""
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
-from tba.config.counterparts import counterpart
+from tba.config.counterparts import NONE, counterpart
 from tba.config.keys import PLUGGED, Table, inner_table
 from tba.config.messages import choices, explain, no_null, reason
 
@@ -18,7 +18,11 @@ def explain_mistake(model: type[Table], error: ErrorDetails) -> str:
     path = [str(part) for part in error["loc"]]
     where = ".".join(path)
     if error["type"] == "extra_forbidden":
-        return _unknown_key(model, path)
+        keys = {
+            ".".join(key): elsewhere(model, ".".join(key)) for key in _keys(path, error["input"])
+        }
+        told = [f"unknown key {key!r}: {words}" for key, words in keys.items() if words]
+        return "\n".join(told) or _unknown_key(model, path)
     if error["input"] is None:
         return _null(model, path, error)
     if error["type"] == "value_error":
@@ -38,8 +42,8 @@ def elsewhere(model: type[Table], where: str, options: Collection[str] = ()) -> 
     """
     table, _, name = where.rpartition(".")
     place = counterpart(name)
-    if place == "":
-        return f"{name} has no counterpart here; {FROM_TRL} says more"
+    if place is not None and place.startswith(NONE):
+        return f"{name} has no counterpart here{place.removeprefix(NONE)}; {FROM_TRL} says more"
     if place is None:
         place = " or ".join(_places(model).get(name, ()))
     own = place.removeprefix(f"{table}.")
@@ -68,6 +72,15 @@ def _places(model: type[Table]) -> dict[str, list[str]]:
             if key != "use":
                 places.setdefault(key, []).append(f"{table}.{key}")
     return places
+
+
+def _keys(path: Sequence[str], value: object) -> Iterator[Sequence[str]]:
+    """Yield the path of each key in a table, or the path itself if the value is none."""
+    if not isinstance(value, Mapping) or not value:
+        yield path
+        return
+    for name, inner in value.items():
+        yield from _keys([*path, str(name)], inner)
 
 
 def _unknown_key(model: type[Table], path: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
+from tba.config.counterparts import NEAREST
 from tba.config.messages import about, choices, explain, no_null
 from tba.config.mistakes import elsewhere
 from tba.config.schema import PLUGGED, Config
@@ -107,6 +108,8 @@ def _folder(kind: str) -> Path:
 
 def _check_name(kind: str, name: str) -> None:
     known = names(kind)
+    if kind == "objectives" and name in NEAREST:
+        raise ValueError(f"no objective called {name!r}; the nearest is `{NEAREST[name]}`")
     if name not in known:
         raise ValueError(
             f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known, NAMES)};"

@@ -63,7 +63,9 @@ def member(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class called `name`."""
     where, _, own = name.rpartition(":")
     if not where:
-        raise ValueError(f"{key} = {name!r}: {ADVICE}")
+        judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
+        is_model = "/" in name and not name.endswith(".py")
+        raise ValueError(f"{key} = {name!r}: {ADVICE}{judge if is_model else ''}")
     try:
         module = _module(where)
     except (ModuleNotFoundError, FileNotFoundError) as error:

@@ -453,9 +453,9 @@ def test_a_run_whose_judge_cannot_be_reached_does_not_start(
 ) -> None:
     monkeypatch.setattr(http, "REACHED_WITHIN", 0.5)
     table = "{use='http', url='http://127.0.0.1:9/classify', model='m'}"
-    settings = ["task=custom", f"task.data={tmp_path}", f"run.folder={tmp_path / 'run'}"]
+    settings = ["policy.model=bundled:arithmetic", "task=custom", f"task.data={tmp_path}"]
     with pytest.raises(ValueError, match=r"^task\.reward: http://127\.0\.0\.1:9/classify failed"):
-        tba.train(load(None, [*settings, f"task.reward={table}"]))
+        tba.train(load(None, [*settings, f"run.folder={tmp_path / 'run'}", f"task.reward={table}"]))
     assert not (tmp_path / "run").exists()
 
 
