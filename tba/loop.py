@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def train(run: "Run") -> None:
-    """Train until `run.steps` or a stop; runs differ in their searchers and how long they wait."""
+    """Train until the run ends; runs differ in their searchers and how long they wait."""
     c, clock = run.config, run.tracker
     with clock.first_fill():
         run.buffer.add(run.gather(at_least=run.missing), now=run.step)
     for step in range(run.step, c.run.steps):
-        if run.stop.requested:
+        if run.ending:
             break
         groups = run.sample()
         metrics = run.trainer.step(collate(groups), step)

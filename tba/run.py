@@ -14,7 +14,7 @@ from tba.learn import Trainer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
-from tba.runs.choice import kept_beside, read_scores, score_of
+from tba.runs.choice import kept_beside, read_scores, score_of, without_better
 from tba.runs.console import Console, open_console
 from tba.runs.files import write_json
 from tba.runs.generations import recover
@@ -58,6 +58,19 @@ class Run:
     requested: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Version, and seconds of the train loop, of each evaluation that has not ended, by the step
     at which it was requested. Several may be of one version."""
+    patient_since: int = 0
+    """Step from which `eval.patience` counts: that of the resumption if the run had ended by it."""
+
+    @property
+    def ending(self) -> bool:
+        """Whether the run ends before `run.steps`."""
+        return self.stop.requested or self.out_of_patience
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the last `eval.patience` evaluations had no better score."""
+        patience = self.config.eval.patience
+        return patience is not None and without_better(self.scores, self.patient_since) >= patience
 
     def sample(self) -> list[Group]:
         self.console.phase("training")
@@ -160,6 +173,8 @@ class Run:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
         last = self.config.run.steps
         unlogged, self.evaluating = self.evaluating, 0
+        if self.out_of_patience:
+            self.patient_since = self.step
         try:
             self.warn(self.warnings.start())
             with self._saving_first():
@@ -173,6 +188,8 @@ class Run:
                     if not loop.due(last, self.config.runtime.publish_every):
                         self.publish()  # else the loop has just done so
                     self.evaluate()
+                ended = "" if complete or not self.out_of_patience else self._why()
+                complete = complete or ended != ""
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
         except ValueError as error:  # not the user's input, which was checked: show the traceback
@@ -181,10 +198,20 @@ class Run:
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
         told = self.searchers.stats, finished, log.read_evaluations(self.folder)
-        summary = replace(self.tracker.summary(self.step, *told), warnings=self.warnings.texts)
+        summary = replace(
+            self.tracker.summary(self.step, *told), warnings=self.warnings.texts, ended=ended
+        )
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
+
+    def _why(self) -> str:
+        """Return in words why the run ends before `run.steps`."""
+        best = max(sorted(self.scores), key=self.scores.__getitem__)
+        return (
+            f"eval.patience = {self.config.eval.patience}: no evaluation since step {best} had a"
+            f" better sampled score than {self.scores[best]:.3f}"
+        )
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:

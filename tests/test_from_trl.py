@@ -60,19 +60,29 @@ def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
     assert len(once) == len(set(once))
 
 
-VERL = "train_files max_response_length ppo_mini_batch_size adv_estimator clip_ratio_high n total_epochs"
+VERL = "train_files max_response_length ppo_mini_batch_size adv_estimator total_epochs"
 PRIME_RL = "rollouts_per_example async_level max_off_policy_steps"
 
 
 def test_every_setting_of_other_packages_is_answered() -> None:
     """What TRL's configs inherit, PEFT's, and those of verl and prime-rl that users set."""
     peft = pytest.importorskip("peft", reason="an extra: see pyproject.toml")
-    known = {name for table in Config.model_fields.values() for name in inner_table(table).model_fields}
-    known |= {*LoraTable.model_fields, "task_type", "inference_mode", "revision", "base_model_name_or_path"}
+    known = {
+        name for table in Config.model_fields.values() for name in inner_table(table).model_fields
+    }
+    known |= {
+        *LoraTable.model_fields,
+        "task_type",
+        "inference_mode",
+        "revision",
+        "base_model_name_or_path",
+    }
     for given in (TrainingArguments, peft.LoraConfig):
         names = {field.name for field in fields(given)} - known
         if given is peft.LoraConfig:
-            names = {name for name in names if name.startswith(("lora_", "use_", "bias", "modules"))}
+            names = {
+                name for name in names if name.startswith(("lora_", "use_", "bias", "modules"))
+            }
         assert [name for name in sorted(names) if counterpart(name) is None] == []
     assert [name for name in f"{VERL} {PRIME_RL}".split() if counterpart(name) is None] == []
 
@@ -97,7 +107,9 @@ def test_a_setting_of_another_package_is_named(setting: str, told: str) -> None:
 
 @pytest.mark.parametrize("name", NEAREST)
 def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no objective called '{re.escape(name)}'; the nearest is"):
+    with pytest.raises(
+        ValueError, match=f"no objective called '{re.escape(name)}'; the nearest is"
+    ):
         resolve_all(load(None, [f"objective={name}"]))
     resolve_all(load(None, NEAREST[name].split()))
 

@@ -18,10 +18,8 @@ def explain_mistake(model: type[Table], error: ErrorDetails) -> str:
     path = [str(part) for part in error["loc"]]
     where = ".".join(path)
     if error["type"] == "extra_forbidden":
-        keys = {
-            ".".join(key): elsewhere(model, ".".join(key)) for key in _keys(path, error["input"])
-        }
-        told = [f"unknown key {key!r}: {words}" for key, words in keys.items() if words]
+        keys = [".".join(key) for key in _keys(path, error["input"]) if counterpart(key[-1])]
+        told = [f"unknown key {key!r}: {elsewhere(model, key)}" for key in keys]
         return "\n".join(told) or _unknown_key(model, path)
     if error["input"] is None:
         return _null(model, path, error)

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +69,8 @@ class Config(Table):
     def with_defaults(cls, plain: Any) -> Any:
         """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective.
 
-        Two defaults of `[runtime]` depend on the engine.
+        Two defaults of `[runtime]` depend on the engine, and that of `checkpoint.keep_best` on
+        `eval.patience`.
         """
         if not isinstance(plain, Mapping):
             return plain
@@ -82,6 +84,9 @@ class Config(Table):
         match complete.get("engine"), complete.get("runtime", {}):
             case {"use": "vllm"}, Mapping() as table if table.get("use") != "local":
                 complete["runtime"] = {**ONE_GROUP_EACH, **table}
+        match complete.get("eval"), complete.get("checkpoint", {}):
+            case {"patience": int()}, Mapping() as table:
+                complete["checkpoint"] = {"keep_best": True, **table}
         return complete
 
     @classmethod
@@ -103,7 +108,8 @@ class Config(Table):
                 " more"
             )
         steps, decay = self.run.steps, decay_of(t, self.run.steps)
-        if t.schedule == "warmup_stable_decay" and t.warmup_steps + decay > steps:
+        is_known, warm_and_cold = self.run.epochs is None, t.warmup_steps + decay
+        if is_known and t.schedule == "warmup_stable_decay" and warm_and_cold > steps:
             raise ValueError(
                 f"trainer.warmup_steps = {t.warmup_steps} and decay_steps = {decay} are more than"
                 f" run.steps = {steps}; reduce them"
@@ -133,6 +139,10 @@ class Config(Table):
     @model_validator(mode="after")
     def evaluated_checkpoints(self) -> "Config":
         every, c = self.eval.every, self.checkpoint
+        if self.eval.patience is not None and not every:
+            raise ValueError(
+                f"eval.patience = {self.eval.patience} counts evaluations; set eval.every=50"
+            )
         both = {"checkpoint.every": c.every, "runtime.publish_every": self.runtime.publish_every}
         for name, size in both.items() if c.keep_best and every else ():
             if size == 0 or every % size:
@@ -167,7 +177,19 @@ class Config(Table):
 
     def nested(self) -> dict[str, Any]:
         """Return the config as plain tables, without keys that are None: TOML has no such value."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        tables = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if self.run.epochs is not None:
+            del tables["run"]["steps"]
+        return tables
+
+    def within_epochs(self, prompts: int) -> "Config":
+        """Return the config with `run.steps` for `run.epochs` over so many training prompts."""
+        if self.run.epochs is None:
+            return self
+        steps = ceil(self.run.epochs * prompts / self.trainer.groups - 1e-9)
+        tables = self.nested()
+        del tables["run"]["epochs"]
+        return Config(**{**tables, "run": {**tables["run"], "steps": steps}})
 
 
 def load(
@@ -257,7 +279,13 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set each `table.key`. A key that names another plug-in drops the options of the previous."""
+    """Set each `table.key`. A key that names another plug-in drops the options of the previous.
+
+    Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
+    """
+    for name, other in (("run.steps", "epochs"), ("run.epochs", "steps")):
+        if name in values and f"run.{other}" not in values and isinstance(plain.get("run"), dict):
+            plain["run"].pop(other, None)
     # Keys that name a plug-in go first, so that options given beside them stay.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")

@@ -66,12 +66,26 @@ class TaskTable(Use):
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
+    epochs: PositiveFloat | None = key(
+        None,
+        "passes over the training prompts, in place of run.steps, which becomes epochs x prompts /"
+        " groups of a batch, rounded up",
+    )
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
     base: str = key(
         "",
         "folder that relative paths start from; empty: the current folder, which is stored, so that"
         " the run can be resumed from another one",
     )
+
+    @model_validator(mode="after")
+    def one_length(self) -> "RunTable":
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"run.epochs = {self.epochs:g} and run.steps = {self.steps} both say how long to"
+                " train; remove one of them"
+            )
+        return self
 
 
 class LoraTable(Table):
@@ -261,6 +275,11 @@ class EvalTable(Table):
     samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
     temperature: PositiveFloat = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
+    patience: Positive | None = key(
+        None,
+        "end the run after so many evaluations in a row without a better sampled score, and keep"
+        " the best checkpoint; default: never",
+    )
     seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
     perplexity: bool = key(
         False, "report perplexities of the answers under the reference: docs/tasks.md"

@@ -31,6 +31,12 @@ def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | N
     return max(steps, key=lambda step: (scores[step], step in kept), default=None)
 
 
+def without_better(scores: Mapping[int, float], since: int = 0) -> int:
+    """Return how many evaluations came after the best one, of those of steps after `since`."""
+    best = max(sorted(scores), key=scores.__getitem__, default=0)
+    return sum(step > max(best, since) for step in scores)
+
+
 def kept_steps(run: Path) -> list[int]:
     """Return the steps of a run's checkpoints."""
     return [step_of(generation) for generation in generations(run / CHECKPOINTS)]

@@ -123,15 +123,17 @@ class Console:
         }
         if s.quarantined:
             rows["prompts quarantined"] = str(s.quarantined)
-        for scores in (s.first, s.last):  # of the same step if there was one evaluation
-            if scores:
-                rows[f"at step {scores['step']:,.0f}"] = in_a_line(scores)
+        if s.ended:
+            rows["ended by"] = f"{s.ended}; --step best is kept"
         if not s.finished:
             rows["resume"] = f"tba train --resume {folder}"
         rows["summary"] = str(folder / SUMMARY)
         rows["report"] = f"tba report {folder}"
-        lines = [f"  {label:<20} {text}" for label, text in rows.items()]
-        lines += [f"  {'warning':<20} {text}" for text in s.warnings]
+        warnings = [f"  {'warning':<20} {text}" for text in s.warnings]
+        for scores in (s.first, s.last):  # of the same step if there was one evaluation
+            if scores:
+                rows[f"at step {scores['step']:,.0f}"] = in_a_line(scores)
+        lines = [*warnings, *(f"  {label:<20} {text}" for label, text in rows.items())]
         outcome = "finished" if s.finished else "stopped"
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
         self.note("\n".join(["", heading, *lines]))

@@ -171,7 +171,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     log_doubled_bos(text, encoded)
     signs = unknown_characters(config.warn.unknown_characters, text, encoded)
     longest = max(len(ids) for _, ids in encoded) + config.sampling.max_tokens
-    config = _with_attention(config, longest)
+    config = _with_attention(config.within_epochs(len(prompts)), longest)
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
@@ -247,9 +247,10 @@ def _check_unevaluated(config: Config) -> None:
     if config.eval.sets:
         raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
     if config.checkpoint.keep_best:
+        key = "checkpoint.keep_best" if config.eval.patience is None else "eval.patience"
         raise ValueError(
-            "checkpoint.keep_best needs held-out prompts, but there are none; set eval.prompts=128,"
-            " and a held-out set in [task], or checkpoint.keep_best=false"
+            f"{key} needs held-out prompts, but there are none; set eval.prompts=128 and a held-out"
+            f" set in [task], or remove {key}"
         )
 
 

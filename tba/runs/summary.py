@@ -41,6 +41,7 @@ class Summary:
     last: dict[str, float]  # those of the last one
     warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
     quarantined: int = 0  # prompts that are no longer searched
+    ended: str = ""  # why the run finished before `run.steps`
 
     def write(self, run: Path) -> None:
         plain = asdict(self)

@@ -453,6 +453,7 @@ def test_a_run_whose_judge_cannot_be_reached_does_not_start(
 ) -> None:
     monkeypatch.setattr(http, "REACHED_WITHIN", 0.5)
     table = "{use='http', url='http://127.0.0.1:9/classify', model='m'}"
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 99)
     settings = ["policy.model=bundled:arithmetic", "task=custom", f"task.data={tmp_path}"]
     with pytest.raises(ValueError, match=r"^task\.reward: http://127\.0\.0\.1:9/classify failed"):
         tba.train(load(None, [*settings, f"run.folder={tmp_path / 'run'}", f"task.reward={table}"]))

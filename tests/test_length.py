@@ -1,0 +1,109 @@
+"""How long a run trains: `run.steps`, `run.epochs`, and `eval.patience`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tba
+from tba.config.schema import Config, load
+from tba.runs.choice import kept_steps, without_better
+from tba.runs.parts import check
+
+SMALL = [
+    "runtime.use=local", "task.train_size=41", "task.held_out_size=8", "eval.prompts=8",
+    "eval.samples=2", "eval.k=[2]", "sampling.samples=4", "trainer.batch_size=8",
+    "trainer.group_size=4", "log.console=off", "log.tensorboard=false",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("1", 21), ("0.5", 11), ("2", 41), ("3.0", 62)])
+def test_epochs_are_whole_passes_rounded_up(epochs: str, steps: int) -> None:
+    """41 prompts, two in a batch."""
+    config = check(load(None, [*SMALL, f"run.epochs={epochs}"])).config
+    assert (config.run.steps, config.run.epochs) == (steps, None)
+    assert load(None, [f"run.{k}={v}" for k, v in config.nested()["run"].items() if k == "steps"])
+
+
+def test_what_depends_on_the_steps_is_checked_when_they_are_known() -> None:
+    schedule = ["trainer.schedule=warmup_stable_decay", "trainer.warmup_steps=15"]
+    settings = [*SMALL, *schedule, "trainer.decay_steps=15"]
+    assert check(load(None, [*settings, "run.epochs=2"])).config.run.steps == 41
+    with pytest.raises(ValueError, match=r"decay_steps = 15 are more than run\.steps = 21"):
+        check(load(None, [*settings, "run.epochs=1"]))
+
+
+def test_epochs_are_refused_beside_steps(tmp_path: Path) -> None:
+    told = r"^run\.epochs = 2 and run\.steps = 9 both say how long to train; remove one of them$"
+    with pytest.raises(ValueError, match=told):
+        load(None, ["run.epochs=2", "run.steps=9"])
+    with pytest.raises(ValueError, match=told):
+        Config(run={"epochs": 2, "steps": 9})
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nsteps = 9\n")
+    assert load(file, ["run.epochs=2"]).run.epochs == 2  # a setting takes the place of the file's
+    file.write_text("[run]\nepochs = 2\n")
+    assert load(file, ["run.steps=9"]).run.epochs is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "since", "count"),
+    [
+        ({}, 0, 0),
+        ({0: 0.5}, 0, 0),
+        ({0: 0.5, 10: 0.5, 20: 0.4}, 0, 2),
+        ({0: 0.5, 10: 0.6, 20: 0.4}, 0, 1),
+        ({20: 0.4, 10: 0.6, 0: 0.5, 30: 0.6}, 0, 2),  # in any order; an equal one is no better
+        ({0: 0.5, 10: 0.5, 20: 0.4, 30: 0.5}, 20, 1),
+    ],
+)
+def test_evaluations_after_the_best_are_counted(
+    scores: dict[int, float], since: int, count: int
+) -> None:
+    assert without_better(scores, since) == count
+
+
+def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a learning rate that changes nothing, no evaluation is better than the first."""
+    own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
+    folder = tmp_path / "run"
+    settings = [*SMALL, *own, "run.steps=30", f"run.folder={folder}", "log.console=plain"]
+    summary = tba.train(load(None, settings)).summary
+    assert (summary.finished, summary.steps) == (True, 6)
+    assert summary.ended.startswith("eval.patience = 2: no evaluation since step 0 had a better")
+    assert json.loads((folder / "summary.json").read_text())["ended"] == summary.ended
+    assert kept_steps(folder) == [3, 6] and "ended by" in capsys.readouterr().out
+    again = tba.train(load(folder), folder).summary
+    assert (again.finished, again.steps) == (True, 12)
+    whole = tba.train(load(folder, ["eval.patience=null"]), folder).summary
+    assert (whole.finished, whole.steps, whole.ended) == (True, 30, "")
+
+
+def test_a_run_that_was_stopped_keeps_its_patience(tmp_path: Path) -> None:
+    """It ends where the uninterrupted one does, and the best checkpoint is kept."""
+    own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
+    folder = tmp_path / "run"
+    config = load(None, [*SMALL, *own, "run.steps=30", f"run.folder={folder}"])
+    with tba.open_run(config) as run:
+        step = run.trainer.step
+
+        def stopping(*arguments: object) -> dict[str, float]:
+            run.stop.requested = run.step == 3
+            return step(*arguments)  # type: ignore[arg-type]
+
+        run.trainer.step = stopping  # type: ignore[method-assign]
+        assert not run.train().finished
+    assert tba.train(load(folder), folder).summary.steps == 6
+
+
+def test_patience_needs_evaluations() -> None:
+    with pytest.raises(ValueError, match=r"eval\.patience = 2 counts evaluations; set eval\.every"):
+        load(None, ["eval.patience=2", "eval.every=0"])
+    with pytest.raises(ValueError, match=r"eval\.patience needs held-out prompts"):
+        check(load(None, [*SMALL, "eval.patience=2", "eval.prompts=0"]))
+    assert load(None, ["eval.patience=2"]).checkpoint.keep_best
+    assert not load(None, ["eval.patience=2", "checkpoint.keep_best=false"]).checkpoint.keep_best
