@@ -63,7 +63,7 @@ WRONG = {
     "steps=3": "'steps=3': write `table.key=value`",
     "steps=5": "did you mean `run.steps=5`?",
     "learning_rat=1e-4": "did you mean `trainer.learning_rate=1e-4`?",
-    "seed=1": "did you mean `run.seed=1` or `faults.seed=1` or `eval.seed=1`?",
+    "seed=1": "did you mean `run.seed=1` or `eval.seed=1`?",
     "stepps": "such as `trainer.learning_rate=1e-4`",
     "run.steps=null": (
         "run.steps cannot be null; leave it out, or type run.steps=200, which is its default"

@@ -51,7 +51,6 @@ class Config(Table):
     trainer: tables.TrainerTable = tables.TrainerTable()
     runtime: tables.RuntimeTable = tables.RuntimeTable()
     reward: tables.RewardTable = tables.RewardTable()
-    faults: tables.FaultsTable = tables.FaultsTable()
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
     log: LogTable = LogTable()

@@ -235,33 +235,6 @@ class RewardTable(Table):
     )
 
 
-class FaultsTable(Table):
-    kind: Literal["none", "flip", "noise", "plant"] = key(
-        "none",
-        "how to falsify rewards; flip: low + high - reward;"
-        " noise: reward + scale * normal; plant: high",
-    )
-    share: Share = key(0.0, "share of training trajectories to falsify; not in evaluations")
-    low: float = key(0.0, "flip: the lowest reward of the task")
-    high: float = key(1.0, "flip: the highest reward of the task; plant: the reward to assign")
-    scale: Annotated[float, Field(ge=0)] = key(1.0, "noise: its standard deviation")
-    seed: Count = key(0, "seed; a larger share falsifies the same trajectories and more")
-
-    @model_validator(mode="after")
-    def effective(self) -> "FaultsTable":
-        if self.kind == "none" and self.share > 0:
-            raise ValueError(
-                f"faults.share = {self.share} has no effect with faults.kind = 'none';"
-                " set faults.kind=flip, noise or plant"
-            )
-        if self.kind == "flip" and not self.low < self.high:
-            raise ValueError(
-                f"faults.low = {self.low} is not below faults.high = {self.high};"
-                " set them to the lowest and the highest reward of the task"
-            )
-        return self
-
-
 class EvalSet(Use):
     """A further evaluation set: the held-out prompts of a task, scored by it."""
 

@@ -115,7 +115,6 @@ class Parts:
             engine=c.engine,
             sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
             reward=c.reward,
-            faults=c.faults,
             evaluation=c.eval,
             runtime=c.runtime,
             held_out=tuple(self.held_out),

@@ -223,7 +223,6 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
         metrics["engine/samples_per_second"] = fmean(stats.rates)
         metrics["engine/samples_per_second_min"] = min(stats.rates)
     rare = {
-        "reward/faulty": stats.faulty,
         "searchers/quarantined": stats.quarantined,
         "rollouts_generated": stats.rollouts,
         "samples_switched": stats.switched,

@@ -33,8 +33,6 @@ class SearchStats:
     tool_calls: int = 0
     tool_failures: int = 0
     """Calls of tools in the samples, and how many of them gave the policy an error."""
-    faulty: int = 0
-    """Samples with a wrong reward on purpose, see `[faults]`."""
     restarts: int = 0
     quarantined: int = 0
     """Prompts that are no longer searched, see `Quarantine`."""
@@ -74,7 +72,6 @@ class SearchStats:
         self.switched += other.switched
         self.tool_calls += other.tool_calls
         self.tool_failures += other.tool_failures
-        self.faulty += other.faulty
         self.restarts += other.restarts
         self.quarantined += other.quarantined
         self.published_bytes += other.published_bytes

@@ -19,7 +19,6 @@ from tba.models.lora import load_placed
 from tba.models.pretrained import Text, load_text
 from tba.objectives import ValueRollouts
 from tba.search.dialogue import Dialogues, Responses
-from tba.search.faults import falsify
 from tba.search.isolation import InProcess
 from tba.search.quarantine import ended_process
 from tba.search.reference import AdapterReference, EngineReference, Reference
@@ -72,7 +71,6 @@ class SearchSetup:
     engine: tables.EngineTable
     sampling: Sampling
     reward: tables.RewardTable
-    faults: tables.FaultsTable
     evaluation: tables.EvalTable
     runtime: tables.RuntimeTable
     held_out: tuple[Prompt, ...]
@@ -193,8 +191,7 @@ class Searcher:
             if isinstance(prompt, Answered):
                 rule = "keep"
             answers.append(judged_before(group, rule))
-        judged = self.guard(prompts, answers)
-        verdicts, faulty = falsify(judged, self.setup.faults, seed)
+        verdicts = self.guard(prompts, answers)
         times.append(time.perf_counter())
         groups = self._groups(prompts, responses, verdicts)
         times.append(time.perf_counter())
@@ -204,10 +201,10 @@ class Searcher:
             values = Rollouts(self.engine, self.text, self.guard, self.setup.sampling, request)
             groups, rollouts = values.estimate(groups, seed)
         times.append(time.perf_counter())
-        stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts), faulty=faulty)
+        stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts))
         stats.switched = sum(len(c.switches) > 0 for c in chain(*responses.completions))
         stats.tool_calls, stats.tool_failures = responses.calls, responses.failures
-        for verdict in chain(*judged):
+        for verdict in chain(*verdicts):
             if isinstance(verdict, Itemized):
                 stats.itemize(verdict)
         for verdict in chain(*verdicts, rollouts):
