@@ -212,7 +212,7 @@ def list_plugins(
 
 
 def main() -> None:
-    """Run the command. Errors in the user's input are printed without a traceback."""
+    """Run the command. Errors in the user's input and code are printed without our traceback."""
     _open_streams()
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))
@@ -221,6 +221,13 @@ def main() -> None:
     except (ValueError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    except RuntimeError as error:
+        from tba.engines import RewardError  # not above: it imports PyTorch
+
+        if not isinstance(error, RewardError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
     except OSError as error:
         if error.filename is None and not is_full(error):
             raise

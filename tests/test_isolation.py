@@ -294,6 +294,100 @@ def test_a_scoring_process_that_cannot_go_on_ends_what_it_has_started(tmp_path: 
     guard.close()
 
 
+STARTS = """
+import asyncio, multiprocessing, os, subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+
+def one(text):
+    return float(len(text))
+
+def put(queue, text):
+    queue.put(one(text))
+
+def pool(completions):
+    with multiprocessing.get_context("{kind}").Pool(1) as pool:
+        return pool.map(one, completions)
+
+def executor(completions):
+    context = multiprocessing.get_context("{kind}")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return list(pool.map(one, completions))
+
+def process(completions):
+    context = multiprocessing.get_context("{kind}")
+    queue = context.Queue()
+    context.Process(target=put, args=(queue, completions[0]), daemon=True).start()
+    return [queue.get() for _ in completions]
+
+async def program(completions):
+    pipe = asyncio.subprocess.PIPE
+    started = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
+    said, _ = await started.communicate(completions[0].encode())
+    return [float(len(said)) for _ in completions]
+
+def fork(completions):
+    if os.fork() == 0:
+        sys.exit()  # and not os._exit
+    return [one(c) for c in completions]
+
+async def fork_beside(completions):
+    if os.fork():
+        os.wait()
+        return [one(c) for c in completions]
+"""
+"""Functions that start processes; their file is imported by those that are not forked."""
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
+def test_a_function_may_start_processes_of_its_own(kind: str, tmp_path: Path) -> None:
+    (tmp_path / f"starts_{kind}.py").write_text(STARTS.replace("{kind}", kind))
+    names = ["pool", "executor", "process"]
+    names += ["program", "fork", "fork_beside"] if kind == "fork" else []
+    tasks = {}
+    for name in names:
+        tasks[name] = partial(Custom, data="", reward=f"{tmp_path}/starts_{kind}.py:{name}")
+    built = {name: task() for name, task in tasks.items()}
+    guard = Guard(built, 20.0, process=InProcess(tasks, 1.0))
+    for name in names:
+        for _ in range(2):  # what a fork has left does not answer in place of the second call
+            verdicts = guard([Prompt("0", "?")], [[Answer("four", True)]], (name, None))
+            assert verdicts == [[4.0]], name
+    guard.close()
+
+
+@pytest.mark.parametrize("end", ["close", "exit"])
+def test_what_has_left_its_parents_ends_with_the_scoring_process(end: str) -> None:
+    """Daemons, which are no descendants any more: also if the process ended by itself."""
+
+    def score(completions: list[str]) -> list[float]:
+        if completions == ["exit"]:
+            os._exit(0)
+        code = ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"]
+        return [float(subprocess.run(code, capture_output=True, check=True).stdout)]
+
+    guard = guard_of(score)
+    ((pid,),) = judge(guard, ["start"])
+    assert isinstance(pid, float) and psutil.pid_exists(int(pid))
+    if end == "exit":
+        assert reasons(judge(guard, ["exit"])) == [["died"]]
+    guard.close()
+    assert has_ended(pid)
+
+
+def test_a_worker_does_not_inherit_the_limit_of_cpu_time() -> None:
+    """A pool may be kept for the whole run, and compute in every call."""
+
+    def score(completions: list[str]) -> list[float]:
+        code = "import resource, signal\nprint(resource.getrlimit(resource.RLIMIT_CPU)[0],"
+        code += " signal.getitimer(signal.ITIMER_PROF)[0])"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+        return [float(ran.stdout == b"-1 0.0\n")]
+
+    guard = guard_of(score)
+    assert judge(guard, ["start"]) == [[1.0]]
+    guard.close()
+
+
 def test_a_thread_that_goes_on_computing_reaches_the_limit_of_cpu_time() -> None:
     def score(completions: list[str]) -> list[float]:
         def spin() -> None:

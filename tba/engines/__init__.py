@@ -59,6 +59,10 @@ class Built:
     """Whether the trainer computes in bf16."""
 
 
+class RewardError(SearchError):
+    """Fault of the reward function, of which the message has the traceback."""
+
+
 class EngineError(SearchError):
     """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
 

@@ -44,6 +44,9 @@ LONGEST = 10_000
 SLICE = 0.1
 """Most seconds of a call's time that count while the event loop does not turn."""
 
+MARK = "TBA_SCORING"
+"""Environment variable of a scoring process, which what it starts inherits."""
+
 STARTED = 0
 """Number of the first reply, which says that the tasks were built, or why not."""
 
@@ -62,19 +65,27 @@ def main(end: int) -> None:
         traceback.print_exc()
     finally:
         try:
-            kill(descendants(os.getpid()))  # a function may have broken what this needs
+            kill(
+                descendants(os.getpid(), os.environ[MARK])
+            )  # a function may have broken what this needs
         finally:
             os.killpg(0, signal.SIGKILL)  # with threads that hang
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return the processes that a process has started, and those that they have started.
+def descendants(pid: int, mark: str) -> list[psutil.Process]:
+    """Return the processes that a scoring process has started, and those that they have started.
 
-    A process whose parent has ended is not among them.
+    A process whose parent has ended is found by the mark in its environment.
     """
+    found: list[psutil.Process] = []
     with suppress(psutil.Error, OSError):  # it has ended, or too many files are open
-        return psutil.Process(pid).children(recursive=True)
-    return []
+        found += psutil.Process(pid).children(recursive=True)
+    with suppress(OSError):
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it ended, or belongs to another user
+                if process.pid != pid and process.environ().get(MARK) == mark:
+                    found.append(process)
+    return found
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
@@ -131,9 +142,7 @@ class Scoring:
 
     def __init__(self, connection: socket.socket):
         self._connection, self._sending = connection, threading.Lock()
-        self._cores = os.cpu_count() or 1
-        self._cpu = 0.0
-        """Seconds of CPU time that all calls so far may have used."""
+        self._pid = os.getpid()
 
     def serve(self) -> None:
         """Build the tasks, and answer requests; EOFError when the searcher has ended."""
@@ -151,8 +160,8 @@ class Scoring:
         self._reply(STARTED, "started")
         while True:
             number, seconds, group = pickle.load(requests)
-            self._cpu = max(self._cpu, time.process_time() + seconds * self._cores + 1)
-            _limit(resource.RLIMIT_CPU, self._cpu)
+            # CPU time of all threads; not RLIMIT_CPU, which workers of a pool would inherit
+            signal.setitimer(signal.ITIMER_PROF, seconds * (os.cpu_count() or 1) + 1)
             until = time.monotonic() + seconds
             scores = self._begin(group)
             if isinstance(scores, list | Rejected):
@@ -202,6 +211,8 @@ class Scoring:
         return self._reply(number, "rejected", _plain(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
+        if os.getpid() != self._pid:  # a function has forked, and left the child here
+            os._exit(1)
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
             self._connection.sendall(line.encode())

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,9 +20,9 @@ from typing import Any
 
 import cloudpickle
 
-from tba.engines import EngineError
+from tba.engines import EngineError, RewardError
 from tba.prompt import Answer, Prompt
-from tba.search.child import descendants, kill
+from tba.search.child import MARK, descendants, kill
 from tba.search.verdicts import DIED, Rejected, Verdict, rejection, verdict_on
 from tba.tasks import REWARD, Itemized, ScorerName, Task
 
@@ -64,14 +65,14 @@ class InProcess:
         self._worked = False
 
     async def ready(self) -> None:
-        """Wait until there is a process that can score; RuntimeError if it cannot start.
+        """Wait until there is a process that can score; RewardError if it cannot start.
 
         EngineError, which restarts the searcher, if there has been one before.
         """
         if self._failure is None:
             self._failure = await self._started()
         if self._failure is not None:
-            raise (EngineError if self._worked else RuntimeError)(
+            raise (EngineError if self._worked else RewardError)(
                 f"the scoring process did not start: {self._failure.detail}\nIf the task works in"
                 " the searcher's own process, set reward.isolate=thread"
             )
@@ -111,10 +112,16 @@ class ScoringProcess:
         with theirs:
             end = theirs.fileno()
             command = [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), str(end)]
+            self._mark = secrets.token_hex(8)
+            marked = {**os.environ, MARK: self._mark}
             # a session of its own: Ctrl-C is for the run, and a kill reaches the whole group
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, pass_fds=[end], start_new_session=True
+                    command,
+                    stdin=subprocess.PIPE,
+                    pass_fds=[end],
+                    start_new_session=True,
+                    env=marked,
                 )
             except OSError:
                 self._socket.close()
@@ -203,12 +210,8 @@ class ScoringProcess:
                 future.set_result(kind(DIED, how))
 
     def _kill(self) -> None:
-        """Kill the process, its group, and its descendants in other groups.
-
-        If the process ended by itself, its descendants have lost their parent. Those in a session
-        of their own are not found then.
-        """
-        started = descendants(self._process.pid)
+        """Kill the process, its group, and what it has started in other groups."""
+        started = descendants(self._process.pid, self._mark)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         kill(started)

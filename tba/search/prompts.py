@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
-from tba.engines import SearchError
+from tba.engines import RewardError
 from tba.search.quarantine import Quarantine
 from tba.selections import Selection
 from tba.selections._interleaved import Interleaved
@@ -63,7 +63,7 @@ class PromptStream:
         if not suspects:
             taken += self._choose(count - len(taken))
         if count and not taken:
-            raise SearchError(
+            raise RewardError(
                 "every prompt that the selection chooses is in quarantine, because what scored or"
                 " searched it ended several times in a row; fix the reward function, and resume"
                 " with reward.quarantine=0"

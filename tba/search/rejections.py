@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from tba.engines import SearchError
+from tba.engines import RewardError, SearchError
 from tba.search.result import SearchStats
 from tba.search.verdicts import ON_PURPOSE, TRUNCATED
 
@@ -22,7 +22,7 @@ class RejectionMonitor:
         self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
 
     def add(self, stats: SearchStats) -> None:
-        """Add the statistics of one search; SearchError if too many samples were rejected."""
+        """Add the statistics of one search; RewardError if too many samples were rejected."""
         self._count_truncated(stats)
         if not stats.scored:
             return
@@ -38,7 +38,7 @@ class RejectionMonitor:
         rejected = recent.rejected.total()
         if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
-            raise SearchError(
+            raise RewardError(
                 f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
                 f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"

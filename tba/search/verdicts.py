@@ -6,12 +6,14 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tba.config.secrets import masked
 from tba.prompt import Answer
-from tba.tasks import Itemized, LeftOut, WrongLength, listed
+from tba.tasks import Itemized, LeftOut, WrongLength, listed, number
 
+PACKAGE = str(Path(__file__).parents[1])
 LARGEST = 1e12
 """Largest absolute value of a reward: losses square it, in float32."""
 
@@ -46,11 +48,7 @@ def verdict_on(score: Any) -> Verdict:
         return Rejected(LeftOut.reason, "")
     if score is None:
         return Rejected("none", "no reward function gave this sample a reward")
-    if isinstance(score, str):  # float() would read some
-        return Rejected("not_a_number", f"a reward is {score!r}")
-    try:
-        value = float(score)
-    except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
+    if (value := number(score)) is None:
         return Rejected("not_a_number", f"a reward is {reprlib.repr(score)}")
     if not abs(value) <= LARGEST:  # NaN is not, either
         return Rejected("not_finite", f"a reward is {value}; it must be between ±{LARGEST:g}")
@@ -73,10 +71,14 @@ def is_none(score: Any) -> bool:
 
 
 def rejection(error: BaseException) -> Rejected:
-    """Return the reason why a call that raised this has no scores, with the traceback."""
+    """Return the reason why a call that raised this has no scores, with its own traceback."""
     if isinstance(error, WrongLength):
         return Rejected("wrong_length", str(error))
-    text = masked("".join(traceback.format_exception(error)))
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        own = own.tb_next  # calls of ours, before those of the user
+    own = own or error.__traceback__
+    text = masked("".join(traceback.format_exception(type(error), error, own)))
     # torch raises RuntimeError and the system OSError, both with these words
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:

@@ -190,10 +190,51 @@ class WrongLength(ValueError):
 
 
 def listed(scores: Any) -> list[Any]:
-    """Return the rewards of a group as a list; WrongLength for what has no order or is text."""
-    if isinstance(scores, Mapping | Set | str | bytes) or not isinstance(scores, Iterable):
+    """Return the rewards of a group as a list, one item for each of its first axis.
+
+    WrongLength for what has no order or is text.
+    """
+    plain = _plain(scores)
+    if plain is not scores and not isinstance(plain, list):  # an array without an axis
+        return [plain]
+    wrong = isinstance(plain, Mapping | Set | str | bytes | bytearray)
+    if wrong or not isinstance(plain, Iterable):
         raise WrongLength(
             f"the scoring function returned a {type(scores).__name__}, {reprlib.repr(scores)};"
             " return a list with one number for each completion"
         )
-    return list(scores)
+    return [_alone(score) for score in plain]
+
+
+def number(score: Any) -> float | None:
+    """Return a score as a float; None if it is no number."""
+    if isinstance(score, str | bytes | bytearray):  # float() would read some
+        return None
+    try:
+        return float(score)
+    except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
+        return None
+
+
+def _alone(score: Any) -> Any:
+    """Return the only item of nested lists and arrays of one item, such as a row of shape [1]."""
+    score = _plain(score)
+    while isinstance(score, list | tuple) and len(score) == 1:
+        score = _plain(score[0])
+    return score
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a scalar of any library as a list or a number; other things as they are.
+
+    numpy, PyTorch, JAX and pandas have `tolist`, pyarrow and polars the next three.
+    """
+    for name in ("tolist", "to_pylist", "to_list", "as_py"):
+        if callable(method := getattr(value, name, None)):
+            return method()
+    known = hasattr(value, "__array__") or hasattr(value, "__array_interface__")
+    if not known and not hasattr(value, "__dlpack__"):
+        return value
+    import numpy as np  # not above: most scoring processes do without
+
+    return (np.asarray(value) if known else np.from_dlpack(value)).tolist()

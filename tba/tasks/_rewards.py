@@ -1,16 +1,19 @@
 """Reward functions that a config names: one of a module or a file, or what a factory makes."""
 
+import contextlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from tba.config.messages import about
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
 from tba.config.secrets import read_secrets
 from tba.config.tables import Use
@@ -19,6 +22,9 @@ RewardFunction = Callable[..., Any]
 """`def` or `async def` f(prompts, completions, **columns) -> list[float | None], as in TRL."""
 
 ADVICE = "write package.module:function or file.py:function"
+
+NOT_USERS = (str(Path(__file__).parents[1]), importlib.__file__, contextlib.__file__, "<")
+"""Beginnings of the names of files whose lines are not shown for an error of the user's code."""
 
 
 def reward_function(key: str, named: str | Use) -> RewardFunction:
@@ -38,12 +44,11 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
                 f" options: {key} = {named.use!r}"
             )
         options = check_options(factory, key, named.use, named.options)
-        with about(key):
-            function = factory(**read_secrets(options))
+        make = partial(factory, **read_secrets(options))
     else:
-        judge = resolve(JUDGES, key, named.use, named.options)
-        with about(key):
-            function = judge.build()
+        make = resolve(JUDGES, key, named.use, named.options).build
+    with _running(key):
+        function = make()
     if not callable(function):
         raise ValueError(
             f"{key}.use = {named.use!r} returns {function!r}; it must return a reward function"
@@ -51,12 +56,32 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
     return function
 
 
-def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes: all for `**columns`, else those it names."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return arguments
-    return {name: values for name, values in arguments.items() if name in parameters}
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments that it takes: all for `**columns`, else those it names.
+
+    A column is left out if its name is that of an argument which is set already, such as `self`.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in arguments]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        taken = {*by_place, *_set_already(function)}
+    else:
+        taken = arguments.keys() - {p.name for p in parameters} | {*by_place}
+    named = {name: value for name, value in arguments.items() if name not in taken}
+    return function(*[arguments[name] for name in by_place], **named)
+
+
+def _set_already(function: Callable[..., Any]) -> list[str]:
+    """Return the first arguments of a method, or of a partial function, that it brings itself."""
+    if isinstance(function, partial):
+        count, inner = len(function.args), function.func
+    elif inspect.ismethod(function):
+        count, inner = 1, function.__func__
+    else:  # an instance, or a function, whose call brings nothing
+        method = function.__call__
+        return _set_already(method) if inspect.ismethod(method) else []
+    parameters = list(inspect.signature(inner).parameters.values())[:count]
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] + _set_already(inner)
 
 
 def member(key: str, name: str) -> Callable[..., Any]:
@@ -66,12 +91,16 @@ def member(key: str, name: str) -> Callable[..., Any]:
         judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
         is_model = "/" in name and not name.endswith(".py")
         raise ValueError(f"{key} = {name!r}: {ADVICE}{judge if is_model else ''}")
+    path = Path(where).expanduser() if where.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise ValueError(f"{key} = {name!r}: no such file: {path}; {ADVICE}")
+    with _running(f"{key} = {name!r}"):
+        if path is None:
+            module = importlib.import_module(where)
+        else:
+            module = _from_file(path.resolve(), path.stat().st_mtime_ns)
     try:
-        module = _module(where)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"{key} = {name!r}: {error}; {ADVICE}") from error
-    try:
-        value: Callable[..., Any] = getattr(module, own)  # not vars: a lazy module loads it now
+        value: Callable[..., Any] = attrgetter(own)(module)  # not vars: a lazy module loads it now
     except AttributeError as error:
         raise ValueError(f"{key} = {name!r}: {where} has no function {own!r}") from error
     if not callable(value):
@@ -79,26 +108,61 @@ def member(key: str, name: str) -> Callable[..., Any]:
     return value
 
 
-def _module(where: str) -> ModuleType:
-    """Import a module, by its name or from a file."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    return _from_file(path.resolve(), path.stat().st_mtime_ns)
+@contextlib.contextmanager
+def _running(place: str) -> Iterator[None]:
+    """Make any error of the user's code a ValueError, which names its file and line.
+
+    `sys.exit` and `os._exit` are errors, too: no file may end the process that imports it.
+    """
+    leave, pid = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != pid:  # a process that the file has started
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = extract_tb(error.__traceback__)
+        frames = [frame for frame in frames if not frame.filename.startswith(NOT_USERS)]
+        at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        if isinstance(error, ModuleNotFoundError) and not frames:
+            at = f"; {ADVICE}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{place}: {kind}{error}{at}") from error
+    finally:
+        os._exit = leave
 
 
 @cache
 def _from_file(path: Path, changed: int) -> ModuleType:
-    """Run a file once for each time `changed` of its last change.
-
-    Its module has the same name in each process, so that its objects can be pickled.
-    """
-    name = f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    """Run a file once for each time `changed` of its last change."""
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the name of a file's module, the same in each process, so that objects can be pickled.
+
+    It is the file's own name, by which processes that a function starts can import it: they get
+    `sys.path`. If this is the name of another module, it is one of ours.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()
+    with contextlib.suppress(ImportError, ValueError):  # no module's name, or a package has none
+        found = importlib.util.find_spec(path.stem)
+        if found is not None and Path(str(found.origin)).resolve() == path:
+            return path.stem
+    return f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"

@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any
 
 from tba.prompt import Prompt
-from tba.tasks._rewards import accepted
+from tba.tasks._rewards import call
 
 AT_ONCE = 64
 """Calls that run at one time."""
@@ -34,7 +34,7 @@ class Tools:
         """Return a new instance, and the text with which it begins. May raise anything."""
         instance = self.make()
         row = {**prompt.columns, "prompt": prompt.text}
-        observation = _awaited(instance.reset(**accepted(instance.reset, row)))
+        observation = _awaited(call(instance.reset, row))
         if not isinstance(observation, str | None):
             kind = type(observation).__name__
             raise TypeError(f"reset returned {kind}; it must return text, or None")

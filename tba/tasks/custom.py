@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
 from itertools import chain
-from typing import Any, SupportsFloat
+from typing import Any
 
 from tba.config.keys import Count, Positive, PositiveFloat, Use
 from tba.config.plugins import GIVEN
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed
+from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed, number
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
 from tba.tasks._data import Rows, require, rows, without_errors
 from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
-from tba.tasks._rewards import ADVICE, RewardFunction, accepted, member, reward_function
+from tba.tasks._rewards import ADVICE, RewardFunction, call, member, reward_function
 from tba.tasks._tools import Tools, describe
 
 
@@ -100,7 +100,7 @@ class Custom(PassesOn, Rendering):
         arguments = arguments_of(prompt, answers, log)
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
-            scores[i] = function(**accepted(function, arguments))
+            scores[i] = call(function, arguments)
         if any(map(isawaitable, scores)):
             return self._await_all(scores, log)
         return self._weighted(scores, log)
@@ -119,7 +119,7 @@ class Custom(PassesOn, Rendering):
         weights, logged = self.reward_weights or [1.0] * len(scores), log.metrics()
         sums: list[float | None] = []
         for place, of_answer in enumerate(zip(*scores, strict=True)):
-            wrong = [s for s in of_answer if s is not None and not isinstance(s, SupportsFloat)]
+            wrong = [s for s in of_answer if s is not None and number(s) is None]
             if wrong:
                 sums.append(wrong[0])  # it is rejected, and its neighbours are not
                 continue

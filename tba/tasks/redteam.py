@@ -19,7 +19,7 @@ from tba.prompt import Answer, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, PassesOn, Scorer, Scores, WrongLength
 from tba.tasks._data import rows, without_errors
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
-from tba.tasks._rewards import RewardFunction, accepted, reward_function
+from tba.tasks._rewards import RewardFunction, call, reward_function
 from tba.tasks._victim import Victim
 from tba.tasks.judges import then
 
@@ -207,7 +207,7 @@ class RedTeam(PassesOn):
         arguments: dict[str, Any] = {n: [value] * count for n, value in prompt.columns.items()}
         arguments["prompts"] = [attack for attack in attacks for _ in range(self.answers)]
         arguments["completions"] = [answer for own in said for answer in own]
-        return self._judge(**accepted(self._judge, arguments))
+        return call(self._judge, arguments)
 
     def _table(self, harm: Sequence[float], attacks: int) -> Float[np.ndarray, "A N"]:
         """Return the judge's list by attack; ValueError if it is no list of harms."""

@@ -1,0 +1,248 @@
+"""What a reward function may return, and what may be a reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow
+import pytest
+import torch
+
+from tba.config.tables import Use
+from tba.prompt import Answer, Prompt
+from tba.search.rewards import Guard
+from tba.search.verdicts import Rejected, verdict_on
+from tba.tasks import WrongLength, listed
+from tba.tasks._memory import InMemory
+from tba.tasks._rewards import reward_function
+from tba.tasks.custom import Custom
+
+
+class OnlyArray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array([0.5, 2.0])
+
+
+class OnlyInterface:
+    def __init__(self) -> None:
+        self._kept = np.array([0.5, 2.0])
+        self.__array_interface__ = self._kept.__array_interface__
+
+
+class OnlyDlpack:
+    def __init__(self) -> None:
+        self._kept = np.array([0.5, 2.0])
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._kept.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._kept.__dlpack_device__()
+
+
+def generated() -> Iterator[float]:
+    yield 0.5
+    yield 2.0
+
+
+TWO: dict[str, Callable[[], Any]] = {
+    "tuple": lambda: (0.5, 2),
+    "generator": generated,
+    "values of a dict": lambda: {"a": 0.5, "b": 2.0}.values(),
+    "numpy": lambda: np.array([0.5, 2.0], np.float16),
+    "numpy, a column": lambda: np.array([[0.5], [2.0]]),
+    "numpy, objects": lambda: np.array([Decimal("0.5"), Fraction(2)], object),
+    "torch": lambda: torch.tensor([0.5, 2.0], requires_grad=True),
+    "torch, bf16, a column": lambda: torch.tensor([[0.5], [2.0]], dtype=torch.bfloat16),
+    "scalars of torch": lambda: list(torch.tensor([0.5, 2.0], requires_grad=True)),
+    "rows of one number": lambda: [[0.5], (2.0,)],
+    "arrays of one number": lambda: [np.array([0.5]), torch.tensor([[2.0]])],
+    "scalars of numpy": lambda: [np.float32(0.5), np.int64(2)],
+    "pandas": lambda: pandas.Series([0.5, 2.0], index=[7, 3]),
+    "pandas, a table": lambda: pandas.DataFrame({"reward": [0.5, 2.0]}),
+    "pandas, nullable": lambda: pandas.Series([0.5, 2.0], dtype="Float64"),
+    "pyarrow": lambda: pyarrow.array([0.5, 2.0]),
+    "pyarrow, chunks": lambda: pyarrow.chunked_array([[0.5], [2.0]]),
+    "scalars of pyarrow": lambda: [pyarrow.scalar(0.5), pyarrow.scalar(2)],
+    "array": OnlyArray,
+    "array interface": OnlyInterface,
+    "dlpack": OnlyDlpack,
+    "memoryview": lambda: memoryview(np.array([0.5, 2.0])),
+    "exact": lambda: [Decimal("0.5"), Fraction(4, 2)],
+}
+"""Half and two, in everything that means one number for each of two completions."""
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind: str) -> None:
+    assert [verdict_on(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("one", [np.array(0.5), np.float64(0.5), torch.tensor(0.5)])
+def test_an_array_without_an_axis_is_the_reward_of_one_completion(one: Any) -> None:
+    assert listed(one) == [0.5]
+
+
+def test_true_is_one_and_none_stays_none() -> None:
+    for scores in (np.array([True, False]), [np.bool_(True), False], torch.tensor([True, False])):
+        assert [verdict_on(score) for score in listed(scores)] == [1.0, 0.0]
+    assert listed(pyarrow.array([None, 1.0])) == [None, 1.0]
+    assert listed(np.ma.array([1.0, 2.0], mask=[True, False])) == [None, 2.0]
+
+
+WRONG: dict[str, Any] = {
+    "text": ["0.5", "2"],
+    "text of numpy": np.array(["0.5", "2"]),
+    "bytes": [b"1", bytearray(b"2")],
+    "complex": np.array([1 + 0j, 2j]),
+    "complex scalars": [np.complex128(1), torch.tensor(1 + 1j)],
+    "two columns": np.ones((2, 2)),
+    "rows of two": [[1.0, 2.0], [3.0, 4.0]],
+    "empty rows": [[], []],
+    "tables": [{"reward": 1.0}, {}],
+    "durations": np.array([1, 2], "timedelta64[s]"),
+    "too large for a float": [10**400, Fraction(10**400)],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_not_one_number_is_none(kind: str) -> None:
+    verdicts = [verdict_on(score) for score in listed(WRONG[kind])]
+    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
+    task = Custom(data="", reward="", memory=InMemory(reward=(lambda completions: WRONG[kind],)))
+    answers = [Answer("a", True), Answer("b", True)]
+    (verdicts,) = Guard({"": task}, 5.0)([Prompt("0", "?")], [answers])
+    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
+
+
+@pytest.mark.parametrize("whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None])
+def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
+    with pytest.raises(WrongLength, match="return a list with one number for each completion"):
+        listed(whole)
+
+
+TAKEN = {"self": "a", "cls": "b", "this": "c", "completions": "d", "prompts": "e", "state": "f"}
+"""Columns of a user's data, with the names of arguments."""
+
+
+class Judge:
+    """Returns the number of columns that it was given, and checks that they are the columns."""
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        assert isinstance(self, Judge) and completions == ["one"]
+        return [sum(columns[name] == [value] for name, value in TAKEN.items() if name in columns)]
+
+    def method(this, completions: list[str], **columns: Any) -> list[float]:
+        return Judge.static(completions, **columns)
+
+    @classmethod
+    def of_class(cls, completions: list[str], **columns: Any) -> list[float]:
+        assert cls is Judge
+        return cls()(completions, **{k: v for k, v in columns.items() if k != "self"})
+
+    @staticmethod
+    def static(completions: list[str], **columns: Any) -> list[float]:
+        return Judge()(completions, **{k: v for k, v in columns.items() if k != "self"})
+
+    def named(self, completions: list[str], this: list[str]) -> list[float]:
+        return [float(this == ["c"])]
+
+
+def by_place(completions: list[str], /, **columns: Any) -> list[float]:
+    return Judge.static(completions, **columns)
+
+
+def second(state: int, completions: list[str], **columns: Any) -> list[float]:
+    assert state == 3
+    return Judge.static(completions, **columns)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], float]] = {
+    "instance": (Judge(), 3.0),  # cls, this, state; the others are arguments of the call
+    "method": (Judge().method, 2.0),
+    "class method": (Judge.of_class, 2.0),
+    "static method": (Judge.static, 3.0),
+    "static method of an instance": (Judge().static, 3.0),
+    "named columns": (Judge().named, 1.0),
+    "by place": (by_place, 3.0),
+    "partial, by place": (partial(second, 3), 2.0),
+    "partial of a method": (partial(Judge.method, Judge()), 2.0),
+    "partial of a bound method": (partial(Judge().method), 2.0),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_column_may_have_the_name_of_an_argument_that_is_set_already(kind: str) -> None:
+    function, expected = FUNCTIONS[kind]
+    task = Custom(data="", reward="", memory=InMemory(reward=(function,)))
+    assert task.score(Prompt("0", "?", TAKEN), [Answer("one", True)]) == [expected]
+
+
+BROKEN = {
+    "import sys; sys.exit(4)": "SystemExit: 4",
+    "quit()": "SystemExit: None",
+    "import os; os._exit(0)": "SystemExit: 0",
+    "def f(:": "SyntaxError: invalid syntax (bad.py, line 2)",
+    "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package_that_nob",
+    "from math import nothing": "ImportError: cannot import name 'nothing'",
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "int('x')": "invalid literal for int()",
+    "open('nowhere')": "FileNotFoundError: ",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(f"\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{file}:f", "bad:f"):
+        with pytest.raises(ValueError) as error:
+            reward_function("task.reward", name)
+        told = str(error.value)
+        assert told.startswith(f"task.reward = {name!r}: {BROKEN[code]}")
+        assert "SyntaxError" in told or told.endswith(f"({file}, line 2)")
+
+
+def test_a_factory_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "makes.py").write_text("import os\ndef make(n):\n    os._exit(n)\n")
+    with pytest.raises(ValueError, match=r"^task\.reward: SystemExit: 3 \(.*makes\.py, line 3\)"):
+        reward_function("task.reward", Use(use=f"{tmp_path}/makes.py:make", n=3))
+
+
+def test_a_member_of_a_class_can_be_named(tmp_path: Path) -> None:
+    code = "class Judge:\n    @staticmethod\n    def score(completions):\n        return [1.0]\n"
+    (tmp_path / "judging.py").write_text(code)
+    assert reward_function("task.reward", f"{tmp_path}/judging.py:Judge.score")(["a"]) == [1.0]
+
+
+RAISES = """
+def helper(c):
+    return 1 / 0
+
+def f(completions):
+    return [helper(c) for c in completions]
+
+async def g(completions):
+    return f(completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_a_traceback_begins_in_the_users_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "raising.py").write_text(RAISES)
+    task = Custom(data="", reward=f"{tmp_path}/raising.py:{name}")
+    ((verdict,),) = Guard({"": task}, 5.0)([Prompt("0", "?")], [[Answer("a", True)]])
+    assert isinstance(verdict, Rejected)
+    lines = verdict.detail.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and "raising.py" in lines[1]
+    assert "tba/tasks" not in verdict.detail and "tba/search" not in verdict.detail
