@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
-from tba.config.secrets import read_secrets
+from tba.config.secrets import masked, read_secrets
 from tba.config.tables import Use
 
 RewardFunction = Callable[..., Any]
@@ -131,7 +131,7 @@ def _running(place: str) -> Iterator[None]:
         if isinstance(error, ModuleNotFoundError) and not frames:
             at = f"; {ADVICE}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{place}: {kind}{error}{at}") from error
+        raise ValueError(masked(f"{place}: {kind}{error}{at}")) from error
     finally:
         os._exit = leave
 
