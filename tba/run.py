@@ -1,5 +1,6 @@
 """A run: its parts are built, trained with, and closed."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -111,14 +112,15 @@ class Run:
             self._log_group(groups[0])
 
     def _log_group(self, group: Group) -> None:
-        """Write the completions of a group, each once however often it was drawn."""
+        """Write the completions of a group, each once, with how often it was drawn."""
         text, stop = self.parts.text, self.config.sampling.stop
-        prompt, row = text.decode(group.prompt_tokens), group.prompt
+        prompt, row = text.prompt(group.prompt_tokens), group.prompt
+        drawn = Counter(id(t) for t in group.trajectories)
         for t in {id(t): t for t in group.trajectories}.values():
             completion = text.shown(t, stop)
             self.journal.sample(
                 self.step, "train", prompt, completion, t.reward, t.version,
-                id=row.id, columns=row.columns,
+                id=row.id, columns=row.columns, drawn=drawn[id(t)],
             )  # fmt: skip
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)

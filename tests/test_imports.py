@@ -30,7 +30,7 @@ HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/sinks.py"},
     "trackio": {"runs/sinks.py"},
-    "matplotlib": {"report/study.py", "runs/card.py"},
+    "matplotlib": {"runs/card.py"},
     "peft": {"models/lora.py"},
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},

@@ -87,6 +87,11 @@ class Text:
     def decode(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
+    def prompt(self, tokens: np.ndarray) -> str:
+        """Return a prompt for a person to read: with the markers of a chat's turns, without BOS."""
+        begun = tokens[:1].tolist() == [self.tokenizer.bos_token_id]
+        return self.tokenizer.decode(tokens[begun:].tolist())
+
     def answer(
         self, tokens: np.ndarray, finished: bool, stop: Sequence[str], version: int = 0
     ) -> Answer:

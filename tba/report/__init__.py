@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.report.runs import report_runs
+from tba.report.study import report_study
 from tba.studies.results import STUDY
 
 __all__ = ["report"]
@@ -23,6 +24,4 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
             f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`,"
             " and report the other folders separately"
         )
-    from tba.report.study import report_study  # imports matplotlib
-
     return report_study(studies[0].expanduser(), out)

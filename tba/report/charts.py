@@ -1,7 +1,7 @@
 """Charts on the page of runs: which metrics stand together, and their numbers as JSON."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan, nan
 from typing import Any, Literal
 
@@ -32,6 +32,9 @@ class Chart:
     labels: tuple[str, ...] = ()
     spread: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
+    note: str = ""
+    flat: bool = False
+    """Whether there are no values, or only 0."""
 
 
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
@@ -102,9 +105,11 @@ def panel_charts(tables: Sequence[pd.DataFrame]) -> list[dict[str, Any]]:
 
     Only a metric that has been negative needs an axis that does not begin at 0.
     """
-    lowest = pd.concat([table.min() for table in tables]).dropna().groupby(level=0).min()
-    least = {str(name): float(value) for name, value in lowest.items()}
-    return [asdict(_panel_chart(panel, least)) for panel in PANELS]
+    ends = pd.concat([table.agg(["min", "max"]).T for table in tables]).dropna()
+    least = {str(name): float(v) for name, v in ends["min"].groupby(level=0).min().items()}
+    filled = {str(name) for name in ends.index[(ends != 0).any(axis=1)]}
+    charts = [_panel_chart(panel, least) for panel in PANELS]
+    return [asdict(replace(chart, flat=filled.isdisjoint(chart.metrics))) for chart in charts]
 
 
 def _panel_chart(panel: Panel, least: Mapping[str, float]) -> Chart:
@@ -121,10 +126,10 @@ def _panel_chart(panel: Panel, least: Mapping[str, float]) -> Chart:
             form = "count"
         elif any(least[name] < 0 for name in own):
             form = "number"
-    metrics, texts = tuple(labels), tuple(labels.values())
-    if len(shares) == len(metrics):
-        return Chart(panel.title, metrics, "share", texts)
-    return Chart(panel.title, metrics, form, texts, shares=tuple(shares))
+    if len(shares) == len(labels):
+        form, shares = "share", []
+    texts, note = tuple(labels.values()), f"healthy: {panel.healthy}"
+    return Chart(panel.title, tuple(labels), form, texts, (), tuple(shares), note)
 
 
 def sections(

@@ -133,7 +133,7 @@ def _table(layout: Layout) -> pd.DataFrame:
     for block in blocks:
         best = layout.best(block.index)
         if len(block) > 1 and best is not None:
-            shown.loc[best, "end"] += " ★"
+            shown.loc[best, "end"] += "\N{NO-BREAK SPACE}★"
     return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
 
 

@@ -26,6 +26,13 @@ def number(value: float, form: str) -> str:
     return "–" if isnan(value) else form.format(value)
 
 
+def duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.1f}\N{NO-BREAK SPACE}s"
+    unit, long = (60, "min") if seconds < 7200 else (3600, "h")
+    return f"{seconds / unit:.1f}\N{NO-BREAK SPACE}{long}"
+
+
 def with_stderr(mean: float, stderr: float, form: str) -> str:
     """Format a mean and its standard error, each of which may be missing (NaN)."""
     error = "" if isnan(stderr) else f" ± {form.format(stderr)}"

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
-from tba.report.page import MODES, measures_of, names, number, score, script, write_page
+from tba.report.page import MODES, duration, measures_of, names, number, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
 from tba.studies.results import Row, flat, read_json, read_metrics
 
@@ -34,57 +34,63 @@ class Record:
     sessions: list[Row]
     warnings: list[str]
 
-    def facts(self, measures: Mapping[str, str]) -> Mapping[str, str]:
-        """Return facts by label; `measures` has the score to show of each subset."""
-        totals, steps = self.totals, self.steps
-        newest, tenth = steps.iloc[-1], ceil(len(steps) / 10)
-        first, last = steps["reward"].head(tenth).mean(), steps["reward"].tail(tenth).mean()
-        lag_mean, lag_max = (steps[name] for name in LAG)
-        planned = self.config["run"]["steps"]
-        evaluations, held_out = self.evaluations.to_dict("records"), {}
+    def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
+        """Return scores before and after by label; `measures` has the score of each subset."""
+        evaluations, texts = self.evaluations.to_dict("records"), {}
         ends = evaluations[:1] + evaluations[1:][-1:]
         for subset, measure in measures.items():
             for mode in MODES:
                 column, _ = names(measure, mode, subset)
-                texts = [score(e, measure, mode, subset) for e in ends if column in e]
-                label = f"{subset or 'Held-out'} {measure}, {mode}"
-                held_out[label] = " → ".join(texts) or "–"
+                both = [score(e, measure, mode, subset) for e in ends if column in e]
+                texts[f"{subset or 'Held-out'} {measure}, {mode}"] = " → ".join(both) or "–"
+        tenth, reward = ceil(len(self.steps) / 10), self.steps["reward"]
+        first, last = reward.head(tenth).mean(), reward.tail(tenth).mean()
+        done, planned = self.steps["step"].iloc[-1], self.config["run"]["steps"]
+        return {
+            **texts,
+            "Evaluated at step": " → ".join(f"{e['step']:,.0f}" for e in ends) or "–",
+            "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
+            "Steps": f"{done:,.0f} of {planned:,} ({self.totals['status']})",
+            "Time": duration(self.totals["seconds"]),
+        }
+
+    def facts(self) -> Mapping[str, str]:
+        """Return further facts by label."""
+        totals, (lag_mean, lag_max) = self.totals, (self.steps[name] for name in LAG)
         return {
             "Objective": self.config["objective"]["use"],
-            "Steps": f"{newest['step']:,.0f} of {planned:,} ({totals['status']})",
-            "Time": f"{totals['seconds']:,.1f} s",
-            **held_out,
-            "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
-            "Trainer waited": f"{totals['trainer_wait_fraction']:.2%}",
-            "Searchers waited": f"{totals['searcher_wait_fraction']:.2%}",
+            "Trainer waited": f"{totals['trainer_wait_fraction']:.2%} of the time",
+            "Searchers waited": f"{totals['searcher_wait_fraction']:.2%} of the time",
             "Samples generated": f"{totals['samples_generated']:,.0f}",
             "Samples trained on": f"{totals['samples_trained']:,.0f}",
-            "Samples rejected": f"{newest['searchers/rejected']:,.0f}",
+            "Samples rejected": f"{self.steps['searchers/rejected'].iloc[-1]:,.0f}",
         }
 
     def groups(self) -> list[Row]:
         """Return the stored completions by prompt: those of a batch, or of all evaluations."""
-        groups: dict[tuple[Any, ...], dict[int, Row]] = {}
+        groups: dict[tuple[Any, ...], Row] = {}
         for s in self.samples:
             trained_on = s["kind"] == "train"
-            own = groups.setdefault((s["kind"], s["prompt"], s["step"] if trained_on else None), {})
+            about = {name: s.get(name, "") for name in ("kind", "id", "prompt")}
+            key = (*about.values(), s["step"] if trained_on else None)
+            group = groups.setdefault(key, {**about, "columns": s.get("columns", {}), "by_key": {}})
             shown = {name: s[name] for name in ("step", "version", "reward", "completion")}
-            shown["notes"] = s.get("notes", {})  # of reward functions
+            shown |= {"notes": s.get("notes", {}), "drawn": s.get("drawn", 1)}
+            own = group["by_key"]
             own[len(own) if trained_on else s["step"]] = shown  # an evaluation may be repeated
-        return [
-            {"kind": kind, "prompt": prompt, "completions": list(own.values())}
-            for (kind, prompt, _), own in groups.items()
-        ]
+        return [{**g, "completions": list(g.pop("by_key").values())} for g in groups.values()]
 
     def data(self) -> Row:
         """Return what the script of the page shows."""
         steps, evaluations = columns(self.steps), columns(self.evaluations)
+        scored = [s["reward"] for s in self.samples if s["reward"] is not None] or [0.0]
         shown = {"steps": steps, "evaluations": evaluations, "groups": self.groups()}
-        return {"name": self.name, **shown}
+        return {"name": self.name, "rewards": [min(scored), max(scored)], **shown}
 
 
-def read_record(path: Path, name: str, colour: str) -> Record:
+def read_record(path: Path, name: str, colour: str) -> Record | None:
+    """Return the record of a run, None before its first step; ValueError if it is no run."""
     config = read_json(path / CONFIG)
     if config is None:
         near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
@@ -96,9 +102,7 @@ def read_record(path: Path, name: str, colour: str) -> Record:
     is_step = metrics["samples_generated"].notna()
     steps = metrics[is_step]
     if steps.empty:
-        raise ValueError(
-            f"{path} has no metrics yet; type `tba report {path}` again after its first step"
-        )
+        return None
     # a resumed run may have repeated an evaluation
     evaluations = metrics[~is_step].drop_duplicates("step", keep="last").sort_values("step")
     at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
@@ -126,21 +130,33 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     if not paths:
         raise ValueError("name at least one run: tba report RUN")
     count = Counter(path.name for path in paths)
-    records = []
-    for i, path in enumerate(paths):
+    records: list[Record] = []
+    begun = []
+    for path in paths:
         name = path.name if count[path.name] == 1 else str(path)
-        records.append(read_record(path, name, f"var(--line{i % 12})"))
+        record = read_record(path, name, f"var(--line{len(records) % 12})")
+        if record is None:
+            begun.append(name)
+        else:
+            records.append(record)
+    if not records:
+        raise ValueError(
+            f"{paths[0]} has no metrics yet; type `tba report {paths[0]}` after its first step"
+        )
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
     measures = measures_of([record.evaluations for record in records])
     tables = [table for record in records for table in (record.steps, record.evaluations)]
     values = {
-        "runs": records, "differences": _differences(records), "measures": measures,
-        "measure": measures[""], "modes": MODES, "score": score, "number": number, "nan": nan,
+        "runs": records, "begun": begun, "differences": _differences(records),
+        "measures": measures, "measure": measures[""], "modes": MODES, "score": score,
+        "number": number, "nan": nan,
         "axes": AXES, "panels": panel_charts(tables), "reward": asdict(reward_chart()),
         "sections": sections(tables, measures), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
-    return write_page(folder, "report.html", {**values, **script("uplot.min.js", "report.js")})
+    return write_page(
+        folder, "report.html", {**values, **script("uplot.min.js", "charts.js", "report.js")}
+    )
 
 
 def _differences(records: Sequence[Record]) -> pd.DataFrame:

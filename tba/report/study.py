@@ -1,24 +1,16 @@
 """The page of a study: for each grid its curves, scores against a number, costs, and tables."""
 
-from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from math import ceil
+from collections.abc import Iterable, Mapping
 from os.path import relpath
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
-from tba.report.page import write_page
-from tba.runs.files import own_folder
-from tba.studies.results import phrase, read_ledger, write_results
+from tba.report.page import duration, script, write_page
+from tba.studies.results import Row, phrase, read_ledger, write_results
 
 COSTS = {
     "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",
@@ -26,18 +18,10 @@ COSTS = {
     "sampled_perplexity_with_prompt": "perplexity at the end, prompt tokens counted",
     "seconds": "time of a run (s)",
 }
-# after Okabe and Ito, for colour-blind readers
-COLOURS = (
-    "#0072b2", "#d55e00", "#009e73", "#c2578f", "#e69f00", "#4ba6dc", "#6b4fa0",
-    "#22262d", "#8c5a3c", "#7f8c1f", "#e8a0bf", "#17a2a2",
-)  # fmt: skip
-GREY, RULE = "#5b6472", "#e4e8ee"
-Styles = Mapping[Any, dict[str, Any]]
+Colours = Mapping[Any, int]
 Published = Mapping[str, Mapping[str, float]]
-STYLES: list[dict[str, Any]] = [
-    {"color": colour, "marker": marker, "linestyle": "-" if i < 7 else (0, (4, 1.5))}
-    for i, (colour, marker) in enumerate(zip(COLOURS, "osD^vPXosD^v", strict=True))
-]
+FEW = 8
+"""Most values of a number that each have a tick on its axis."""
 
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
@@ -50,41 +34,28 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         )
     layouts = {grid: lay_out(folder, own) for grid, own in begun.groupby("grid", sort=False)}
     texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
-    shared = styles_for(texts)  # an objective looks the same in all grids
+    shared = colours_of(texts)  # an objective looks the same in all grids
     sections = []
-    figures: dict[str, Figure] = {}
     for grid, layout in layouts.items():
-        own = styles_for(layout.line_values) if numbers(layout.line_values) else shared
-        drawn = {
+        own = colours_of(layout.line_values) if numbers(layout.line_values) else shared
+        figures = {
             "curves": _curves(layout, own),
             "against": _against(layout, own),
             "fronts": _fronts(layout, own, ledger.published),
         }
-        shown = {kind: figure for kind, figure in drawn.items() if figure is not None}
-        figures |= {f"{grid}_{kind}": figure for kind, figure in shown.items()}
+        shown = {kind: charts for kind, charts in figures.items() if charts}
         runs = layout.rows[["folder", "status"]].to_dict("records")
         links = [{**run, "link": link_to(folder / run["folder"], page)} for run in runs]
-        sections.append({"name": grid, "figures": list(shown), "runs": links, **section(layout)})
+        sections.append({"name": grid, "figures": shown, "runs": links, **section(layout)})
     metric = rows["metric"][0].replace("_", " ")
     facts = {
         "Runs": str(len(rows)),
         "Status": counts(rows["status"]),
         "Compared by": metric,
-        "Time of all runs": f"{rows['seconds'].sum() / 3600:.2f} h",
+        "Time of all runs": duration(rows["seconds"].sum()),
     }
     values = {"name": ledger.name, "facts": facts, "sections": sections, "metric": metric}
-    return write_page(page, "study.html", {**values, "pictures": write_pictures(page, figures)})
-
-
-def write_pictures(folder: Path, figures: Mapping[str, Figure]) -> dict[str, str]:
-    """Write each figure as `NAME.png`, and return the files in base64, for the page."""
-    own_folder(folder).mkdir(parents=True, exist_ok=True)
-    pictures = {}
-    for name, figure in figures.items():
-        (folder / f"{name}.png").unlink(missing_ok=True)  # it may be a link
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        pictures[name] = b64encode((folder / f"{name}.png").read_bytes()).decode()
-    return pictures
+    return write_page(page, "study.html", {**values, **script("uplot.min.js", "charts.js")})
 
 
 def link_to(run: Path, page: Path) -> str:
@@ -93,85 +64,73 @@ def link_to(run: Path, page: Path) -> str:
     return quote(relpath(own if own.is_file() else run, page))
 
 
-def styles_for(values: Iterable[Any]) -> Styles:
-    """Return a style for each line, and for None; the first twelve are distinct."""
-    styles = {v: STYLES[i % len(STYLES)] for i, v in enumerate(dict.fromkeys(values))}
-    return {None: STYLES[0], **styles}
+def colours_of(values: list[Any]) -> Colours:
+    """Return the number of the colour of each line; None is the only line of a chart."""
+    return {None: 0, **{v: i for i, v in enumerate(dict.fromkeys(values))}}
 
 
-def _curves(layout: Layout, styles: Styles) -> Figure | None:
-    """Draw a line for each setting, and a panel for each value of what else was varied."""
+def _curves(layout: Layout, colours: Colours) -> list[Row]:
+    """Return a chart for each value of what else was varied, with a line for each setting."""
     settings, drawn = layout.settings, layout.curves.index.unique(0)
-    by_title = panels(settings[settings.index.isin(drawn)], layout.lines)
-    if not by_title:
-        return None
-    figure, all_axes = _axes(len(by_title), layout, styles)
-    for axes, (panel, own) in zip(all_axes, by_title.items(), strict=True):
-        dress(axes, panel, "samples trained on")
-        for s in own.index:
-            points = layout.curves.loc[s]
-            _line(axes, points["samples"], points, styles[layout.line(s)])
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(short)
-    return figure
+    charts = []
+    for panel, own in panels(settings[settings.index.isin(drawn)], layout.lines).items():
+        curves = {s: layout.curves.loc[s] for s in own.index}
+        lines = [_band(layout, colours, s, c["samples"], c) for s, c in curves.items()]
+        charts.append(_chart(layout, panel, lines, {"label": "samples trained on"}))
+    return charts
 
 
-def _against(layout: Layout, styles: Styles) -> Figure | None:
-    """Draw the metric at the end against a number that was varied, if there is one."""
+def _against(layout: Layout, colours: Colours) -> list[Row]:
+    """Return charts of the metric at the end against a number that was varied, if there is one."""
     key, last = layout.number, layout.ends["last"].dropna(subset="mean")
     if key is None or last.empty:
-        return None
-    by_title = panels(layout.settings.loc[last.index], layout.lines, key)
-    of_lines: Styles = {} if key == layout.lines else styles
-    figure, all_axes = _axes(len(by_title), layout, of_lines)
-    for axes, (panel, own) in zip(all_axes, by_title.items(), strict=True):
-        dress(axes, panel, key)
+        return []
+    values = sorted(layout.settings[key].astype(float).unique())
+    axis: Row = {"label": key, "log": _spans_a_decade(values)}
+    if len(values) <= FEW:
+        axis["ticks"] = values
+    charts = []
+    for panel, own in panels(layout.settings.loc[last.index], layout.lines, key).items():
+        lines = []
         for line in panels(own, key).values():
             x = line[key].astype(float).sort_values()
-            _line(axes, x, last.loc[x.index], of_lines.get(layout.line(x.index[0]), STYLES[0]))
-        _number_axis(axes, sorted(layout.settings[key].astype(float).unique()))
-    return figure
+            lines.append(_band(layout, colours, x.index[0], x, last.loc[x.index]))
+            if key == layout.lines:
+                lines[-1] |= {"name": key, "colour": 0}
+        charts.append(_chart(layout, panel, lines, axis))
+    return charts
 
 
-def _fronts(layout: Layout, styles: Styles, published: Published) -> Figure | None:
-    """Draw the metric against its cost, with the settings that no other beats in both."""
-    points = {}
-    for cost in COSTS:
-        if cost in layout.ends:
-            both = layout.ends[[cost, "last"]].dropna(subset=[(cost, "mean"), ("last", "mean")])
-            if len(both) > 1:
-                points[cost] = both
-    if not points:
-        return None
-    figure, all_axes = _axes(len(points), layout, styles)
-    for axes, (cost, both) in zip(all_axes, points.items(), strict=True):
-        dress(axes, "", COSTS[cost])
-        x, y = both[cost, "mean"], both["last", "mean"]
+def _fronts(layout: Layout, colours: Colours, published: Published) -> list[Row]:
+    """Return charts of the metric against each cost: settings, the Pareto front, and `published`.
+
+    A published result is drawn where it has both scores.
+    """
+    charts = []
+    for cost, label in COSTS.items():
+        both = layout.ends[[cost, "last"]] if cost in layout.ends else pd.DataFrame()
+        both = both.dropna(subset=[(cost, "mean"), ("last", "mean")]) if len(both) else both
+        if len(both) < 2:
+            continue
+        x, y = both[cost, "mean"].sort_values(), both["last", "mean"]
         spread = both.xs("sem", axis=1, level=1).fillna(0)
-        for s in both.index:
-            style = {**styles[layout.line(s)], "linestyle": "none", "markersize": 6}
-            axes.errorbar(x[s], y[s], spread["last"][s], spread[cost][s], **style, elinewidth=0.6)
+        lines = []
+        for s in x.index:
+            name, colour = title(layout.settings.loc[s, layout.keys[::-1]]), layout.line(s)
+            ends = {"left": x[s] - spread[cost][s], "right": x[s] + spread[cost][s]}
+            ends |= {"low": y[s] - spread["last"][s], "high": y[s] + spread["last"][s]}
+            bars = {key: [value] for key, value in ends.items()}
+            lines.append({**_points(name, colours[colour], [x[s]], [y[s]]), **bars})
         front = pareto(x, y)
-        axes.plot(x[front], y[front], drawstyle="steps-post", color=GREY, linewidth=1.1, zorder=1.5)
-        names = [title(layout.settings.loc[s, layout.keys[::-1]]) for s in front]
-        unbroken = "  ·  ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
-        axes.set_title(plain(fill(f"front: {unbroken}", 92)), loc="left", fontsize=8.5, color=GREY)
-        _others(axes, cost, layout.metric, published)
-        if x.min() > 0 and x.max() >= 10 * x.min():
-            axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(short)
-    return figure
-
-
-def _others(axes: Axes, cost: str, metric: str, published: Published) -> None:
-    """Draw the published results that have both scores, with hollow markers."""
-    both = {name: own for name, own in published.items() if {cost, metric} <= own.keys()}
-    for i, (name, own) in enumerate(both.items()):
-        marker = STYLES[i % len(STYLES)]["marker"]
-        look = {"marker": marker, "markerfacecolor": "none", "markersize": 8, "linestyle": "none"}
-        axes.plot(own[cost], own[metric], **look, color=GREY, label=plain(name))
-    if both:
-        axes.legend(fontsize=8, frameon=False)
+        lines.append({**_points("front", None, x[front], y[front]), "points": False, "steps": True})
+        for name, own in published.items():
+            if {cost, layout.metric} <= own.keys():
+                point = _points(name, None, [own[cost]], [own[layout.metric]])
+                lines.append({**point, "hollow": True})
+        cheapest = "  ·  ".join(title(layout.settings.loc[s, layout.keys[::-1]]) for s in front)
+        axis = {"label": label, "log": _spans_a_decade(list(x))}
+        charts.append(_chart(layout, label, lines, axis) | {"note": f"front: {cheapest}"})
+    return charts
 
 
 def pareto(costs: pd.Series, scores: pd.Series) -> list[int]:
@@ -182,71 +141,31 @@ def pareto(costs: pd.Series, scores: pd.Series) -> list[int]:
     return list(points.index[points["score"] > cheaper])
 
 
-def _line(axes: Axes, x: pd.Series, scores: pd.DataFrame, style: dict[str, Any]) -> None:
-    """Draw the mean over seeds, and a band from the lowest to the highest."""
-    band = {"color": style["color"], "alpha": 0.13, "linewidth": 0}
-    axes.fill_between(x, scores["min"], scores["max"], **band)
-    axes.plot(x, scores["mean"], **style, linewidth=1.6, markersize=4)
+def _spans_a_decade(values: list[float]) -> bool:
+    """Return whether an axis of these values, from the lowest to the highest, is logarithmic."""
+    return bool(values[0] > 0 and values[-1] >= 10 * values[0])
 
 
-def _axes(count: int, layout: Layout, styles: Styles) -> tuple[Figure, list[Axes]]:
-    """Return axes that share the scale of the scores, with a legend of the lines above them."""
-    columns = 3 if count > 4 or count == 3 else min(2, count)
-    rows = ceil(count / columns)
-    lines = [v for v in layout.line_values if v in styles]
-    height = 0.5 + 0.28 * ceil(len(lines) / 6) + (2.9 if columns == 3 else 3.8) * rows
-    figure = Figure(figsize=(12, height), layout="constrained")
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel(layout.metric.replace("_", " "), color=GREY)
-    for axes in grid.flat[count:]:
-        axes.remove()
-    grid[0, 0].yaxis.set_major_formatter(PercentFormatter(1) if "pass@" in layout.metric else short)
-    if lines:
-        handles = [Line2D([], [], **styles[v], linewidth=1.8, markersize=5) for v in lines]
-        names = [plain(phrase(layout.lines or "", v)[-40:]) for v in lines]
-        figure.legend(
-            handles, names, loc="outside upper left", ncols=6, frameon=False, handlelength=3.2
-        )
-    return figure, list(grid.flat[:count])
+def _points(name: str, colour: int | None, x: Iterable[float], y: Iterable[float]) -> Row:
+    return {"name": name, "colour": colour, "x": list(x), "y": list(y), "points": True}
 
 
-def _number_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Use a logarithmic scale if the values span a decade, and a tick at each of a few values."""
-    positive = [v for v in values if v > 0]
-    if positive and max(positive) >= 10 * min(positive):
-        if len(positive) == len(values):
-            axes.set_xscale("log")
-        else:
-            axes.set_xscale("symlog", linthresh=min(positive))
-    if len(values) <= 8:
-        axes.xaxis.set_major_locator(FixedLocator(list(values)))
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(short)
+def _band(
+    layout: Layout, colours: Colours, setting: int, x: pd.Series, scores: pd.DataFrame
+) -> Row:
+    """Return a line of means over seeds, with a band from the lowest to the highest."""
+    value = layout.line(setting)
+    name = layout.metric if value is None else phrase(layout.lines or "", value)[-40:]
+    ends = {"low": list(scores["min"]), "high": list(scores["max"]), "points": False}
+    return {**_points(name, colours[value], x, scores["mean"]), **ends}
 
 
-def dress(axes: Axes, title: str, below: str) -> None:
-    """Set title, label, grid and colours of the axes."""
-    shown = title if len(title) <= 52 else f"{title[:51]}…"
-    axes.set_title(plain(shown), loc="left", fontsize=10.5)
-    axes.set_xlabel(below, color=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8bec8")
-    axes.tick_params(which="both", length=0, labelcolor=GREY)
-    axes.grid(color=RULE)
-    axes.set_axisbelow(True)
-
-
-def plain(text: str) -> str:
-    """Escape dollars, which begin a formula, and a leading `_`, which hides a legend's entry."""
-    return text.lstrip("_").replace("$", r"\$")
-
-
-def short(value: float, _: float) -> str:
-    """Format a tick: 20k, 0.5, 1e-4."""
-    size = abs(value)
-    if 0 < size < 1e-3:
-        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
-    if size >= 1e6:
-        return f"{value / 1e6:g}M"
-    return f"{value / 1e3:g}k" if size >= 1e3 else f"{value:g}"
+def _chart(layout: Layout, panel: str, lines: list[Row], axis: Row) -> Row:
+    """Return a chart as JSON. All charts of a grid have the same scale of scores."""
+    name, form = layout.metric.replace("_", " "), "share" if "pass@" in layout.metric else "number"
+    scores = pd.concat([layout.curves[["min", "max"]].stack(), layout.ends["last"].stack()])
+    return {
+        "title": f"{name}: {panel}" if panel else name,
+        "form": form, "lines": lines, "x": axis,
+        "most": [float(scores.min()), float(scores.max())],
+    }  # fmt: skip

@@ -135,17 +135,20 @@ class Journal:
     def sample(
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
         version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
-        id: str = "", columns: Mapping[str, Any] | None = None,
+        id: str = "", columns: Mapping[str, Any] | None = None, drawn: int = 1,
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
         `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested; `id` and `columns` are those of the prompt.
+        at which an evaluation was requested; `id` and `columns` are those of the prompt; `drawn` is how
+        often it is in the batch.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"id": id, "prompt": prompt, "completion": completion}
         if columns:
             row["columns"] = {name: _readable(value) for name, value in columns.items()}
+        if drawn > 1:
+            row["drawn"] = drawn
         if requested is not None:
             row["requested"] = requested
         self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))

@@ -56,8 +56,7 @@ def scored(
 def shown(text: Text, prompt: Prompt, responses: Responses, place: int) -> str:
     """Return the prompt of the responses at this place, for a person to read."""
     answer = responses.answers[place][0]
-    if isinstance(answer, Rejected) or answer.messages is not None:  # with its tools
-        return text.decode(responses.prompts[place])
-    if isinstance(prompt.text, str):
+    dialogue = isinstance(answer, Rejected) or answer.messages is not None
+    if isinstance(prompt.text, str) and not dialogue:
         return prompt.text
-    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.text)
+    return text.prompt(responses.prompts[place])  # with its tools
