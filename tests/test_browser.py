@@ -21,8 +21,9 @@ from tba.config.schema import DEFAULT, load
 from tba.report import report
 from tba.report.charts import AXES
 from tba.run import run
-from tba.runs.log import METRICS, SAMPLES, SUMMARY, read
+from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.panels import PANELS
+from tba.studies.results import Ledger, Trial
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,10 +97,12 @@ def hostile(demo: Path) -> Path:
         {"step": 10, "kind": kind, "version": 4, "reward": -7.5, "prompt": HOSTILE + kind}
         for kind in ("train", "eval")
     ]
+    about = {"completion": HOSTILE, "id": HOSTILE, "columns": {HOSTILE: HOSTILE, "answer": HOSTILE}}
+    about["notes"] = {HOSTILE: HOSTILE}
     with (folder / SAMPLES).open("a") as file:
-        file.writelines(json.dumps({**row, "completion": HOSTILE}) + "\n" for row in rows)
-    summary = json.loads((folder / SUMMARY).read_text())
-    (folder / SUMMARY).write_text(json.dumps({**summary, "warnings": [HOSTILE]}))
+        file.writelines(json.dumps({**row, **about}) + "\n" for row in rows)
+    with (folder / WARNINGS).open("a") as file:
+        file.write(json.dumps({"step": 10, "key": "kl", "text": HOSTILE}) + "\n")
     return folder
 
 
@@ -115,7 +118,9 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, path: Path, width: int = WIDE, scheme: str = "light") -> Iterator[Any]:
+def opened(
+    browser: Any, path: Path, width: int = WIDE, scheme: str = "light", drawn: str = ".wide canvas"
+) -> Iterator[Any]:
     """A page without a network. It must load nothing else, and report no error."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     context.set_offline(True)
@@ -127,7 +132,7 @@ def opened(browser: Any, path: Path, width: int = WIDE, scheme: str = "light") -
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda request: loaded.append(request.url))
     page.goto(path.as_uri())
-    page.wait_for_selector(".wide canvas")
+    page.wait_for_selector(drawn)
     yield page
     assert problems == []
     assert loaded == [path.as_uri()]
@@ -151,7 +156,8 @@ def test_charts_fit_the_screen_and_follow_the_theme(
     path = report([demo])
     assert path.stat().st_size < 3e6
     with opened(browser, path, width, scheme) as page:
-        page.locator("summary", has_text="All other metrics").click()
+        for closed in ("All other metrics", "Without values, or always 0"):
+            page.locator("summary", has_text=closed).click()
         page.wait_for_selector(".section canvas")
         drawn = "selector => document.querySelectorAll(selector).length"
         until(page, f"({drawn})('canvas') === ({drawn})('.plot')")
@@ -208,7 +214,7 @@ def check_switch(browser: Any, path: Path, run: Path) -> None:
             assert legend.inner_text().startswith(label)
             at_the_end = legend.locator(".u-value").first.inner_text()
             last = max(row[column] for row in rows if column in row)
-            assert float(at_the_end) == pytest.approx(last, rel=1e-4)
+            assert float(at_the_end.replace(",", "")) == pytest.approx(last, rel=1e-3)
         page.get_by_label("steps", exact=True).check()
         until(page, f"{json.dumps(seen[:1])}.includes({DRAWN})")  # as before
 
@@ -236,25 +242,30 @@ def test_charts_are_usable_by_keyboard_and_have_a_table(browser: Any, demo: Path
 
 def test_completions_are_filtered_and_groups_stand_side_by_side(browser: Any, demo: Path) -> None:
     with opened(browser, report([demo])) as page:
-        count, kept = page.locator("#count"), page.locator(".completion:not(.other) .chip")
+        count, kept = page.locator("#count"), page.locator(".completion:not(.other) > .reward")
         stored = count.inner_text()
         page.locator("[name=kind]").select_option("train")
         page.locator("[name=reward_max]").fill("0")
         assert count.inner_text() != stored and kept.count() > 0
-        assert all(text.startswith("reward 0 ·") for text in kept.all_inner_texts())
+        assert all(text.split(" × ")[0] == "0" for text in kept.all_inner_texts())
         page.locator("[name=whole]").uncheck()
         assert page.locator(".completion.other").count() == 0
         page.locator("[name=reward_max]").fill("")
         page.locator("[name=step_min]").fill("10")
         page.locator("[name=step_max]").fill("15")
         headings = page.locator(".group h3").all_inner_texts()
-        assert headings == ["batch of step 10", "batch of step 15"]
+        assert [text.split(" · ")[0] for text in headings] == [
+            "batch of step 10",
+            "batch of step 15",
+        ]
         page.locator("[name=age_min]").fill("1000")
-        assert count.inner_text() == "0 completions of 0 groups"
+        assert count.inner_text() == "0 completions of 0 prompts"
         for name in ("step_min", "step_max", "age_min"):
             page.locator(f"[name={name}]").fill("")
         page.locator("[name=kind]").select_option("eval")
-        assert page.locator(".group").first.locator(".completion").count() == 4  # of 0, 10, 20, 30
+        shown = page.locator(".group").first.locator(".completion > .reward").all_inner_texts()
+        times = [int(text.partition(" × ")[2] or 1) for text in shown]
+        assert sum(times) == 4  # of steps 0, 10, 20 and 30
 
 
 def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_path: Path) -> None:
@@ -262,6 +273,7 @@ def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_pa
         with opened(browser, path, NARROW) as page:
             page.locator("[name=reward_max]").fill("-7")
             texts = page.locator(".group .text").all_inner_texts()
+            assert page.locator(".answer dd").all_inner_texts() == [HOSTILE, HOSTILE]
             assert texts == [HOSTILE + "train", HOSTILE, HOSTILE + "eval", HOSTILE]
             assert page.locator(".warnings li").last.inner_text() == HOSTILE
             assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
@@ -275,14 +287,17 @@ def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
 ) -> None:
     for path in (report([demo]), report([demo, hostile], tmp_path)):
         with opened(browser, path, width) as page:
-            panels = page.locator(".panels figure")
-            assert panels.locator("figcaption").all_inner_texts() == [p.title for p in PANELS]
-            filled = page.locator(".panels .plot").count()
-            assert 9 < filled == 12 - page.get_by_text("no values", exact=True).count()
-            until(page, f"document.querySelectorAll('.panels canvas').length === {filled}")
+            panels = page.locator(".panels").first.locator("figure")
+            shown = panels.locator("figcaption").all_inner_texts()
+            folded = page.locator("summary", has_text="always 0").inner_text().partition(": ")[2]
+            titles = [panel.title for panel in PANELS]
+            assert shown == [title for title in titles if title not in folded]
+            assert sum(title in folded for title in titles) == 12 - len(shown) < 5
+            drawn = "document.querySelector('.panels').querySelectorAll('canvas').length"
+            until(page, f"{drawn} === {len(shown)}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             rows = {figure.bounding_box()["y"] for figure in panels.all()}
-            assert len(rows) == (12 if width == NARROW else 3)
+            assert len(rows) == (len(shown) if width == NARROW else 3)
             shown = "document.querySelector('.panels .u-legend').innerText"
             at_the_end = page.evaluate(shown)
             panels.first.locator(".plot").focus()
@@ -290,6 +305,132 @@ def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
             until(page, f"{shown} !== {json.dumps(at_the_end)}")
             told = page.locator("#cursor").inner_text()
             assert told.startswith(("steps 1; reward 0.", "steps 1; demo 0."))
+
+
+@pytest.fixture(scope="module")
+def spiky(demo: Path) -> Path:
+    """A copy of the run in which `kl/k3` has a spike, and is large at the end, with two columns."""
+    folder = demo.with_name("spiky")
+    shutil.copytree(demo, folder)
+    rows = read(folder / METRICS)
+    for row in (row for row in rows if "kl/k3" in row):
+        row["kl/k3"] = {12: 570.0, 29: 3.0, 30: 3.1}.get(row["step"], 0.02 + 0.001 * row["step"])
+        row["kl"] = 0.01
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / SAMPLES).write_text("")
+    for step, answer, drawn in ((1, "=1+1", 9), (1, "7", 2), (2, "7", 1)):
+        row = {"step": step, "kind": "train", "version": 0, "reward": float(answer == "7")}
+        row |= {"id": "r1", "prompt": "3+4=", "completion": answer, "drawn": drawn}
+        with (folder / SAMPLES).open("a") as file:
+            file.write(json.dumps({**row, "columns": {"answer": "7", "level": 2}}) + "\n")
+    return folder
+
+
+def test_a_panel_leaves_out_an_outlier_until_it_is_asked_for(browser: Any, spiky: Path) -> None:
+    """A value that its neighbours do not share is left out, and what stays is not."""
+    with opened(browser, report([spiky])) as page:
+        panel = page.locator(".panels figure", has_text="KL to the reference")
+        highest = "figure => charts.get(figure.querySelector('.plot')).scales.y.max"
+        panel.locator("canvas").wait_for()
+        assert 3.1 < panel.evaluate(highest) < 4
+        button = panel.locator(".outliers")
+        assert button.inner_text() == "1 outlier: show"
+        button.click()
+        assert panel.evaluate(highest) > 570
+        assert panel.locator(".outliers").inner_text() == "1 outlier: leave out"
+        assert page.locator(".panels .outliers").count() < 4
+
+
+def test_repeats_of_an_answer_are_one_with_the_right_answer_above(
+    browser: Any, spiky: Path
+) -> None:
+    with opened(browser, report([spiky])) as page:
+        group = page.locator(".group").first
+        assert group.locator("h3").inner_text() == "batch of step 1 · row r1"
+        rewards = group.locator(".rewards .reward").all_inner_texts()
+        assert rewards == ["1 × 2", "0 × 9"]
+        assert group.locator(".completion > .reward").all_inner_texts() == ["0 × 9", "1 × 2"]
+        assert group.locator(".columns").inner_text().split() == [
+            "right",
+            "answer",
+            "7",
+            "level",
+            "2",
+        ]
+        assert page.locator("#count").inner_text() == "12 completions of 2 prompts"
+
+
+def test_a_table_is_sorted_and_downloaded(
+    browser: Any, demo: Path, spiky: Path, tmp_path: Path
+) -> None:
+    """Numbers by size; in the file, no text begins a formula."""
+    formula = spiky.with_name("=1+1")
+    shutil.copytree(spiky, formula)
+    rows = read(formula / METRICS)[:9]
+    (formula / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (formula / SUMMARY).unlink()
+    with opened(browser, report([demo, formula], tmp_path / "drawn")) as page:
+        table = page.locator("table[data-name='before and after']")
+        order = table.locator("tbody th")
+        assert order.all_inner_texts() == ["demo", "=1+1"]
+        by_steps = table.get_by_role("button", name="Steps")
+        by_steps.click()
+        assert order.all_inner_texts() == ["=1+1", "demo"]
+        by_steps.click()
+        assert order.all_inner_texts() == ["demo", "=1+1"]
+        assert table.locator("[aria-sort]").get_attribute("aria-sort") == "descending"
+        with page.expect_download() as download:
+            page.locator("button[title='Download before and after as CSV']").click()
+        lines = Path(download.value.path()).read_text().splitlines()
+        assert download.value.suggested_filename == "before_and_after.csv"
+        assert lines[0].startswith('"run","Held-out pass@1, sampled",') and len(lines) == 3
+        assert lines[1].startswith('"demo","') and lines[2].startswith('"\'=1+1","')
+
+
+def test_the_contents_lead_to_the_parts_of_the_page(browser: Any, demo: Path) -> None:
+    with opened(browser, report([demo])) as page:
+        links = page.locator("#contents a")
+        assert links.all_inner_texts() == page.locator("main h2").all_inner_texts()
+        links.get_by_text("Completions", exact=True).click()
+        assert 0 <= page.locator("h2", has_text="Completions").bounding_box()["y"] < 200
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(NARROW, "dark"), (WIDE, "light")])
+def test_the_charts_of_a_study_follow_the_theme(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    rates = (1e-5, 1e-4, 1e-3)
+    trials = []
+    for i, rate in enumerate(rates):
+        folder, settings = f"g/rate={rate}", {"trainer.learning_rate": rate}
+        run, last = tmp_path / folder, {"step": 9, "sampled_pass@1": 0.2 + i / 4}
+        run.mkdir(parents=True)
+        config = {"objective": {"use": "tb"}, "run": {"seed": 0}}
+        totals = {
+            "samples_generated": 9,
+            "samples_trained": 9,
+            "seconds": 10 ** (i + 1),
+            "steps": 9,
+        }
+        summary = {"finished": True, **totals, "eval/last": last}
+        rows = [{"step": 9, "time": 1.0, **totals}, {"step": 9, "eval/sampled_pass@1": 0.2 + i / 4}]
+        (run / "config.json").write_text(json.dumps(config))
+        (run / SUMMARY).write_text(json.dumps(summary))
+        (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        trials.append(Trial("g", folder, HOSTILE, settings, settings, "finished"))
+    Ledger(HOSTILE, None, trials, {HOSTILE: {"sampled_pass@1": 0.5, "seconds": 50.0}}).write(
+        tmp_path
+    )
+    with opened(browser, report([tmp_path]), width, scheme, ".study canvas") as page:
+        until(page, "document.querySelectorAll('canvas').length === 3")
+        assert page.locator("h1").inner_text() == HOSTILE and page.title() != "stolen"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        against = page.locator("#g_against .plot")
+        scale = "plot => [charts.get(plot).scales.x.min, charts.get(plot).scales.x.max]"
+        low, high = against.evaluate(scale)
+        assert 0 < low < 1e-5 and 1e-3 < high < 2e-3
+        dark = page.evaluate("getComputedStyle(document.querySelector('figure')).backgroundColor")
+        assert (dark == "rgb(28, 32, 39)") == (scheme == "dark")
 
 
 @pytest.mark.slow

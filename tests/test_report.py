@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from html import unescape
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -151,10 +152,23 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report(runs, folder / "drawn").read_text()
 
 
+def table(html: str, name: str) -> list[list[str]]:
+    """The cells of a table, its heads first."""
+    (text,) = re.findall(rf'<table data-name="{name}">(.*?)</table>', html, re.DOTALL)
+    rows = re.findall(r"<tr>(.*?)</tr>", unescape(text).replace("\N{NO-BREAK SPACE}", " "))
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+
+
+def headline(html: str, label: str) -> list[str]:
+    """A column of the table of scores before and after."""
+    heads, *rows = table(html, "before and after")
+    return [row[heads.index(label)] for row in rows]
+
+
 def fact(html: str, label: str) -> list[str]:
-    row = re.search(rf"<tr><th scope=\"row\">{re.escape(label)}</th>(.*?)</tr>", html)
-    assert row, label
-    return re.findall(r"<td>(.*?)</td>", row[1].replace("\N{NO-BREAK SPACE}", " "))
+    """A row of the table of facts."""
+    (row,) = [values for first, *values in table(html, "facts") if first == label]
+    return row
 
 
 def data(html: str) -> list[dict[str, Any]]:
@@ -168,8 +182,9 @@ def charts(html: str) -> list[dict[str, Any]]:
 
 
 def first_screen(html: str) -> dict[str, str]:
-    """The figures of the first screen by title, in order."""
-    (grid,) = re.findall(r'<div class="panels">(.*?)</div>\n</section>', html, re.DOTALL)
+    """The panels that are not folded by title, in order."""
+    ended = r"</div>\n(?:<details>|</section>)"
+    grid = re.findall(rf'<div class="panels">(.*?){ended}', html, re.DOTALL)[0]
     figures = re.findall(r"<figure.*?</figure>", grid, re.DOTALL)
     return {re.findall(r"<figcaption>(.*?)</figcaption>", f)[0]: f for f in figures}
 
@@ -187,12 +202,12 @@ def test_the_page_loads_nothing_and_runs_no_script_but_its_own(page, comparison)
 
 def test_all_stored_completions_of_a_prompt_stand_together(page):
     held_out, trained_on = data(page)[0]["groups"]
-    assert (held_out["kind"], held_out["prompt"]) == ("eval", "17+5=")
+    assert (held_out["kind"], held_out["id"], held_out["prompt"]) == ("eval", "", "17+5=")
     shown = [(c["step"], c["completion"]) for c in held_out["completions"]]
     assert shown == [(v, f"held out\n  {v}") for v in (0, 5, 12)]
     assert (trained_on["kind"], trained_on["prompt"]) == ("train", "8+9=")
     assert trained_on["completions"] == [
-        {"step": 3, "version": 2, "reward": None, "completion": SCRIPT, "notes": {}}
+        {"step": 3, "version": 2, "reward": None, "completion": SCRIPT, "notes": {}, "drawn": 1}
     ]
 
 
@@ -221,22 +236,42 @@ def test_charts_are_those_that_have_data(page, comparison):
     assert "sync/logp_gap" not in steps  # no step has it
 
 
-def test_the_first_screen_has_all_panels_in_order_before_all_else(page, comparison):
+def test_scores_and_panels_stand_first_and_panels_without_values_are_folded(page, comparison):
+    """Warnings are between them."""
     titles = [panel.title for panel in PANELS]
-    for html, results in ((page, "<dl"), (comparison, 'aria-label="Comparison"')):
+    flat = [
+        "cut-off responses", "gradient norm", "log-prob gap, engine to trainer (nats)",
+        "samples per second", "samples per second of an engine",
+    ]  # fmt: skip
+    for html in (page, comparison):
+        heads = ["Before and after", "Panels", "Facts", "Reward"]
+        assert re.findall("<h2>(.*?)</h2>", html)[:4] == heads
         screen = first_screen(html)
-        assert list(screen) == titles
-        assert html.index("</header>") < html.index('class="panels"') < html.index(results)
-        empty = [title for title, figure in screen.items() if ">no values<" in figure]
-        assert empty == [
-            "cut-off responses", "gradient norm", "log-prob gap, engine to trainer (nats)",
-            "samples per second", "samples per second of an engine",
-        ]  # fmt: skip
-        drawn = {title: charts(figure) for title, figure in screen.items()}
-        assert [title for title, own in drawn.items() if not own] == empty
-        passed = drawn["held-out pass@1"][0]
+        assert list(screen) == [title for title in titles if title not in flat]
+        assert f"<summary>Without values, or always 0: {', '.join(flat)}</summary>" in html
+        (passed,) = charts(screen["held-out pass@1"])
         assert passed["metrics"] == ["eval/sampled_pass@1", "eval/greedy_pass@1"]
         assert (passed["labels"], passed["form"]) == (["pass@1", "pass@1 greedy"], "share")
+
+
+def test_a_panel_that_is_always_0_is_folded(tmp_path):
+    run = write(tmp_path / "run", steps=1)
+    row = {"time": 1.0, "samples_generated": 9, "samples_trained": 8, "reward": 0.0, "kl": 0.0}
+    for step, value in ((13, 0.0), (14, -1e-9)):
+        Journal(run, QUIET).row(step, {**row, "kl/k3": value, "grad_norm": 0.0})
+    screen = first_screen(report([run]).read_text())
+    assert "KL to the reference (nats per token)" in screen and "gradient norm" not in screen
+
+
+def test_each_panel_says_what_is_healthy_as_the_docs_do(page):
+    """The table of docs/watching.md is the source."""
+    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text().replace("`", "")
+    table = text.partition("| panel | a healthy run |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    told = [(first.removeprefix("| "), healthy) for first, healthy, _ in rows]
+    assert told == [(panel.title, panel.healthy) for panel in PANELS]
+    for title, figure in first_screen(page).items():
+        assert f'<p class="note">healthy: {dict(told)[title]}</p>' in figure
 
 
 def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
@@ -329,70 +364,78 @@ def test_warnings_are_shown_of_a_run_that_goes_on_and_of_one_that_has_ended(tmp_
 
 
 def test_the_facts_of_a_finished_run_are_those_of_its_summary(page):
-    for text in (
-        "12 of 12 (finished)",
-        "31.5 s",
-        "6.25%",
-        "12.50%",
-        "512",
-        "1.5 steps, at most 3",
-        "10.0% ± 10.0% → 70.0% ± 70.0%",
-    ):
-        assert f"<dd>{text}</dd>" in page.replace("\N{NO-BREAK SPACE}", " ")
+    for value in ("12 of 12 (finished)", "31.5 s", "0 → 12", "10.0% ± 10.0% → 70.0% ± 70.0%"):
+        assert f"<dd>{value}</dd>" in page.replace("\N{NO-BREAK SPACE}", " ")
+    assert fact(page, "Trainer waited") == ["6.25% of the time"]
+    assert fact(page, "Searchers waited") == ["12.50% of the time"]
+    assert fact(page, "Samples generated") == ["512"]
+    assert fact(page, "Lag") == ["1.5 steps, at most 3"]
 
 
 def test_several_runs_are_compared(comparison):
-    assert all(
-        name in comparison
-        for name in ("Comparison of 4 runs", "steady", "_costs_$5", "ungraded", "resumed")
-    )
-    differences = comparison.index("objective.beta<")
-    assert differences < comparison.index(">Training reward, first")
-    assert fact(comparison, "Training reward, first → last tenth") == [
-        "0.150 → 1.150",
-        "0.100 → 0.400",
-        "0.150 → 1.150",
-        "0.100 → 0.700",
-    ]
-    assert (
-        "<code>objective.beta</code></th><td><code>0.02</code></td><td><code>0.5</code></td><td><code>0.02</code></td>"
-        in comparison
-    )
-    assert (
-        "<code>trainer.learning_rate</code>" not in comparison
-        and "<code>run.folder</code>" not in comparison
-    )
+    assert headline(comparison, "run") == ["steady", "_costs_$5", "ungraded", "resumed"]
+    training = ["0.150 → 1.150", "0.100 → 0.400", "0.150 → 1.150", "0.100 → 0.700"]
+    assert headline(comparison, "Training reward, first → last tenth") == training
+    heads, *rows = table(comparison, "differences in the config")
+    assert heads == ["key", "steady", "_costs_$5", "ungraded", "resumed"]
+    assert rows == [["objective.beta", "0.02", "0.5", "0.02", "0.02"]]
 
 
 def test_runs_are_compared_by_reward_where_one_has_no_pass_rate(comparison):
     reward = "0.100 ± 0.100 → 0.700 ± 0.700"
-    assert fact(comparison, "Held-out reward, sampled") == [
-        reward,
-        "–",
-        reward,
-        "0.100 ± 0.100 → 0.350 ± 0.350",
-    ]
+    shown = [reward, "–", reward, "0.100 ± 0.100 → 0.350 ± 0.350"]
+    assert headline(comparison, "Held-out reward, sampled") == shown
+    assert headline(comparison, "Evaluated at step") == ["0 → 12", "–", "0 → 12", "0 → 5"]
     assert "Held-out pass@1" not in comparison
 
 
 def test_an_evaluation_set_has_its_own_scores_and_chart(page, comparison):
     """Its pass rate is shown, though one of the other runs has none."""
     passed = "10.0% ± 10.0% → 70.0% ± 70.0%"
-    assert fact(comparison, "hard pass@1, sampled") == [passed, "–", "–", "–"]
+    assert headline(comparison, "hard pass@1, sampled") == [passed, "–", "–", "–"]
     titles = [[chart["title"] for chart in charts(html)] for html in (page, comparison)]
     assert "hard pass@1" not in titles[0] and "hard pass@1" in titles[1]
 
 
 def test_the_facts_of_an_unfinished_run_are_those_of_its_steps(comparison):
-    assert fact(comparison, "Steps") == [
-        "12 of 12 (finished)",
-        "4 of 12 (unfinished)",
-        "12 of 12 (stopped)",
-        "7 of 12 (unfinished)",
-    ]
-    assert fact(comparison, "Time") == ["31.5 s", "8.0 s", "31.5 s", "14.0 s"]
-    assert fact(comparison, "Trainer waited") == ["6.25%", "25.00%", "6.25%", "25.00%"]
+    assert headline(comparison, "Steps") == [
+        "12 of 12 (finished)", "4 of 12 (unfinished)", "12 of 12 (stopped)", "7 of 12 (unfinished)",
+    ]  # fmt: skip
+    assert headline(comparison, "Time") == ["31.5 s", "8.0 s", "31.5 s", "14.0 s"]
+    waited = [f"{share} of the time" for share in ("6.25%", "25.00%", "6.25%", "25.00%")]
+    assert fact(comparison, "Trainer waited") == waited
     assert fact(comparison, "Samples generated") == ["512", "160", "512", "280"]
+
+
+def test_one_evaluation_is_no_progress(tmp_path):
+    """A run that was stopped after its first evaluation has no score after training."""
+    html = report([write(tmp_path / "run", evaluations=(0,))]).read_text()
+    assert "<dd>10.0%\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}10.0%</dd>" in html
+    assert "<dt>Evaluated at step</dt><dd>0</dd>" in html
+
+
+def test_a_comparison_shows_the_others_where_a_run_has_no_metrics_yet(tmp_path):
+    runs = [write(tmp_path / "fact"), write(tmp_path / "key"), write(tmp_path / "new", 0, ())]
+    for some in (runs, runs[::-1]):
+        html = report(some, tmp_path / "page").read_text()
+        assert "<h1>Comparison of 3 runs</h1>" in html
+        steps = dict(zip(headline(html, "run"), headline(html, "Steps"), strict=True))
+        assert steps == {**dict.fromkeys(("fact", "key"), "12 of 12 (unfinished)"),
+                         "new": "no metrics yet"}  # fmt: skip
+        assert len(data(html)) == 2 and set(headline(html, "Time")) == {"24.0 s", "–"}
+
+
+def test_columns_of_the_data_and_repeats_stand_with_a_group(tmp_path):
+    """The id keeps rows of one prompt apart. Old runs have neither."""
+    run = write(tmp_path / "run", evaluations=())
+    journal = Journal(run, QUIET)
+    for row, drawn in (("a", 3), ("b", 1)):
+        columns = {"answer": f"17 {row}", "source": [1, None]}
+        journal.sample(4, "train", "8+9=", "17", 1.0, 3, id=row, columns=columns, drawn=drawn)
+    _, first, second = data(report([run]).read_text())[0]["groups"]
+    assert (first["id"], second["id"]) == ("a", "b")
+    assert first["columns"] == {"answer": "17 a", "source": [1, None]}
+    assert [g["completions"][0]["drawn"] for g in (first, second)] == [3, 1]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from tba.report import report
 from tba.report.layout import Layout, lay_out, panels
-from tba.report.study import link_to, pareto, report_study, styles_for
+from tba.report.study import link_to, pareto, report_study
 from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
 from tba.studies.study import read_study
 
@@ -139,23 +139,60 @@ def layouts(folder: Path) -> dict[str, Layout]:
 def cells(page: str, *begin: str) -> list[str]:
     """The cells after `begin` of the row that begins with them."""
     rows = [
-        re.findall(r"<td[^>]*>(.*?)</td>", row)
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
         for row in re.findall(r"<tr>(.*?)</tr>", page.replace("\N{NO-BREAK SPACE}", " "))
     ]
     (row,) = [row for row in rows if tuple(row[: len(begin)]) == begin]
     return row[len(begin) :]
 
 
-def test_the_page_loads_nothing(folder, page):
-    assert not re.search(r"https?://|<script|<link|@import", page)
-    assert set(re.findall(r"""src\s*=\s*["']([^"',]*)""", page)) == {"data:image/png;base64"}
+def charts(page: str) -> dict[str, list[dict[str, Any]]]:
+    """The charts of each figure, by grid and kind."""
+    figures = re.findall(r'<div class="charts few" id="(.*?)">(.*?)</div>\n<h3>', page, re.DOTALL)
+    found = {name: re.findall(r"data-chart='(.*?)'", figure) for name, figure in figures}
+    return {name: [json.loads(text) for text in texts] for name, texts in found.items()}
+
+
+def test_the_page_loads_nothing_and_its_charts_are_data(folder, page):
+    assert not re.search(
+        r"https?://(?!github)|<link|<img|@import|\ssrc\s*=", page.partition("<!--")[0]
+    )
+    assert "<title>pairs · tba</title>" in page and "<h1>pairs</h1>" in page
     names = {
         f"{grid}_{figure}"
         for grid in ("lags", "rates", "faulty")
         for figure in ("curves", "against", "fronts")
     } - {"faulty_against", "faulty_fronts"}
-    assert {p.stem for p in (folder / "report").glob("*.png")} == names
-    assert page.count("<img") == len(names)
+    assert charts(page).keys() == names
+    assert [p.name for p in (folder / "report").iterdir()] == ["index.html"]
+
+
+def test_a_chart_has_the_numbers_of_its_lines(page):
+    """Means over seeds from the lowest to the highest, on one scale for all charts of a grid."""
+    first, second = charts(page)["lags_curves"]
+    titles = [f"sampled pass@1: publish_every {k}" for k in (1, 4)]
+    assert [first["title"], second["title"]] == titles
+    assert [line["name"] for line in first["lines"]] == ["tb", "grpo", "rloo"]
+    tb = first["lines"][0]
+    assert tb["x"] == [0, 80, 160, 240, 320]
+    ends = [tb[name][-1] for name in ("low", "y", "high")]
+    assert ends == pytest.approx([0.90, 0.91, 0.92])
+    assert first["most"] == second["most"] == pytest.approx([0.3, 0.92])
+    (against,) = charts(page)["rates_against"]
+    assert against["x"] == {"label": "objective.beta", "log": False, "ticks": [0.1, 0.2]}
+    names = [line["name"] for line in against["lines"]]
+    assert names == [f"learning_rate {rate}" for rate in ("0.0001", "0.001", "0.01")]
+
+
+def test_points_have_their_errors_and_the_front_its_settings(page):
+    chart = charts(page)["lags_fronts"][0]
+    *points, front = chart["lines"]
+    assert front["name"] == "front" and front["steps"] and front["x"] == sorted(front["x"])
+    tb = next(point for point in points if point["name"] == "tb, publish_every 1")
+    assert tb["y"] == pytest.approx([0.91]) and tb["x"] == pytest.approx([1.77])
+    assert tb["high"][0] - tb["y"][0] == pytest.approx(0.01 / 3**0.5)
+    assert tb["right"][0] - tb["x"][0] == pytest.approx(1 / 3**0.5)
+    assert "tb, publish_every 1" in chart["note"]
 
 
 def test_the_page_links_to_its_runs(folder, page, tmp_path):
@@ -187,7 +224,7 @@ def test_a_grid_without_finished_runs_has_a_table_and_no_curves(tmp_path):
         [going, replace(diverged, status="failed", error="NotFinite: step 21: loss nan")],
     ).write(tmp_path)
     page = report([tmp_path]).read_text()
-    assert page.count("<img") == 0
+    assert charts(page) == {}
     assert cells(page, "0.0001")[0] == "1 to come" and cells(page, "0.001")[0] == "1 failed"
 
 
@@ -220,8 +257,8 @@ def best_of(page: str, grid: str) -> list[list[str]]:
     """The table of best settings of a grid: name, settings, score and advice."""
     section = page[page.index(f"<h2>{grid}</h2>") :].partition("</section>")[0]
     table = section[section.index("<h3>Best settings</h3>") :].partition("</table>")[0]
-    rows = re.findall(r"<tr><td>(.*)</td></tr>", table.replace("\N{NO-BREAK SPACE}", " "))
-    return [unescape(row).split("</td><td>") for row in rows]
+    rows = re.findall(r"<tr><th.*?>(.*)</td></tr>", table.replace("\N{NO-BREAK SPACE}", " "))
+    return [unescape(row).replace("</th>", "</td>").split("</td><td>") for row in rows]
 
 
 def test_best_settings_are_given_as_toml_with_a_warning_at_the_edge_of_a_grid(page):
@@ -291,7 +328,7 @@ def test_no_point_of_the_front_is_beaten_in_both():
     assert pareto(costs, scores) == [1, 2, 0]
 
 
-def test_published_results_stand_beside_the_runs_where_they_have_both_scores(tmp_path, monkeypatch):
+def test_published_results_stand_beside_the_runs_where_they_have_both_scores(tmp_path):
     table = f"""
         [study]
         folder = "{tmp_path}"
@@ -302,30 +339,16 @@ def test_published_results_stand_beside_the_runs_where_they_have_both_scores(tmp
     """
     grid = '[[grid]]\nname = "g"\n"objective.use" = ["tb", "grpo"]\n'
     (tmp_path / "s.toml").write_text(table + grid)
-    study, figures = read_study(tmp_path / "s.toml"), {}
+    study = read_study(tmp_path / "s.toml")
     for trial in study.trials:
         write_run(study.path(trial), trial, failed=False)
     runs = [replace(trial, status="finished") for trial in study.trials]
     Ledger("g", None, runs, study.table.published).write(tmp_path)
-
-    def keep(_: Path, drawn: dict[str, Any]) -> dict[str, str]:
-        figures.update(drawn)
-        return dict.fromkeys(drawn, "")
-
-    monkeypatch.setattr("tba.report.study.write_pictures", keep)
-    report_study(tmp_path)
-    kl, seconds = figures["g_fronts"].axes
-    (legend,) = kl.get_legend().get_texts()
-    assert legend.get_text() == "theirs" and seconds.get_legend() is None
-    (theirs,) = [line for line in kl.lines if line.get_label() == "theirs"]
-    assert (theirs.get_xdata()[0], theirs.get_ydata()[0]) == (1.5, 0.8)
-    assert theirs.get_markerfacecolor() == "none"
-
-
-def test_a_dozen_lines_look_different():
-    assert (
-        len({s["color"] for s in styles_for([f"objective-{i}" for i in range(12)]).values()}) == 12
-    )
+    kl, seconds = charts(report_study(tmp_path).read_text())["g_fronts"]
+    *_, front, theirs = kl["lines"]
+    assert (front["name"], theirs["name"]) == ("front", "theirs")
+    assert (theirs["x"], theirs["y"], theirs["hollow"]) == ([1.5], [0.8], True)
+    assert [line["name"] for line in seconds["lines"]] == ["tb", "grpo", "front"]
 
 
 def test_the_last_one_counts_if_a_resumed_run_repeated_an_evaluation():

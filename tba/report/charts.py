@@ -1,5 +1,6 @@
 """Charts on the page of runs: which metrics stand together, and their numbers as JSON."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isnan, nan
@@ -148,7 +149,11 @@ def sections(
             std = f"rewards/{match[1]}/std"
             title = f"{match[1]}, mean ± standard deviation"
             rewards.append(Chart(title, (name,), spread=(std,)))
-    held_out = _held_out(measures)
+    of_k = [name for name in sorted(filled) if re.fullmatch(r"eval/(pass|avg)@\d+", name)]
+    several = Chart(
+        "pass@k and avg@k", tuple(of_k), "share", (), tuple(f"{n}_stderr" for n in of_k)
+    )
+    held_out = [several, *_held_out(measures)]
     planned: dict[str, tuple[str, Sequence[Chart]]] = {
         "Reward functions": ("Each reward function alone, before its weight.", rewards),
         "Held-out prompts": ("Evaluations, with standard errors over prompts.", held_out),

@@ -21,11 +21,6 @@ MODES = ("sampled", "greedy")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def number(value: float, form: str) -> str:
-    """Format a number that may be missing (NaN)."""
-    return "–" if isnan(value) else form.format(value)
-
-
 def duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.1f}\N{NO-BREAK SPACE}s"
@@ -36,7 +31,8 @@ def duration(seconds: float) -> str:
 def with_stderr(mean: float, stderr: float, form: str) -> str:
     """Format a mean and its standard error, each of which may be missing (NaN)."""
     error = "" if isnan(stderr) else f" ± {form.format(stderr)}"
-    return number(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
+    shown = "–" if isnan(mean) else form.format(mean)
+    return shown + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def script(*names: str) -> dict[str, str]:

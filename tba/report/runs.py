@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, nan
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
-from tba.report.page import MODES, duration, measures_of, names, number, score, script, write_page
+from tba.report.page import MODES, duration, measures_of, names, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
 from tba.studies.results import Row, flat, read_json, read_metrics
 
@@ -146,21 +146,26 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
     measures = measures_of([record.evaluations for record in records])
     tables = [table for record in records for table in (record.steps, record.evaluations)]
+    title = f"Comparison of {len(paths)} runs" if len(paths) > 1 else records[0].name
+    headline = [{"run": r.name, **r.headline(measures)} for r in records]
+    headline += [{"run": name, "Steps": "no metrics yet"} for name in begun]
+    facts = pd.DataFrame({r.name: r.facts() for r in records}).reset_index(
+        names="fact", allow_duplicates=True
+    )
     values = {
-        "runs": records, "begun": begun, "differences": _differences(records),
-        "measures": measures, "measure": measures[""], "modes": MODES, "score": score,
-        "number": number, "nan": nan,
+        "title": title, "compared": len(paths) > 1, "runs": records,
+        "headline": pd.DataFrame(headline).fillna("–"), "facts": facts,
+        "differences": _differences(records), "measures": measures,
         "axes": AXES, "panels": panel_charts(tables), "reward": asdict(reward_chart()),
         "sections": sections(tables, measures), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
-    return write_page(
-        folder, "report.html", {**values, **script("uplot.min.js", "charts.js", "report.js")}
-    )
+    files = ("uplot.min.js", "charts.js", "report.js")
+    return write_page(folder, "report.html", {**values, **script(*files)})
 
 
 def _differences(records: Sequence[Record]) -> pd.DataFrame:
     """Return the config keys in which the runs differ, with a column for each run."""
-    configs = [{key: json.dumps(v) for key, v in flat(r.config).items()} for r in records]
-    keys = pd.DataFrame(configs).drop(columns="run.folder").fillna("–").T
-    return keys[keys.nunique(axis=1) > 1]
+    configs = {r.name: {k: json.dumps(v) for k, v in flat(r.config).items()} for r in records}
+    keys = pd.DataFrame(configs).drop(index="run.folder").fillna("–")
+    return keys[keys.nunique(axis=1) > 1].reset_index(names="key", allow_duplicates=True)

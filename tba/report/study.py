@@ -54,8 +54,11 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         "Compared by": metric,
         "Time of all runs": duration(rows["seconds"].sum()),
     }
-    values = {"name": ledger.name, "facts": facts, "sections": sections, "metric": metric}
-    return write_page(page, "study.html", {**values, **script("uplot.min.js", "charts.js")})
+    values = {
+        "title": ledger.name, "facts": facts, "sections": sections, "metric": metric,
+        "data": {"axes": {}, "runs": []}, **script("uplot.min.js", "charts.js"),
+    }  # fmt: skip
+    return write_page(page, "study.html", values)
 
 
 def link_to(run: Path, page: Path) -> str:
@@ -163,7 +166,9 @@ def _band(
 def _chart(layout: Layout, panel: str, lines: list[Row], axis: Row) -> Row:
     """Return a chart as JSON. All charts of a grid have the same scale of scores."""
     name, form = layout.metric.replace("_", " "), "share" if "pass@" in layout.metric else "number"
-    scores = pd.concat([layout.curves[["min", "max"]].stack(), layout.ends["last"].stack()])
+    scores = pd.concat(
+        [layout.curves[["min", "max"]].stack(), layout.ends["last"][["min", "max"]].stack()]
+    )
     return {
         "title": f"{name}: {panel}" if panel else name,
         "form": form, "lines": lines, "x": axis,

@@ -140,8 +140,8 @@ class Journal:
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
         `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested; `id` and `columns` are those of the prompt; `drawn` is how
-        often it is in the batch.
+        at which an evaluation was requested; `id` and `columns` are those of the prompt; the batch
+        has the completion `drawn` times.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"id": id, "prompt": prompt, "completion": completion}

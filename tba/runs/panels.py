@@ -34,64 +34,46 @@ class Panel:
     """One chart, with the metrics that belong together."""
 
     title: str
-    healthy: str
-    """What a healthy run shows, as in the table of docs/watching.md."""
+    healthy: str  # what a healthy run shows, as in the table of docs/watching.md
     curves: tuple[Curve, ...]
 
 
 PANELS = (
-    Panel(
-        "reward",
-        "rises, and then levels off",
-        (Curve("reward", "reward"), Curve("rewards/*/mean", "*")),
-    ),
-    Panel(
-        "held-out pass@1",
-        "rises with the reward",
-        (
-            Curve("eval/sampled_pass@1", "pass@1", "{:.1%}"),
-            Curve("eval/greedy_pass@1", "pass@1 greedy", "{:.1%}"),
-        ),
-    ),
-    Panel(
-        "cut-off responses", "near 0", (Curve("completions/clipped_ratio", "cut off", "{:.1%}"),)
-    ),
-    Panel(
-        "KL to the reference (nats per token)",
-        "kl and k3 grow slowly",
-        (Curve("kl", "kl", "{:.4f}"), Curve("kl/k3", "k3", "{:.4f}")),
-    ),
+    Panel("reward", "rises, and then levels off", (
+        Curve("reward", "reward"), Curve("rewards/*/mean", "*"),
+    )),
+    Panel("held-out pass@1", "rises with the reward", (
+        Curve("eval/sampled_pass@1", "pass@1", "{:.1%}"),
+        Curve("eval/greedy_pass@1", "pass@1 greedy", "{:.1%}"),
+    )),
+    Panel("cut-off responses", "near 0", (
+        Curve("completions/clipped_ratio", "cut off", "{:.1%}"),
+    )),
+    Panel("KL to the reference (nats per token)", "kl and k3 grow slowly", (
+        Curve("kl", "kl", "{:.4f}"), Curve("kl/k3", "k3", "{:.4f}"),
+    )),
     Panel("entropy (nats per token)", "declines slowly", (Curve("entropy", "entropy"),)),
     Panel("gradient norm", "no trend", (Curve("grad_norm", "gradient norm"),)),
     Panel(
         "log-prob gap, engine to trainer (nats)",
         "as large as rounding: 1e-4 in fp32, a few hundredths in bf16",
-        (
-            Curve("sync/logp_gap", "gap", "{:.2g}"),
-            Curve("sync/logp_gap_max", "worst gap", "{:.2g}"),
-        ),
+        (Curve("sync/logp_gap", "gap", "{:.2g}"),
+         Curve("sync/logp_gap_max", "worst gap", "{:.2g}")),
     ),
     Panel(
         "lag (steps) and effective sample size",
         "a lag of a few times runtime.publish_every; an effective sample size near 100 %",
-        (
-            Curve("off_policy/lag_mean", "lag", "{:.1f}"),
-            Curve("off_policy/ess", "ess", "{:.1%}"),
-        ),
+        (Curve("off_policy/lag_mean", "lag", "{:.1f}"), Curve("off_policy/ess", "ess", "{:.1%}")),
     ),
     Panel(
         "responses in the buffer",
         "grows up to replay.capacity, or until each prompt has replay.per_prompt responses",
         (Curve("buffer/size", "buffer", "{:,.0f}"),),
     ),
-    Panel(
-        "waits (share of the time)",
-        "both near 0",
-        (
-            Curve("wait/trainer", "trainer waits", "{:.1%}"),
-            Curve("wait/searchers", "searchers wait", "{:.1%}"),
-        ),
-    ),
+    Panel("waits (share of the time)", "both near 0", (
+        Curve("wait/trainer", "trainer waits", "{:.1%}"),
+        Curve("wait/searchers", "searchers wait", "{:.1%}"),
+    )),
     Panel(
         "samples per second",
         "constant, apart from changes in the length of the responses",
@@ -105,7 +87,7 @@ PANELS = (
             Curve("engine/samples_per_second_min", "worst", "{:.1f}"),
         ),
     ),
-)
+)  # fmt: skip
 
 
 def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, str]]:

@@ -13,7 +13,6 @@ const LOOKS = { // in pixels: height of a plot, sizes of its axes, least distanc
   study: { height: 250, below: 28, beside: 58, apart: 30, text: 12 },
   small: { height: 124, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
 };
-const ROWS = 12; // of a line in the table of a chart
 const NEAR = 4; // values on each side that an outlier is compared with
 const charts = new Map(); // by the element that contains the plot
 
@@ -117,26 +116,19 @@ function addLine(line, series, columns, bands, hidden) {
   }
 }
 
-// Draw the standard errors of points, up and down and to both sides.
+// Draw the standard errors of points, up and down and to both sides, as far as the plot reaches.
 function drawErrors(plot) {
-  const { left, top, width, height } = plot.bbox;
-  plot.ctx.save();
-  plot.ctx.beginPath();
-  plot.ctx.rect(left, top, width, height);
-  plot.ctx.clip();
-  for (const { line } of plot.series) {
-    if (!line?.points || !line.low) continue;
-    plot.ctx.strokeStyle = line.stroke;
-    line.x.forEach((x, i) => {
-      const at = (value, axis) => plot.valToPos(value, axis, true), path = new Path2D();
-      path.moveTo(at(x, "x"), at(line.low[i], "y"));
-      path.lineTo(at(x, "x"), at(line.high[i], "y"));
-      path.moveTo(at(line.left[i], "x"), at(line.y[i], "y"));
-      path.lineTo(at(line.right[i], "x"), at(line.y[i], "y"));
-      plot.ctx.stroke(path);
-    });
+  const { ctx, bbox: { left, top, width, height } } = plot, inside = new Path2D();
+  ctx.save();
+  inside.rect(left, top, width, height);
+  ctx.clip(inside);
+  for (const { line } of plot.series.filter((each) => each.line?.points && each.line.low)) {
+    const [x, y, low, high, west, east] = ["x", "y", "low", "high", "left", "right"].map((name) =>
+      plot.valToPos(line[name][0], ["x", "left", "right"].includes(name) ? "x" : "y", true));
+    ctx.strokeStyle = line.stroke;
+    ctx.stroke(new Path2D(`M${x} ${low}L${x} ${high}M${west} ${y}L${east} ${y}`));
   }
-  plot.ctx.restore();
+  ctx.restore();
 }
 
 // The range of an axis: around the values, or from 0; within `most`, if they leave something out.
@@ -148,12 +140,6 @@ function rangeOf(form, most) {
   };
 }
 
-// The lowest and the highest value of a line that is no outlier.
-function inner(line) {
-  const kept = line.y.filter((value, i) => value !== null && !line.outliers[i]);
-  return [Math.min(...kept), Math.max(...kept)];
-}
-
 function draw(place) {
   charts.get(place)?.destroy();
   const figure = place.closest("figure"), chart = JSON.parse(figure.dataset.chart);
@@ -162,8 +148,9 @@ function draw(place) {
   const tables = [], bands = [], most = {}, all = figure.dataset.all === "true", lines = linesOf(chart, x);
   const count = lines.reduce((sum, line) => sum + line.outliers.filter(Boolean).length, 0);
   for (const line of lines) {
-    const columns = [line.x], [low, high] = inner(line), before = most[line.scale] ?? [low, high];
-    most[line.scale] = [Math.min(low, before[0]), Math.max(high, before[1])];
+    const columns = [line.x], kept = line.y.filter((value, i) => value !== null && !line.outliers[i]);
+    const ends = kept.concat(most[line.scale] ?? []);
+    most[line.scale] = [Math.min(...ends), Math.max(...ends)];
     addLine(line, series, columns, bands, !all);
     tables.push(columns);
   }
@@ -217,18 +204,14 @@ function cell(plot, s, i) {
   return plot.series[s].value(plot, i === null ? null : plot.data[s][i], s, i);
 }
 
-// Write the table of a chart, if it is open: a few rows of each line.
+// Write the table of a chart, if it is open.
 function fillTable(details, plot) {
   details.replaceChildren(details.firstElementChild);
   if (!details.open || !plot) return;
-  const shown = shownSeries(plot), rows = new Set();
-  for (const s of shown.slice(1)) {
-    const filled = [...plot.data[s].keys()].filter((i) => plot.data[s][i] != null);
-    for (let k = 0; k < ROWS; k++) rows.add(filled[Math.round((k * (filled.length - 1)) / (ROWS - 1))]);
-  }
+  const shown = shownSeries(plot), rows = [...plot.data[0].keys()];
   const table = element("table", {});
   table.createTHead().append(element("tr", {}, ...shown.map((s) => element("th", { scope: "col" }, plot.series[s].name))));
-  table.createTBody().append(...[...rows].sort((a, b) => a - b).map((i) =>
+  table.createTBody().append(...rows.map((i) =>
     element("tr", {}, ...shown.map((s) => element("td", {}, plot.data[s][i] == null ? "" : cell(plot, s, i))))));
   details.append(table);
   equip(table, details.closest("figure").querySelector("figcaption").textContent);
