@@ -15,6 +15,8 @@ from talk import CHARACTERS
 from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
+from tba.run import run
+from tba.runs.log import SAMPLES, read
 from tba.runs.notes import log_doubled_bos
 from tba.runs.parts import check
 from tba.runs.resumed import check_resumed
@@ -211,3 +213,20 @@ def test_a_prompt_with_two_bos_tokens_is_warned_of(
     assert caplog.messages == [
         "1 of 2 prompts begin with two BOS tokens; remove <bos> from their text"
     ]
+
+
+def test_a_chat_is_written_in_one_way(model: Model, data: dict[str, Any], tmp_path: Path) -> None:
+    """As the policy reads it, in the samples of batches and of evaluations, with the row's id."""
+    given = config(
+        model(CHAT), {**data, "chat": "on", "system_prompt": "Add."},
+        run={"folder": str(tmp_path / "run"), "steps": 1}, runtime={"use": "local"},
+        log={"tensorboard": False, "console": "off"},
+    )  # fmt: skip
+    run(given)
+    rows = read(tmp_path / "run" / SAMPLES)
+    assert {row["kind"] for row in rows} == {"train", "eval"}
+    for row in rows:
+        asked = f"[system]Add.[user]{row['columns']['question']}[assistant]"
+        assert row["prompt"] == asked and row["id"]
+    batch = [row.get("drawn", 1) for row in rows if row["kind"] == "train"]
+    assert sum(batch) == 4  # a whole group

@@ -26,12 +26,8 @@ KEPT = (
     "sampled_pass@1", "greedy_pass@1", "pass@4", "sampled_log_ratio", "kl", "log_ratio", "ess",
     "lag_mean", "samples_generated", "samples_trained", "steps", "seconds", "settings",
 )  # fmt: skip
-PICTURES = (
-    "gradient_variance.png",
-    "report/lags_against.png",
-    "report/lags_curves.png",
-    "report/replayed_curves.png",
-)
+PICTURES = ("gradient_variance.png",)
+"""The others are pictures of figures of the study's page: scripts/screenshots.py takes such."""
 Form = Callable[[float], str]
 Row = Mapping[str, Any]
 

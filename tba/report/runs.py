@@ -85,8 +85,9 @@ class Record:
         """Return what the script of the page shows."""
         steps, evaluations = columns(self.steps), columns(self.evaluations)
         scored = [s["reward"] for s in self.samples if s["reward"] is not None] or [0.0]
+        answer = self.config["task"].get("answer_column") or "answer"  # with the right answers
         shown = {"steps": steps, "evaluations": evaluations, "groups": self.groups()}
-        return {"name": self.name, "rewards": [min(scored), max(scored)], **shown}
+        return {"name": self.name, "rewards": [min(scored), max(scored)], "answer": answer, **shown}
 
 
 def read_record(path: Path, name: str, colour: str) -> Record | None:

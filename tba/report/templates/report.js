@@ -73,10 +73,10 @@ function shownCompletion(c, kind, run) {
 }
 
 // The right answer and the other columns of a row.
-function shownColumns(columns) {
-  const rows = Object.entries(columns).map(([name, value]) =>
-    element("div", { className: name === "answer" ? "answer" : "" },
-      element("dt", {}, name === "answer" ? "right answer" : name), element("dd", {}, textOf(value))));
+function shownColumns(columns, answer) {
+  const rows = Object.entries(columns).sort(([a], [b]) => (b === answer) - (a === answer)).map(([name, value]) =>
+    element("div", { className: name === answer ? "answer" : "" },
+      element("dt", {}, name === answer ? "right answer" : name), element("dd", {}, textOf(value))));
   return element("dl", { className: "columns" }, ...rows);
 }
 
@@ -88,7 +88,7 @@ function shownGroup({ run, group, kept }, whole) {
   const rewards = [...counts].sort(([a], [b]) => b - a).map(([reward, count]) => badge(reward, run, count));
   return element("article", { className: "card group" },
     element("h3", {}, heading.filter(Boolean).join(" · ")),
-    element("div", { className: "text" }, group.prompt), shownColumns(group.columns),
+    element("div", { className: "text" }, group.prompt), shownColumns(group.columns, run.answer),
     element("p", { className: "rewards" }, group.kind === "eval" ? "rewards of all evaluations " : "rewards of the group ", ...rewards),
     element("div", { className: "side" }, ...all.filter((c) => whole || c.kept).map((c) => shownCompletion(c, group.kind, run))));
 }
