@@ -333,7 +333,8 @@ class Bench:
 
         marks: list[float] = []
         generated: list[int] = []
-        settings = (f"runtime.use={use}", f"engine.batch_size={1024}")
+        # without a limit, an asynchronous trainer never waits
+        settings = (f"runtime.use={use}", "runtime.max_reuse=inf", f"engine.batch_size={1024}")
         with open_run(self.config(shape, *settings)) as opened:
 
             def recorded(metrics: dict[str, float], groups: list[Any]) -> None:

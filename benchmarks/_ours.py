@@ -67,6 +67,7 @@ def config(job: Job) -> Config:
         f"trainer.learning_rate={job.rate}", f"trainer.warmup_steps={r.warmup}",
         f"runtime.use={'ray' if job.side == 'asynchronous' else 'local'}",
         f"runtime.prompts_per_task={r.prompts}",
+        "runtime.max_reuse=inf",  # the two sides never wait for each other
         "eval.prompts=0", "checkpoint.every=0",
         "log.console=off", "log.tensorboard=false", "log.sample_every=0",
         *ends,

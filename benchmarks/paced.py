@@ -145,6 +145,7 @@ def config(side: str, model: str, latency: float, folder: str):
         "engine.use=scripted", "engine.own_reference=true", f"engine.latency={scale}",
         f"engine.tail={TAIL}", f"engine.answers={[str(n) for n in range(100, 164)]}",
         f"runtime.use={'ray' if asynchronous else 'local'}", "runtime.cores=share",
+        "runtime.max_reuse=inf",  # asynchronous: neither side waits for the other
         "eval.prompts=0", "checkpoint.every=0",
         "log.console=off", "log.tensorboard=false", "log.sample_every=0",
     ]  # fmt: skip

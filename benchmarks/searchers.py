@@ -171,6 +171,7 @@ def config(count: int, folder: str):
             f"engine.latency={LATENCY * count}",
             f"engine.answers={[str(n) for n in range(100, 164)]}",
             "runtime.use=ray", f"runtime.searchers={count}", "runtime.cores=divide",
+            "runtime.max_reuse=inf",  # the trainer must not wait: searchers are measured
             "runtime.start_deadline=900.0", "runtime.concurrent_searches=1",
             f"runtime.prompts_per_task={GROUPS}",
             "eval.prompts=0", "checkpoint.every=0",

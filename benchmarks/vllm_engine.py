@@ -248,7 +248,7 @@ def drained(model: str, every: int, steps: int) -> Row:
             f"task.reward={folder}/length.py:length", "eval.prompts=0", "sampling.samples=8",
             "trainer.group_size=8", "trainer.batch_size=32", "sampling.max_tokens=64",
             f"run.steps={steps}", f"run.folder={run}", f"runtime.publish_every={every}",
-            "checkpoint.every=0",
+            "checkpoint.every=0", "runtime.max_reuse=inf",  # publications at the trainer's own pace
         ]  # fmt: skip
         subprocess.run([sys.executable, "-m", "tba.cli", "train", *settings], check=True)
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

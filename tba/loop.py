@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
 def train(run: "Run") -> None:
     """Train until the run ends; runs differ in their searchers and how long they wait."""
-    c, clock = run.config, run.tracker
-    with clock.first_fill():
-        run.buffer.add(run.gather(at_least=run.missing), now=run.step)
+    c = run.config
+    run.collect("first_fill")
     for step in range(run.step, c.run.steps):
         if run.ending:
             break
@@ -25,9 +24,7 @@ def train(run: "Run") -> None:
             run.publish()
         if due(done, c.eval.every) and done < c.run.steps:
             run.evaluate()
-        with clock.timed("waited"):
-            arrived = run.gather(at_least=c.fresh)  # 0 when asynchronous: never wait
-        run.buffer.add(arrived, now=done)
+        run.collect()  # waits for `fresh` groups, none when asynchronous, and within `max_reuse`
         run.log(metrics, groups)
         if due(done, c.checkpoint.every):
             run.save()

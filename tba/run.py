@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tba import loop
 from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.learn import Trainer
-from tba.replay.buffer import ReplayBuffer
+from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
 from tba.runs.choice import kept_beside, read_scores, score_of, without_better
@@ -34,6 +35,9 @@ from tba.runtime.placement import reuse_memory
 from tba.tasks._memory import InMemory
 from tba.types import Group
 
+PATIENCE = 100
+"""Searches in a row that may give too few samples for a step."""
+
 
 @dataclass
 class Run:
@@ -53,6 +57,7 @@ class Run:
     warnings: Warnings
     stop: Stop
     step: int  # optimizer steps done
+    pace: Pace
     missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
     evaluating: int  # evaluations that were requested and have not been logged
     scores: dict[int, float]  # held-out score of each version that has been evaluated
@@ -76,14 +81,29 @@ class Run:
     def sample(self) -> list[Group]:
         self.console.phase("training")
         t, strategy = self.config.trainer, self.parts.strategy
+        self.missing = self.config.fresh
+        self.pace.drew(t.batch_size, self.buffer.counts["added"])
         return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
 
-    def gather(self, at_least: int) -> list[Group]:
-        """Return the groups found since the last call; fewer than `at_least` only after a stop."""
-        with search_errors("the search failed"):
-            groups = self.searchers.gather(at_least)
-        self.missing = max(0, at_least - len(groups))
-        return groups
+    def collect(self, wait: str = "waited") -> None:
+        """Store what has arrived, and wait for what the next step needs; `wait` names the time."""
+        for _ in range(PATIENCE):
+            with self.tracker.timed(wait), search_errors("the search failed"):
+                groups = self.searchers.gather(self._awaited())
+            self.missing = max(0, self.missing - len(groups))
+            self.buffer.add(groups, now=self.step)
+            if self.ending or not self._awaited():
+                return
+        few = "samples are rejected, or have numbers that are not finite (buffer/not_finite)"
+        raise SearchError(f"{PATIENCE} searches in a row gave too few samples for a step: {few}")
+
+    def _awaited(self) -> int:
+        """Return the groups to wait for before the next step."""
+        c = self.config
+        if self.step == c.run.steps:  # there is none; other runs search after each step
+            return 0 if c.asynchronous else self.missing
+        samples = self.pace.missing(c.trainer.batch_size, self.buffer.counts["added"])
+        return max(self.missing, -(-samples // c.sampling.samples))
 
     def publish(self) -> None:
         with self.tracker.timed("synced"), search_errors("the weights could not be published"):
@@ -162,7 +182,8 @@ class Run:
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        progress = checkpoint.Progress(self.step, self.missing, self.evaluating, rng, counts)
+        state = self.step, self.missing, self.evaluating, rng, counts, [*self.pace.marks]
+        progress = checkpoint.Progress(*state)
         search = self.searchers.state()
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
@@ -181,9 +202,10 @@ class Run:
             self.warn(self.warnings.start())
             with self._saving_first():
                 with self.tracker.clock():
-                    if unlogged and self.step < last:  # the first one, or one that a stop cut off
-                        self.evaluate()
-                    loop.train(self)
+                    if self.step < last:  # else it waits for nothing
+                        if unlogged:  # the first evaluation, or one that a stop cut off
+                            self.evaluate()
+                        loop.train(self)
                 self.save()
                 complete = self.step == last
                 if complete:
@@ -223,7 +245,6 @@ class Run:
             yield
         except (SearchError, NoAnswerError) as error:
             # what the step that has not ended leaves to the resumed run
-            self.missing = self.missing or self.config.fresh
             if self.step > began and loop.due(self.step, self.config.eval.every):
                 self.evaluating = self.evaluating or 1
             self.save()
@@ -292,6 +313,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
+        new = c.trainer.groups + len(search.held) if c.asynchronous else 0  # no step on old data
+        progress = replace(progress, missing=max(progress.missing, new))
         console.note(f"resumed from {generation.name}")
     _describe_prompts(console, parts)
     saves, table = folder / log.CHECKPOINTS, c.checkpoint
@@ -303,6 +326,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     record_session(folder, progress.step, trainer.policy.model)
     journal = log.Journal(folder, c, progress.step, disk)
     closing.callback(journal.close)
+    pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
     setup, groups = parts.search_setup(), c.trainer.groups
     job = SearchJob(setup, stream, c.runtime, groups, c.run.seed, console.phase)
     opened = job, place, cluster, trainer, lambda: stop.requested
@@ -310,7 +334,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     closing.callback(searchers.close)
     return Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
-        warnings, stop, progress.step, progress.missing, progress.evaluating, read_scores(folder),
+        warnings, stop, progress.step, pace, progress.missing, progress.evaluating,
+        read_scores(folder),
     )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "trainer.weight_decay": 0.0,
         "trainer.max_grad_norm": math.inf,
         "runtime.publish_every": 2,
+        "runtime.max_reuse": math.inf,
         "eval.prompts": 1319,
     },
     "math_qwen7b_tba_prime": {

@@ -72,6 +72,7 @@ def test_the_settings_are_the_papers(size: str) -> None:
     assert (t.learning_rate, t.schedule, t.warmup_steps) == (3e-6, "linear", 0)
     assert (t.betas, t.weight_decay, t.max_grad_norm) == ((0.9, 0.999), 0.0, float("inf"))
     assert (c.runtime.publish_every, c.runtime.searchers, c.runtime.lag) == (10, 3, None)
+    assert c.runtime.max_reuse == float("inf")
     assert (r.per_prompt, r.first_fill * s.samples) == (100, 10_000)
     strategy = {"use": "mixture", "recent": 0.5, "reward": 1.0, "temperature": 1.0, "window": 10}
     assert c.strategy.model_dump() == strategy

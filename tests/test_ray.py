@@ -106,6 +106,7 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
         "engine.answers=['1','2','33']",
         "eval.every=30",
         "run.steps=60",
+        "runtime.max_reuse=inf",
     )
     run = run_and_keep(config(tiny_model, tmp_path / "run", *slow))
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())

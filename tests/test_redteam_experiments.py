@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import string
 import tomllib
 from collections.abc import Callable
@@ -58,6 +59,7 @@ PAPER: dict[str, Any] = {
     "runtime.searchers": 3,
     "runtime.publish_every": 10,
     "runtime.lag": None,
+    "runtime.max_reuse": math.inf,
     "eval.temperature": 1.0,
 }
 """What both of the paper's runs have in common."""
@@ -121,7 +123,7 @@ def test_the_baseline_differs_in_what_makes_it_one() -> None:
     assert theirs["objective"].pop("use") == "tb_learned_z"
     assert ours["objective"].pop("use") == "tb"
     assert theirs["runtime"].pop("use") == "local"
-    for key in ("searchers", "publish_every"):
+    for key in ("searchers", "publish_every", "max_reuse"):
         del ours["runtime"][key]
     assert (theirs["strategy"].pop("window"), ours["strategy"].pop("window")) == (1, 10)
     near = [theirs["task"].pop(f"near_{key}") for key in ("duplicates", "distance")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_loop import config
 
 from tba.cli import _config
 from tba.config.schema import load
-from tba.replay.buffer import ReplayBuffer
+from tba.replay.buffer import STEPS, ReplayBuffer
 from tba.run import open_run, run
 from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
 from tba.runs.summary import Tracker
@@ -26,15 +27,15 @@ SOUND = {
     "off_policy/ess": 0.9,
     "kl/k3": 0.002,
     "sync/logp_gap_max": 0.001,
-    "samples_trained": 100.0,
-    "buffer/added": 50.0,
+    "wait/trainer": 0.0,
 }
 CASES: dict[str, tuple[dict[str, float], str]] = {
     "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
     "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
     "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
-    "reuse": ({"samples_trained": 450.0}, "a sample has been trained on 9.0 times on average"),
+    "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last 50"),
 }
+SECONDS = count()
 OFF = {"equal_rewards": "1", "cut_off": "1", "ess": "0", "reuse": "inf", "kl": "inf", "gap": "inf"}
 
 
@@ -44,7 +45,12 @@ def warnings(*settings: str) -> Warnings:
 
 def given(own: Warnings, metrics: dict[str, float], steps: int) -> list[str]:
     """Return what is given in so many steps with these metrics."""
-    return [text for _ in range(steps) for text in texts(own.step({**SOUND, **metrics}))]
+    return [text for _ in range(steps) for text in texts(own.step(row(metrics)))]
+
+
+def row(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a step, which took a second."""
+    return {**SOUND, "time": float(next(SECONDS)), **metrics}
 
 
 def texts(signs: list[Sign]) -> list[str]:
@@ -62,7 +68,7 @@ def test_a_metric_beyond_its_threshold_warns_once(case: str) -> None:
     metrics, words = CASES[case]
     own = warnings()
     assert given(own, metrics, WINDOW - 1) == []
-    (text,) = given(own, metrics, 3 * WINDOW)
+    (text,) = given(own, metrics, STEPS)
     assert text.startswith(words) and f"warn.{case} = " in text
     assert own.texts == [text] and own.end() == []
 
@@ -140,16 +146,24 @@ def test_one_step_of_old_data_is_no_kl_that_runs_away() -> None:
     assert [text for metrics in steps for text in given(own, metrics, 1)] == own.end() == []
 
 
-def test_the_cause_of_reuse_depends_on_whether_the_trainer_waits() -> None:
-    """Rejected samples are not trained on, and do not count."""
-    often = {"samples_trained": 450.0, "samples_generated": 4000.0}
-    (text,) = given(warnings(), often, WINDOW)
-    assert "the trainer is faster than the searchers; add searchers" in text
-    waiting = ["runtime.use=local", "runtime.fresh=1", "trainer.batch_size=160"]
-    (text,) = given(warnings(*waiting), often, WINDOW)
-    assert "faster" not in text
-    assert "waits for new groups, but for 1 of the 8 in a batch only" in text
-    assert "raise runtime.fresh" in text
+def test_a_trainer_that_waits_is_told_what_to_change() -> None:
+    """By time, over the last 50 steps; the first step has the first fill, which does not count."""
+    quick, slow = {"wait/trainer": 0.0}, {"wait/trainer": 0.9}
+    own = warnings()
+    assert given(own, slow, 1) + given(own, quick, STEPS) + given(own, slow, 2) == []
+    (text,) = given(own, slow, 1)  # 2.7 of 50 seconds
+    assert "in 5% of the last 50 steps' time (more than warn.reuse = 0.05)" in text
+    for key in ("runtime.max_reuse = 4", "runtime.searchers", "runtime.concurrent_searches"):
+        assert key in text
+    assert "runtime.publish_every or trainer.batch_size" in text
+
+
+@pytest.mark.parametrize(
+    "settings", [["runtime.use=local"], ["runtime.lag=0"], ["runtime.fresh=16"]]
+)
+def test_a_trainer_that_waits_by_design_is_not_warned_of(settings: list[str]) -> None:
+    own = warnings(*settings)
+    assert given(own, {"wait/trainer": 0.9}, 2 * STEPS) == own.end() == []
 
 
 def test_the_gap_is_compared_with_the_limit_of_the_engine() -> None:
@@ -177,7 +191,7 @@ def test_the_rows_of_an_evaluation_are_not_steps() -> None:
 def test_a_resumed_run_gives_no_warning_again() -> None:
     """Whatever its first part gave stays; a sign that it did not give is a warning now."""
     config, (metrics, words) = load(None, ["trainer.warmup_steps=20"]), CASES["cut_off"]
-    rows = [{**SOUND, **metrics}] * 3
+    rows = [row(metrics) for _ in range(3)]
     before = {"ess": "as it was then", "cut_off": f"{words}, then"}
     own = Warnings(config, 0.01, rows=rows, given=before)
     assert given(own, {"off_policy/ess": 0.1, **metrics}, 2 * WINDOW) == own.end() == []

@@ -131,6 +131,11 @@ class Config(Table):
             raise ValueError(
                 f"runtime.fresh = {r.fresh} contradicts runtime.lag; remove one of them"
             )
+        if r.lag is not None and r.max_reuse < 1:
+            raise ValueError(
+                f"runtime.max_reuse = {r.max_reuse:g} contradicts runtime.lag, with which every"
+                " group is trained on once; set runtime.max_reuse=1 or more"
+            )
         if r.lag is not None and r.publish_every != 1:
             raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
         return self
@@ -162,12 +167,17 @@ class Config(Table):
         return self
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether searchers run on their own, and no step waits for a whole batch of new groups."""
+        r = self.runtime
+        return r.use == "ray" and r.lag is None and (r.fresh or 0) < self.trainer.groups
+
+    @property
     def fresh(self) -> int:
         """New groups to wait for at each step; 0 when searchers run on their own."""
         if self.runtime.fresh is not None:
             return self.runtime.fresh
-        asynchronous = self.runtime.use == "ray" and self.runtime.lag is None
-        return 0 if asynchronous else self.trainer.groups
+        return 0 if self.asynchronous else self.trainer.groups
 
     @property
     def first_fill(self) -> int:

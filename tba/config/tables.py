@@ -186,7 +186,12 @@ class RuntimeTable(Table):
     fresh: Count | None = key(
         None,
         "new groups to wait for at each step;"
-        " default: 0 on ray (never wait), as many as a batch has on local",
+        " default: 0 on ray (wait for runtime.max_reuse only), as many as a batch has on local",
+    )
+    max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
+        4.0,
+        "most times that a sample is trained on, on average over the last 50 steps: before a step,"
+        " the trainer waits for samples (ray), or searches for them (local); inf: no limit",
     )
     lag: Count | None = key(
         None,

@@ -26,7 +26,9 @@ class WarnTable(Table):
         0.2, "warn if a larger share of the responses reaches sampling.max_tokens; 1: never"
     )
     reuse: PositiveFloat = key(
-        8.0, "warn if samples are trained on more often than this on average; inf: never"
+        0.05,
+        "warn if the trainer waits for new samples in a larger share of the time, over 50 steps"
+        " (ray, without runtime.lag); inf: never",
     )
     ess: Share = key(
         0.5, "warn if the effective sample size is a smaller share of the group; 0: never"

@@ -1,7 +1,8 @@
 """The replay buffer: distinct trajectories of each prompt, newest copy kept, oldest dropped."""
 
 import logging
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,8 @@ from tba.replay.table import EMPTY, Table
 from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
+STEPS = 50
+"""Steps over which `Pace` compares samples."""
 REWRITE_EVERY = 10  # saves from one that rewrites all segments to the next; the others link them
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class ReplayBuffer:
             prompts=_read_only(store.prompts_by_arrival()),
             rows=lambda prompt: _read_only(store.rows_of(int(prompt))),
             latest=_read_only(store.prompts["latest"]),
+            arrived_since=store.arrived_since,
             **{name: _read_only(store.rows[name]) for name in SHOWN},
         )
 
@@ -135,15 +139,43 @@ class ReplayBuffer:
         earlier, before = store.find(new), np.zeros(len(new), int)
         held = earlier != EMPTY
         self.counts["duplicates"] += len(finite) - len(new)
+        arrivals = [store.take_arrivals(row) for row in earlier[held].tolist()]
         if held.any():
             before[held] = store.rows["count"][earlier[held]]
             self.counts["duplicates"] += store.remove(earlier[held])
         rows = store.put(prompt, new, now)
         store.rows["arrived_count"][rows] = arrived
         store.rows["count"][rows] = arrived + before
+        for row, own in zip(rows[held].tolist(), arrivals, strict=True):
+            if own[-2] == now:
+                store.rows["arrived_count"][row] += own.pop()
+                own.pop()
+            store.earlier[row] = own
         excess = store.prompts["held"].item(prompt) - self.per_prompt
         if excess > 0:
             self.counts["evicted_per_prompt"] += store.evict(excess, prompt)
+
+
+class Pace:
+    """Limit on how often a sample is trained on: `max_reuse` times, on average over STEPS steps.
+
+    With the step that is next, samples trained on <= max_reuse x samples that entered the buffer.
+    `marks` are the totals of both after each of the latest draws; those of a new run are 0.
+    """
+
+    def __init__(self, max_reuse: float, marks: Iterable[Sequence[int]]):
+        self._max_reuse = max_reuse
+        self.marks = deque(marks, maxlen=STEPS)
+
+    def missing(self, batch: int, entered: int) -> int:
+        """Return the samples that must still enter before a step on `batch` samples."""
+        (trained, before), (total, _) = self.marks[0], self.marks[-1]
+        needed = math.ceil((total - trained + batch) / self._max_reuse)
+        return max(0, needed - (entered - before))
+
+    def drew(self, batch: int, entered: int) -> None:
+        """Record the draw of a step."""
+        self.marks.append((self.marks[-1][0] + batch, entered))
 
 
 def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Strategy) -> None:

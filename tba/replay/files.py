@@ -28,6 +28,7 @@ class State:
     segments: list[Segment | None]  # None for one whose file is damaged
     counts: Mapping[str, int]
     saves: int
+    earlier: Mapping[str, list[int]]  # arrivals before the latest, by position in the columns
 
     def write(self, folder: Path, older: Path | None) -> dict[str, str]:
         """Write the state into a checkpoint's folder; see `ReplayBuffer.save`."""
@@ -39,6 +40,7 @@ class State:
         save_groups(self.prompts, path / PROMPTS)
         segments = [{"name": file_name(sha256), "sha256": sha256} for sha256 in sums]
         plain = {"counts": self.counts, "saves": self.saves, "segments": segments}
+        plain["earlier"] = self.earlier
         (path / STATE).write_text(json.dumps(plain), "utf-8")
         return {f"{SEGMENTS}/{file_name(sha256)}": sha256 for sha256 in sums}
 
@@ -53,6 +55,7 @@ class State:
             segments=[Segment.read(folder / SEGMENTS, sha256) for sha256 in sums],
             counts=plain["counts"],
             saves=plain["saves"],
+            earlier=plain.get("earlier", {}),
         )
 
 

@@ -1,6 +1,7 @@
 """Storage of distinct trajectories in columns, without a policy on what to keep."""
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -34,6 +35,8 @@ class Store:
         self._order = Line(self.rows)
         self._prompt_order = Line(self.prompts)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
+        self.earlier: dict[int, array[int]] = {}
+        """By row: step and samples, in turn, of the arrivals of its response before the latest."""
         self._lines: dict[int, Line] = {}  # the rows of their responses
         self._numbers: dict[str, int] = {}
         self._index: dict[bytes, int] = {}
@@ -79,6 +82,21 @@ class Store:
     def find(self, keys: Iterable[bytes]) -> np.ndarray:
         return np.array([self._index.get(key, EMPTY) for key in keys], np.int32)
 
+    def arrived_since(self, rows: np.ndarray, since: int) -> np.ndarray:
+        """Return the samples that were each row's response and arrived at this step or later."""
+        samples = np.where(self.rows["arrived"][rows] >= since, self.rows["arrived_count"][rows], 0)
+        for place, row in enumerate(rows.tolist()):
+            if row in self.earlier:
+                steps, counts = np.array(self.earlier[row]).reshape(-1, 2).T
+                samples[place] += counts[np.searchsorted(steps, since) :].sum()
+        return samples
+
+    def take_arrivals(self, row: int) -> "array[int]":
+        """Return all arrivals of a row that is about to be replaced, as in `earlier`."""
+        arrivals = self.earlier.pop(row, array("i"))
+        arrivals.extend(self.rows[name].item(row) for name in ("arrived", "arrived_count"))
+        return arrivals
+
     def put(self, prompt: int, new: Mapping[bytes, Trajectory], now: int) -> np.ndarray:
         """Write trajectories with new keys to free rows, and return these. Counts are not set."""
         trajectories = list(new.values())
@@ -99,6 +117,8 @@ class Store:
         table = self.rows
         for key in table["key"][rows].tolist():
             del self._index[key]
+        for row in rows.tolist():
+            self.earlier.pop(row, None)
         np.subtract.at(self.prompts["held"], table["prompt"][rows], 1)
         self.segments.forget(rows)
         self.rows.free(rows)
@@ -134,7 +154,10 @@ class Store:
         columns["prompt"] = _positions(prompts, columns["prompt"])
         columns["segment"] = _positions(numbers, columns["segment"])
         heads = [self.heads[prompt] for prompt in prompts.tolist()]
-        return State(columns, heads, [*self.segments.by_number.values()], dict(counts), saves)
+        lists = {row: arrivals.tolist() for row, arrivals in self.earlier.items()}
+        earlier = {str(i): lists[row] for i, row in enumerate(rows.tolist()) if row in lists}
+        segments = [*self.segments.by_number.values()]
+        return State(columns, heads, segments, dict(counts), saves, earlier)
 
     def restore(self, state: State) -> None:
         """Fill an empty store, without the rows of damaged segments."""
@@ -144,6 +167,9 @@ class Store:
         table = self.rows
         for name, column in state.columns.items():
             table[name][rows] = column[sound]
+        for place, row in zip(np.flatnonzero(sound).tolist(), rows.tolist(), strict=True):
+            if str(place) in state.earlier:
+                self.earlier[row] = array("i", state.earlier[str(place)])
         live = np.bincount(table["segment"][rows], table["length"][rows], len(damaged))
         for number, segment in enumerate(state.segments):
             if segment is not None:

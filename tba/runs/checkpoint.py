@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ class Progress:
     evaluating: int
     rng: Mapping[str, Any]
     counts: Mapping[str, float]  # totals of the summary
+    pace: Sequence[Sequence[int]] = ((0, 0),)  # marks of `Pace`
 
 
 def beginning(

@@ -83,19 +83,13 @@ class Tracker:
         self._total["seconds"], self._started = self.seconds, None
 
     @contextmanager
-    def first_fill(self) -> Iterator[None]:
-        """Time the wait before the first step; shares of time are of the time after it."""
-        with self.timed("first_fill"):
-            yield
-        self._last = time.perf_counter()
-
-    @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds of a block to the total of this name."""
         started = time.perf_counter()
         yield
-        self._spent[name] = time.perf_counter() - started
-        self._total[name] += self._spent[name]
+        seconds = time.perf_counter() - started
+        self._spent[name] += seconds
+        self._total[name] += seconds
 
     def step(
         self, step: int, groups: Sequence[Group], buffer: ReplayBuffer, stats: SearchStats
@@ -111,6 +105,7 @@ class Tracker:
         total["samples_trained"] += len(lags)
         total["lag"] += fmean(lags)
         total["lag_max"] = max(total["lag_max"], *lags)
+        seconds = now - self._last - self._spent["first_fill"]
         distinct = [len({id(t) for t in g.trajectories}) for g in groups]
         metrics: dict[str, float] = {
             "time": self.seconds,
@@ -124,7 +119,7 @@ class Tracker:
             "buffer/prompts": buffer.prompts,
             "buffer/distinct_per_group": fmean(distinct),
             **{f"buffer/{name}": count for name, count in buffer.counts.items()},
-            "wait/trainer": self._spent["waited"] / max(1e-9, now - self._last),
+            "wait/trainer": self._spent["waited"] / max(1e-9, seconds),
             "wait/searchers": self._idle,
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - before.publish_seconds,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from tba.config.schema import Config
+from tba.replay.buffer import STEPS
 
 WINDOW = 10
 """Steps over which a metric is averaged before it is compared; a shorter run is compared whole."""
@@ -15,7 +16,6 @@ SMALL_KL = 0.01
 EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
     "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl/k3",
 )  # fmt: skip
-TRAINED, ARRIVED = "samples_trained", "buffer/added"
 LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
 
 Sign = tuple[str, str]
@@ -42,6 +42,7 @@ class Warnings:
         self._equal = deque[tuple[float, ...]](maxlen=WINDOW)
         self._first_kl: list[float] = []
         self._usual_kl: float | None = None
+        self._seconds, self._waits = (deque[float](maxlen=STEPS) for _ in range(2))
         self._newest: Mapping[str, float | None] = {}
         for row in rows:
             self._read(row)
@@ -72,7 +73,7 @@ class Warnings:
 
     def end(self) -> list[Sign]:
         """Return the warnings of a run that had too few steps for them."""
-        return self._new(self._signs()) if self._recent[KL] else []
+        return self._new(self._signs(ended=True)) if self._recent[KL] else []
 
     def _read(self, metrics: Mapping[str, float | None]) -> bool:
         """Keep the metrics of a step; return whether they are of a step, not of an evaluation."""
@@ -85,6 +86,9 @@ class Warnings:
             self._first_kl.append(self._recent[KL][-1])
             if len(self._first_kl) == FIRST:
                 self._usual_kl = median(self._first_kl)
+        if self._newest:  # the time of the first step has the first fill
+            self._seconds.append((metrics["time"] or 0.0) - (self._newest["time"] or 0.0))
+            self._waits.append(self._seconds[-1] * (metrics["wait/trainer"] or 0.0))
         self._newest = metrics
         return True
 
@@ -104,7 +108,7 @@ class Warnings:
                 " less precise, see engine.dtype, or it loads weights wrongly",
             )
 
-    def _signs(self) -> Iterator[Sign]:
+    def _signs(self, ended: bool = False) -> Iterator[Sign]:
         """Yield the signs of trouble in the latest steps."""
         w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
         if mean[EQUAL] > w.equal_rewards:
@@ -129,13 +133,16 @@ class Warnings:
                 f" {w.ess:g}): the policy has moved away from the one that sampled the data; lower"
                 " trainer.learning_rate, or train on newer data",
             )
-        # not those generated, some of which may have been rejected
-        trained, arrived = (self._newest[name] or 0.0 for name in (TRAINED, ARRIVED))
-        if trained > w.reuse * arrived:
+        seconds, waited = (sum(own) for own in (self._seconds, self._waits))
+        full = ended or len(self._waits) == STEPS
+        if full and self._config.asynchronous and waited > w.reuse * seconds:
             yield (
                 "reuse",
-                f"a sample has been trained on {trained / max(1, arrived):.1f} times on average"
-                f" (more than warn.reuse = {w.reuse:g}): {self._cause_of_reuse()}",
+                f"the trainer waited for new samples in {waited / seconds:.0%} of the last {STEPS}"
+                f" steps' time (more than warn.reuse = {w.reuse:g}), because it may train on one"
+                f" runtime.max_reuse = {self._config.runtime.max_reuse:g} times; raise"
+                " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
+                " trainer.batch_size",
             )
         usual, kl = self._usual_kl, median(self._recent[KL])
         if usual is not None and kl > max(w.kl * usual, SMALL_KL):
@@ -167,16 +174,3 @@ class Warnings:
                 " partial answers, or raise sampling.samples"
             )
         return f", all of them {value:g}", cause
-
-    def _cause_of_reuse(self) -> str:
-        """Return why the same samples are trained on, and what to do about it."""
-        fresh, groups = self._config.fresh, self._config.trainer.groups
-        if not fresh:
-            return (
-                "the trainer is faster than the searchers; add searchers, or let it wait for new"
-                " groups with runtime.fresh"
-            )
-        return (
-            f"the trainer waits for new groups, but for {fresh} of the {groups} in a batch only, or"
-            " many samples are rejected; raise runtime.fresh, or lower trainer.batch_size"
-        )

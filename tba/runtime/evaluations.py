@@ -66,6 +66,10 @@ class Evaluations:
         self._pieces += [Piece(number, weights, step, results) for number in range(self._count)]
         self._begun.append(weights)
 
+    def handed_out(self) -> bool:
+        """Return whether searchers have, or have had, all pieces of what was requested."""
+        return not self._pieces and self._next is None
+
     def percent(self) -> int:
         """Return how much of the evaluations that are running has been done."""
         return 100 * self._done // max(1, self.running * self._count)

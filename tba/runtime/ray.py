@@ -55,7 +55,8 @@ class RaySearchers:
         self._stats, self._number, self._owed = deepcopy(state.stats), state.tasks, 0
         self._tray: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
-        self._finishing, self._closing = False, False
+        self._searching = False  # `gather` begins it, after an evaluation that was requested
+        self._closing = False
         self._failure: Exception | None = None
         self._reference = state.reference
         self._crew = Crew(starter, job.settings)
@@ -92,7 +93,11 @@ class RaySearchers:
         what = f"runtime.gather_deadline: {at_least} groups from the searchers"
         groups: list[Group] = []
         with self._changed:
-            self._owed = at_least
+            if not self._searching:
+                first = self._settings.start_deadline + self._job.setup.evaluation.deadline
+                what_first = "eval.deadline: the evaluation before the first search"
+                self._wait(self._evaluations.handed_out, first, what_first)
+            self._owed, self._searching = at_least, True
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
             self._wait(lambda: self._arrived() >= at_least, limit, what)
             for _, (prompts, result) in sorted(self._tray.items()):  # in lockstep, reproducible
@@ -150,12 +155,11 @@ class RaySearchers:
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         with self._changed:
             if finish:
-                self._finishing = True  # no more searches
+                self._searching = False  # until the next call of `gather`
                 limit = self._job.setup.evaluation.deadline * max(1, self._evaluations.running)
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
                 what = "eval.deadline: an evaluation"
                 self._wait(lambda: self._evaluations.running == 0, limit, what)
-                self._finishing = False
             return self._evaluations.collect()
 
     def state(self) -> SearchState:
@@ -230,7 +234,7 @@ class RaySearchers:
     def _due(self) -> int:
         """Return the prompts of the next search; in lockstep, a share of those still owed."""
         most = self._settings.prompts_per_task
-        if self._finishing:
+        if not self._searching:
             return 0
         if self._settings.lag is None:
             return most

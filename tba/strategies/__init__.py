@@ -32,9 +32,11 @@ class Columns:
     count: Int32[np.ndarray, " R"]
     """Samples that were this response, over all its arrivals."""
     arrived_count: Int32[np.ndarray, " R"]
-    """Samples of its last arrival that were this response."""
+    """Samples that were this response and arrived at step `arrived`."""
     length: Int32[np.ndarray, " R"]
     """Tokens of the response."""
+    arrived_since: Callable[[np.ndarray, int], Int32[np.ndarray, " N"]]
+    """Return how many samples were each row's response and arrived at this step or later."""
 
     def latest_rows(
         self, prompt: SupportsIndex, since: int | None = None

@@ -1,13 +1,12 @@
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from tba.config.keys import Positive
 from tba.strategies import Columns
-from tba.strategies.uniform import Uniform
+from tba.strategies._draw import by_count, pick
 
 SEARCHED = 8
 """Groups that a draw examines for unequal rewards, as a multiple of those it needs."""
@@ -39,9 +38,13 @@ class Recent:
         newest = columns.prompts[-max(len(columns.prompts) - first, groups) :]
         if self.filter_equal:
             newest = self._unequal(columns, len(newest), groups, start)
-        rows, count = partial(columns.latest_rows, since=start), columns.arrived_count
-        chosen = replace(columns, prompts=newest, rows=rows, count=count)
-        return Uniform().draw(chosen, groups, size, now, rng)
+        drawn = []
+        for prompt, times in pick(newest, groups, rng).items():
+            rows = columns.latest_rows(prompt, start)
+            since = min(start, int(columns.latest[prompt]))
+            chosen = by_count(columns.arrived_since(rows, since), times, size, rng)
+            drawn.append(np.where(chosen < 0, -1, rows[chosen]))
+        return np.concatenate(drawn)
 
     def _unequal(
         self, columns: Columns, newest: int, groups: int, start: int

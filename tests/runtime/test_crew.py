@@ -190,6 +190,7 @@ def opens(
         )
         state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
         opened.append(ray_module.RaySearchers(job, cluster, False, lambda: False, state, None))
+        assert opened[0].gather(0) == []  # the first call lets the searches begin
         return opened[0]
 
     yield open_searchers
