@@ -1,35 +1,47 @@
 """Answers of vLLM's server, and the scores in them. A ValueError says what is wrong with one."""
 
 import math
+from typing import Literal
 
 import numpy as np
-from pydantic import AliasPath, BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 
-class Probs(BaseModel):
+class Part(BaseModel):
+    """A part of an answer. Text and booleans are no numbers."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Probs(Part):
     """One text's score for each label."""
 
     index: int
     probs: list[FiniteFloat]
 
 
-class Classified(BaseModel):
+class Classified(Part):
     """Answer of `/classify`."""
 
     data: list[Probs]
 
     def scores(self, label: int | None, count: int) -> list[float]:
         """Return the scores of so many texts, for the only label, or for the one of this number."""
-        rows = [each.probs for each in sorted(self.data, key=lambda each: each.index)]
-        if len(rows) != count:
-            raise ValueError(f"answered {len(rows)} scores for {count} texts")
-        number, labels = label or 0, min(map(len, rows))
+        rows = {each.index: each.probs for each in self.data}
+        if len(self.data) != count:
+            raise ValueError(f"answered {len(self.data)} scores for {count} texts")
+        if rows.keys() != set(range(count)):
+            raise ValueError(f"did not answer for each of {count} texts: wrong or repeated indices")
+        labels = len(rows[0])
+        if any(len(probs) != labels for probs in rows.values()):
+            raise ValueError("answered with different numbers of labels")
+        number = label or 0
         if (label is None and labels != 1) or not 0 <= number < labels:
             raise ValueError(f"knows {labels} labels; set label to the number of one, from 0 on")
-        return [row[number] for row in rows]
+        return [rows[index][number] for index in range(count)]
 
 
-class Token(BaseModel):
+class Token(Part):
     token: str
     logprob: FiniteFloat
 
@@ -40,10 +52,19 @@ class Step(Token):
     top_logprobs: list[Token]
 
 
-class Completed(BaseModel):
+class Steps(Part):
+    content: list[Step]
+
+
+class Choice(Part):
+    index: Literal[0] = 0
+    logprobs: Steps
+
+
+class Completed(Part):
     """Answer of `/v1/chat/completions` with log-probs."""
 
-    steps: list[Step] = Field(validation_alias=AliasPath("choices", 0, "logprobs", "content"))
+    choices: list[Choice] = Field(min_length=1, max_length=1)
 
     def logp(self, positive: str, negative: str) -> float:
         """Return log P(positive) of the two words, by the first token that is not blank.
@@ -51,7 +72,9 @@ class Completed(BaseModel):
         A word is as likely as the likeliest token that begins it, or, if none is among those that
         the server tells, as the last of these, which is an upper bound.
         """
-        first = next((step for step in self.steps if step.token.strip()), None)
+        first = next(
+            (step for step in self.choices[0].logprobs.content if step.token.strip()), None
+        )
         likeliest = [] if first is None else first.top_logprobs
         logp = []
         for word, other in ((positive, negative), (negative, positive)):

@@ -15,7 +15,7 @@ from tba.config.keys import Count, Positive, PositiveFloat
 from tba.tasks._tools import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 from tba.tasks.judges._answers import Classified, Completed
-from tba.tasks.judges._server import JudgeError, Server
+from tba.tasks.judges._server import JudgeError, Server, tell_proxy
 
 REACHED_WITHIN = 5.0
 """Seconds in which a server must answer before a run starts."""
@@ -76,6 +76,7 @@ class Http(Judge):
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
         self._server.key()
+        tell_proxy(self.url)
         judge = replace(self)  # connections belong to the event loop that makes them
         judge._server.patience = 0.9 * REACHED_WITHIN
         # in a thread, because a look-up of a name cannot be cancelled

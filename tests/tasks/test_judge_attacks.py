@@ -1,0 +1,246 @@
+"""Judges' servers that are hostile or confused: what they send has limits, and is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tba.tasks.judges import _server
+from tba.tasks.judges._server import LARGEST, JudgeError, is_loopback, tell_proxy, without_key
+from tba.tasks.judges.http import Http
+
+Send = Callable[[BaseHTTPRequestHandler], None]
+
+
+@pytest.fixture
+def asked() -> Iterator[Callable[..., list[float]]]:
+    """Ask a server that answers with a function, for so many scores."""
+    servers = []
+
+    def ask(send: Send, count: int = 1, path: str = "/classify", **options: Any) -> list[float]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                with suppress(OSError):  # the client has given up
+                    send(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
+        judge = Http(url, "m", template="{completion}", retries=0, **options)
+        texts = [str(i) for i in range(count)]
+        return asyncio.run(judge(texts, texts))
+
+    yield ask
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def body(content: bytes | str, status: int = 200, **headers: str) -> Send:
+    sent = content.encode() if isinstance(content, str) else content
+
+    def send(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(sent)
+
+    return send
+
+
+def endless(part: bytes, pause: float = 0.0) -> Send:
+    def send(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while True:
+            handler.wfile.write(part)
+            time.sleep(pause)
+
+    return send
+
+
+def data(*rows: Any) -> str:
+    return json.dumps({"data": [{"index": index, "probs": probs} for index, probs in rows]})
+
+
+def test_scores_may_come_in_any_order(asked: Callable[..., list[float]]) -> None:
+    assert asked(body(data((2, [0.3]), (0, [0.1]), (1, [1]))), 3) == [0.1, 1.0, 0.3]
+
+
+WRONG = {
+    "text": data((0, ["0.5"])),
+    "a boolean": data((0, [True])),
+    "null": data((0, [None])),
+    "infinity": '{"data": [{"index": 0, "probs": [Infinity]}]}',
+    "too large for a float": '{"data": [{"index": 0, "probs": [1e999]}]}',
+    "an index of text": data(("0", [0.5])),
+    "an index that is a boolean": data((False, [0.5])),
+    "an index that is a decimal number": data((0.5, [0.5])),
+    "no index": '{"data": [{"probs": [0.5]}]}',
+    "another index": data((1, [0.5])),
+    "a negative index": data((-1, [0.5])),
+    "a table of scores": '{"data": [{"index": 0, "probs": {"0": 0.5}}]}',
+    "nested too deeply": "[" * 100_000,
+    "no UTF-8": b'{"data": "\xff"}',
+    "no score": data((0, [])),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_score_is_none(case: str, asked: Callable[..., list[float]]) -> None:
+    with pytest.raises(JudgeError, match=r"answered|did not answer|knows"):
+        asked(body(WRONG[case]))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, [0.1]), (0, [0.2])],
+        [(1, [0.1]), (2, [0.2])],
+        [(0, [0.1]), (2, [0.2])],
+        [(0, [0.1]), (1, [0.2, 0.8])],
+        [(0, [0.1]), (1, [])],
+        [(0, [0.1]), (1, [0.2]), (1, [0.2])],
+    ],
+)
+def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]]) -> None:
+    with pytest.raises(JudgeError, match=r"answered|did not answer"):
+        asked(body(data(*rows)), 2)
+
+
+def choice(logprob: Any = -0.1, **other: Any) -> dict[str, Any]:
+    token = {"token": "safe", "logprob": logprob}
+    return {"logprobs": {"content": [{**token, "top_logprobs": [token]}]}, **other}
+
+
+def test_a_guard_has_one_answer(asked: Callable[..., list[float]]) -> None:
+    path = "/chat/completions"
+    assert asked(body(json.dumps({"choices": [choice(index=0)]})), path=path) == [0.5]
+    wrong = [[], [choice(), choice()], [choice(index=1)], [choice("-0.1")], [choice(True)], [{}]]
+    for choices in wrong:
+        with pytest.raises(JudgeError, match="answered nonsense"):
+            asked(body(json.dumps({"choices": choices})), path=path)
+
+
+BOMB = gzip.compress(b" " * (LARGEST + 1))
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        endless(b" " * 2**20),
+        body(b" " * (LARGEST + 1)),
+        body(BOMB, Content_Encoding="gzip"),
+        body(BOMB, 500, Content_Encoding="gzip"),
+        body(gzip.compress(BOMB), Content_Encoding="gzip, gzip"),
+        body(BOMB, Content_Encoding="zstd"),
+    ],
+)
+def test_an_answer_has_a_limit(send: Send, asked: Callable[..., list[float]]) -> None:
+    with pytest.raises(JudgeError, match=r"answered with more than|answered nonsense"):
+        asked(send)
+
+
+def test_an_answer_that_is_compressed_all_the_same_is_read(
+    asked: Callable[..., list[float]],
+) -> None:
+    small = gzip.compress(data((0, [0.25])).encode())
+    assert asked(body(small, Content_Encoding="gzip")) == [0.25]
+
+
+def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[float]]) -> None:
+    began = time.monotonic()
+    with pytest.raises(JudgeError, match="TimeoutError"):
+        asked(endless(b" ", 0.02), deadline=0.2)
+    assert time.monotonic() - began < 5
+
+
+KEY = "sk-Canary/4711+x"
+FORMS = {
+    "itself": KEY,
+    "in capitals": KEY.upper(),
+    "in base64": base64.b64encode(KEY.encode()).decode(),
+    "in base64 with more": base64.urlsafe_b64encode(f"x: {KEY}".encode()).decode(),
+    "in base32": base64.b32encode(KEY.encode()).decode(),
+    "in hex": KEY.encode().hex(),
+    "in percent": "".join(f"%{byte:02X}" for byte in KEY.encode()),
+    "in JSON": "".join(f"\\u{ord(c):04x}" for c in KEY),
+    "in HTML": "".join(f"&#{ord(c)};" for c in KEY),
+    "in numbers": str(list(KEY.encode())),
+    "with spaces": " ".join(KEY),
+    "on lines": "\n".join(KEY),
+    "backwards": KEY[::-1],
+    "in wide letters": "".join(chr(ord(c) + 0xFEE0) for c in KEY),
+    "with its slash escaped": KEY.replace("/", "\\/"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_key_is_masked_in_any_form(
+    form: str, asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    sent = f'{{"error": "Wrong key {FORMS[form]} given"}}'
+    for status in (200, 401):
+        with pytest.raises(JudgeError) as error:
+            asked(body(sent, status), api_key_env="JUDGE_KEY")
+        told = str(error.value).partition("/classify")[2]
+        assert "***" in told
+        for part in ("anary", "ANARY", "YNARY", "4711", FORMS[form][:9]):
+            assert part not in told
+    assert without_key(sent, "") == sent
+
+
+def test_words_of_an_error_stay() -> None:
+    told = 'status: {"error": "Invalid API key sk-Canary/4711+x for model gpt"}'
+    assert without_key(told, KEY) == 'status: {"error": "Invalid API key *** for model gpt"}'
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.2:8/x", "http://[::1]/x", "http://LOCALHOST/x"])
+def test_no_proxy_leads_to_this_machine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_loopback(url)
+    assert not is_loopback("http://localhost.example.org/x")
+    assert not is_loopback("http://10.0.0.1/x")
+
+
+def test_a_proxy_of_the_environment_is_not_used_for_it(
+    asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://user:password@127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert asked(body(data((0, [0.5])))) == [0.5]
+
+
+def test_for_others_the_proxy_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://user:password@proxy.example.org:3128")
+    monkeypatch.setenv("no_proxy", "inside.example.org")
+    tell_proxy.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for host in ("judge.example.org", "inside.example.org", "localhost"):
+                tell_proxy(f"https://{host}/classify")
+    (told,) = caplog.messages
+    assert "https://judge.example.org" in told and "proxy.example.org:3128" in told
+    assert "password" not in told
+    assert _server.log.name == caplog.records[0].name
