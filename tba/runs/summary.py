@@ -225,6 +225,7 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
         "searchers/evaluations_left_out": stats.evaluations_left_out,
         "tools/calls": stats.tool_calls,
         "tools/failures": stats.tool_failures,
+        "tools/cut": stats.tool_cuts,
     }
     return metrics | {name: count for name, count in rare.items() if count}
 

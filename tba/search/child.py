@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from tba.search.verdicts import (
+    LONGEST,
     Rejected,
     Verdict,
     finished,
@@ -37,9 +38,6 @@ from tba.search.verdicts import (
     verdict_on,
 )
 from tba.tasks import Itemized, Task, listed, scorer_of
-
-LONGEST = 10_000
-"""Longest error message to send, in characters."""
 
 SLICE = 0.1
 """Most seconds of a call's time that count while the event loop does not turn."""

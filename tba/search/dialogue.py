@@ -18,6 +18,11 @@ from tba.tasks._tools import Tools, whole, within
 from tba.types import Answer, Completion, Message, Prompt, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
+CHARACTERS, LEAST = 16, 1000
+"""Characters of a tool's result that are read for each token of `sampling.max_tokens`, which is
+more than tokens have, and at least."""
+SHOWN = 200
+"""Characters that an error shows of what a tool returned."""
 NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
 
@@ -29,9 +34,17 @@ class Responses:
     completions: Sequence[Sequence[Completion]]
     answers: Sequence[Sequence[Answer | Rejected]]
     """Rejected are those whose environment could not be reset."""
-    calls: int = 0
-    failures: int = 0
-    """Calls of tools, and how many of them gave the policy an error."""
+    results: Sequence["Result"] = ()
+    """Results of the tools' calls."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the policy reads of a call: a result or an error, which may have been cut."""
+
+    content: str
+    failed: bool = False
+    cut: bool = False
 
 
 @dataclass(eq=False)
@@ -83,16 +96,15 @@ class Dialogues:
         first = chain(*self.engine.generate(tokens, sampling, next(seeds)))
         for dialogue, turn in zip(everyone, first, strict=True):
             self._hear(dialogue, turn, sampling.stop)
-        calls = failures = 0
+        results: list[Result] = []
         for number in range(1, self.tools.max_turns + 1):
             waiting = [d for d in everyone if d.calls]
-            calls += sum(len(d.calls) for d in waiting)
-            failures += self._call_tools(waiting)
+            results += self._call_tools(waiting, sampling.max_tokens)
             if number < self.tools.max_turns:
                 self._go_on(waiting, sampling, seeds)
         completions = [[d.said for d in group] for group in groups]
         answers = [[self._answer(d) for d in group] for group in groups]
-        return Responses(tokens, completions, answers, calls, failures)
+        return Responses(tokens, completions, answers, results)
 
     def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[_Dialogue]]:
         """Return the dialogues about each prompt, which begin alike."""
@@ -103,8 +115,9 @@ class Dialogues:
             own = list(islice(opened, sampling.samples))
             texts = [text for instance, text in own if not isinstance(instance, Rejected)]
             begin = texts[0] if texts else ""
-            tokens, problem = self.chat.encode(prompt, begin), ""
-            if len(tokens) > longest:
+            too_long, problem = len(begin) > CHARACTERS * longest, ""
+            tokens = self.chat.encode(prompt, begin[: CHARACTERS * longest])
+            if len(tokens) > longest or too_long:
                 problem = (
                     f"prompt {prompt.id!r} has {len(tokens)} tokens with what reset returned; the"
                     f" model's context has room for {longest}; lower sampling.max_tokens"
@@ -123,27 +136,38 @@ class Dialogues:
         dialogue.calls = calls if goes_on else []
         dialogue.reply = NO_TOKENS
 
-    def _call_tools(self, waiting: Sequence[_Dialogue]) -> int:
-        """Carry out the calls of the newest turns; return how many failed."""
-        failures, deadline = 0, self.tools.deadline
+    def _call_tools(self, waiting: Sequence[_Dialogue], max_tokens: int) -> list[Result]:
+        """Carry out the calls of the newest turns, and return their results."""
+        results, deadline = [], self.tools.deadline
         for number in range(max((len(d.calls) for d in waiting), default=0)):
             calling = [d for d in waiting if number < len(d.calls)]
-            calls = [partial(self._result, d, d.calls[number]) for d in calling]
+            limits = [max(LEAST, CHARACTERS * max_tokens // len(d.calls)) for d in calling]
+            each = zip(calling, limits, strict=True)
+            calls = [partial(self._result, d, d.calls[number], limit) for d, limit in each]
             for d, result in zip(calling, within(deadline, calls), strict=True):
-                content = result
                 if result is None:
-                    d.hangs, content = True, f"Error: no result within {deadline:g} s"
-                elif isinstance(result, BaseException):
-                    content = f"Error: {format_exception_only(result)[-1].strip()}"
-                failures += content is not result
-                name = d.calls[number].name
-                d.messages.append({"role": "tool", "name": whole(name), "content": whole(content)})
+                    d.hangs = True
+                    result = Result(f"Error: no result within {deadline:g} s", failed=True)
+                results.append(result)
+                name = whole(d.calls[number].name)
+                d.messages.append({"role": "tool", "name": name, "content": result.content})
         for d in waiting:
             d.reply = self.chat.reply(int(d.said.tokens[-1]), d.messages[-len(d.calls) :])
             d.calls = []
-        return failures
+        return results
 
-    def _result(self, dialogue: _Dialogue, call: Call) -> str:
+    def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> Result:
+        """Return the result of a call, of which at most so many characters are read."""
+        try:
+            text, failed = self._called(dialogue, call), False
+        except BaseException as error:  # untrusted
+            text, failed = f"Error: {format_exception_only(error)[-1].strip()}", True
+        cut = len(text) > limit
+        if cut:
+            text = f"{text[:limit]}\n[cut: {limit:,} of {len(text):,} characters]"
+        return Result(whole(text), failed, cut)
+
+    def _called(self, dialogue: _Dialogue, call: Call) -> str:
         """Return the result of a call as text. May raise anything."""
         if call.error:
             raise ValueError(call.error)
@@ -216,8 +240,8 @@ def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
         return instance
     if text != begin:
         problem = (
-            f"reset returned {text!r} and {begin!r} for the same row, but the samples of a prompt"
-            " must begin alike; take what is random from the row"
+            f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
+            " samples of a prompt must begin alike; take what is random from the row"
         )
     return Rejected("raised", f"task.environment: {problem}") if problem else instance
 

@@ -32,7 +32,8 @@ class SearchStats:
     """Samples whose tokens come from more than one version of the weights."""
     tool_calls: int = 0
     tool_failures: int = 0
-    """Calls of tools in the samples, and how many of them gave the policy an error."""
+    tool_cuts: int = 0
+    """Calls of tools in the samples, how many gave the policy an error, and a part of a result."""
     restarts: int = 0
     quarantined: int = 0
     """Prompts that are no longer searched, see `Quarantine`."""
@@ -72,6 +73,7 @@ class SearchStats:
         self.switched += other.switched
         self.tool_calls += other.tool_calls
         self.tool_failures += other.tool_failures
+        self.tool_cuts += other.tool_cuts
         self.restarts += other.restarts
         self.quarantined += other.quarantined
         self.published_bytes += other.published_bytes

@@ -203,7 +203,9 @@ class Searcher:
         times.append(time.perf_counter())
         stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts))
         stats.switched = sum(len(c.switches) > 0 for c in chain(*responses.completions))
-        stats.tool_calls, stats.tool_failures = responses.calls, responses.failures
+        stats.tool_calls = len(responses.results)
+        stats.tool_failures = sum(result.failed for result in responses.results)
+        stats.tool_cuts = sum(result.cut for result in responses.results)
         for verdict in chain(*verdicts):
             if isinstance(verdict, Itemized):
                 stats.itemize(verdict)

@@ -14,6 +14,8 @@ from tba.prompt import Answer
 from tba.tasks import Itemized, LeftOut, WrongLength, listed, number
 
 PACKAGE = str(Path(__file__).parents[1])
+LONGEST = 10_000
+"""Longest error message to keep, in characters."""
 LARGEST = 1e12
 """Largest absolute value of a reward: losses square it, in float32."""
 
@@ -78,7 +80,7 @@ def rejection(error: BaseException) -> Rejected:
     while own is not None and own.tb_frame.f_code.co_filename.startswith(PACKAGE):
         own = own.tb_next  # calls of ours, before those of the user
     own = own or error.__traceback__
-    text = masked("".join(traceback.format_exception(type(error), error, own)))
+    text = masked("".join(traceback.format_exception(type(error), error, own)))[-LONGEST:]
     # torch raises RuntimeError and the system OSError, both with these words
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
