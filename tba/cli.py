@@ -18,7 +18,6 @@ from tba.config.plugins import KINDS, NAMES, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load, read_toml
 from tba.runs.base import base_of, from_here, working_in
 from tba.runs.console import announce
-from tba.runs.disk import is_full
 from tba.runs.early import (
     check_config,
     check_evaluated,
@@ -26,6 +25,7 @@ from tba.runs.early import (
     check_responses,
     check_start,
 )  # fmt: skip
+from tba.runs.files import is_full
 from tba.runs.log import is_run
 from tba.runs.resumed import stored_config
 
@@ -231,7 +231,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and not is_full(error):
             raise
-        why = f"the disk is full: {error}; free some space first" if is_full(error) else error
+        why = f"the disk is full: {error}" if is_full(error) else error
         print(f"error: {why}", file=sys.stderr)
         raise SystemExit(1 if is_full(error) else 2) from error
 

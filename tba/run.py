@@ -1,5 +1,6 @@
 """A run: its parts are built, trained with, and closed."""
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,13 @@ from tba.runs import checkpoint, log
 from tba.runs.base import working_in
 from tba.runs.choice import kept_beside, read_scores, score_of, without_better
 from tba.runs.console import Console, open_console
-from tba.runs.files import write_json
+from tba.runs.files import is_full, write_json
 from tba.runs.generations import recover
 from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
 from tba.runs.provenance import record_session
 from tba.runs.resumed import check_resumed, check_step, config_of
-from tba.runs.space import open_disk
+from tba.runs.space import check_space
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Sign, Warnings
@@ -218,6 +219,11 @@ class Run:
                 self.checkpoints.wait()
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
+        except (OSError, RuntimeError) as error:
+            if is_full(error):
+                resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
+                raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
+            raise
         if complete:  # a stopped run goes on, and is judged by more steps
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
@@ -300,7 +306,7 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device)
-    disk = open_disk(parts, folder, trainer, stop)
+    check_space(parts, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
@@ -318,13 +324,13 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
         console.note(f"resumed from {generation.name}")
     _describe_prompts(console, parts)
     saves, table = folder / log.CHECKPOINTS, c.checkpoint
-    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored, disk)
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored)
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     before = log.read(folder / log.METRICS), log.read_warnings(folder)
     warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *before)
     record_session(folder, progress.step, trainer.policy.model)
-    journal = log.Journal(folder, c, progress.step, disk)
+    journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
     setup, groups = parts.search_setup(), c.trainer.groups

@@ -286,6 +286,3 @@ class CheckpointTable(Table):
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
     deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")
-    on_full: Literal["pause", "stop"] = key(
-        "pause", "when the disk is full; pause: wait until there is space; stop: end the run"
-    )

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Text
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
-from tba.runs.disk import Disk, clear
 from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
@@ -80,16 +78,16 @@ class Checkpoints:
 
     Used as a context, it waits at the end for a save that is being written, except after a
     KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds that a save may take, without the time in which the disk is full. Each has a
-    copy of the `config`.
+    is the most seconds that a save may take. Each has a copy of the `config`.
     """
 
     def __init__(
-        self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any],
-        disk: Disk | None = None,
+        self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any]
     ):  # fmt: skip
-        self._folder, self._keep, self._deadline = folder, keep, deadline
-        self._config, self._disk = config, disk or Disk()
+        self._folder = folder
+        self._keep = keep
+        self._deadline = deadline
+        self._config = config
         self._step: int | None = None
         self._until = math.inf
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
@@ -116,23 +114,20 @@ class Checkpoints:
         self.wait()
         target = path_of(self._folder, progress.step)
         aside, name = self._folder / f".{target.name}", f"checkpoint of step {progress.step}"
-        made = self._disk.write(f"the {name}", partial(_begin, aside))
+        made = _begin(aside)
         write_trainer = trainer.save(aside)
         older = [g for g in generations(self._folder) if step_of(g) < progress.step]
         write_buffer = buffer.save(aside, older[-1] if older else None)
         copied = time.perf_counter()
 
-        def write_once() -> None:
-            write_trainer()
-            segments = write_buffer()
-            text.tokenizer.save_pretrained(aside / MODEL)
-            _write_search(aside, search, progress)
-            (aside / CONFIG).write_text(json.dumps(self._config), "utf-8")
-            _commit(aside, target, made, known=segments)
-
         def write() -> None:
             try:
-                self._disk.write(f"the {name}", write_once, undo=partial(clear, aside))
+                write_trainer()
+                segments = write_buffer()
+                text.tokenizer.save_pretrained(aside / MODEL)
+                _write_search(aside, search, progress)
+                (aside / CONFIG).write_text(json.dumps(self._config), "utf-8")
+                _commit(aside, target, made, known=segments)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
@@ -153,7 +148,7 @@ class Checkpoints:
         self._until = max(self._until, time.monotonic() + GRACE)
         while self._thread.is_alive():
             self._thread.join(min(0.5, self._deadline))
-            if self._thread.is_alive() and self._is_late():
+            if self._thread.is_alive() and time.monotonic() >= self._until:
                 limit = f"checkpoint.deadline = {self._deadline:g} s"
                 why = "raise it, or see why the disk is slow"
                 raise TimeoutError(f"{problem} within {limit}; {why}")
@@ -168,17 +163,11 @@ class Checkpoints:
         `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
         loop waited. RuntimeError if a save failed, TimeoutError if one takes too long.
         """
-        if self._thread is not None and self._thread.is_alive() and not self._is_late():
+        if self._thread is not None and self._thread.is_alive() and time.monotonic() < self._until:
             return {}
         self.wait()
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
-
-    def _is_late(self) -> bool:
-        """Return whether the save is past its deadline, which moves on while the disk is full."""
-        if self._disk.is_waiting:
-            self._until = time.monotonic() + self._deadline
-        return time.monotonic() >= self._until
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -1,10 +1,14 @@
 """Files of a run. What is written to its folder never goes through a link that stands there."""
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that is full, and of a quota or a limit of file sizes that is reached."""
 
 
 def own(path: str, flags: int) -> int:
@@ -44,3 +48,15 @@ def write_whole(path: Path, text: str, errors: str = "strict") -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error, or its cause, says that the disk is full.
+
+    Errors of safetensors and tokenizers, which are written in Rust, say it in their text only.
+    """
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    if error.__cause__ is not None:
+        return is_full(error.__cause__)
+    return any(f"(os error {number})" in str(error) for number in FULL)

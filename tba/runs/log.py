@@ -5,12 +5,10 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tba.config.schema import Config, read_json
-from tba.runs.disk import Disk
 from tba.runs.files import own, write_whole
 from tba.runs.generations import generations
 from tba.runs.sinks import Sink, open_sinks
@@ -118,8 +116,8 @@ def rewind(run: Path, step: int, last: int) -> None:
 class Journal:
     """Writer of metrics, samples and warnings; `start` is the step at which the run begins."""
 
-    def __init__(self, folder: Path, config: Config, start: int = 0, disk: Disk | None = None):
-        self._folder, self._disk = folder, disk or Disk()
+    def __init__(self, folder: Path, config: Config, start: int = 0):
+        self._folder = folder
         self._sinks = open_sinks(config, folder, start)
         self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
@@ -189,8 +187,7 @@ class Journal:
         for key, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 row[key] = None  # JSON has no NaN
-        line = f"{json.dumps(row)}\n".encode()
-        self._disk.write(name, partial(_append, self._folder / name, line))
+        _append(self._folder / name, f"{json.dumps(row)}\n".encode())
 
 
 def _readable(value: Any) -> Any:

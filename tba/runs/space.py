@@ -6,11 +6,9 @@ from pathlib import Path
 
 from tba.config.messages import size
 from tba.learn.trainer import SingleTrainer
-from tba.runs.disk import Disk
 from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS
 from tba.runs.parts import Parts
-from tba.runs.stop import Stop
 from tba.weights import trained
 
 TOKEN, RESPONSE = 12, 100
@@ -19,10 +17,10 @@ TOKEN, RESPONSE = 12, 100
 log = logging.getLogger(__name__)
 
 
-def open_disk(parts: Parts, folder: Path, trainer: SingleTrainer, stop: Stop) -> Disk:
-    """Return the disk of a run's folder.
+def check_space(parts: Parts, folder: Path, trainer: SingleTrainer) -> None:
+    """Raise ValueError if the disk of a run's folder has no room for a checkpoint.
 
-    ValueError if it has no room for a checkpoint; a warning if it may have none for all of them.
+    Warn if it may have no room for all checkpoints that the run keeps.
     """
     c, saved = parts.config, generations(folder / CHECKPOINTS)
     least, free = checkpoint_size(parts, trainer), shutil.disk_usage(folder).free
@@ -38,10 +36,12 @@ def open_disk(parts: Parts, folder: Path, trainer: SingleTrainer, stop: Stop) ->
     if free < most:
         log.warning(
             "%s has %s of free space, and the run may need up to %s for %d checkpoints; when the"
-            " disk is full, it does what checkpoint.on_full = %r says",
-            *(folder, size(free), size(most), written, c.checkpoint.on_full),
+            " disk is full, it ends",
+            folder,
+            size(free),
+            size(most),
+            written,
         )
-    return Disk(c.checkpoint.on_full, lambda: stop.requested)
 
 
 def checkpoint_size(parts: Parts, trainer: SingleTrainer) -> int:
