@@ -213,6 +213,9 @@ def list_plugins(
 
 def main() -> None:
     """Run the command. Errors in the user's input and code are printed without our traceback."""
+    if sys.getfilesystemencoding() != "utf-8":  # names of files depend on the locale
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     _open_streams()
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))

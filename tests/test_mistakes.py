@@ -70,6 +70,7 @@ MISTAKES = {
     "export used rows.jsonl --responses": "rows.jsonl exists",
     "export used rows.jsonl/x --responses": "cannot be used as a folder",
     "eval nowhere task=arithmetic": "nowhere",
+    "train run.folder=\udce9": "its name is not UTF-8",
     "list maths": "did you mean 'math'?",
 }
 """Commands, and a part of the error of each."""
@@ -112,6 +113,48 @@ def test_a_mistake_is_one_sentence(
     assert err.startswith("error: ") and MISTAKES[command] in err
     assert len(err.splitlines()) == 1 and len(err) < 500
     assert {p for p in folder.rglob("*") if "__pycache__" not in str(p)} <= before
+
+
+ENVIRONMENTS = {
+    "TMPDIR=/tmp/" + "t" * 100: "bytes too long for sockets of Ray; set RAY_TMPDIR=/tmp",
+    "RAY_TMPDIR=/tmp/" + "é" * 40: "RAY_TMPDIR = ",
+    "TMPDIR=/proc": "TMPDIR = '/proc' cannot be written to",
+    "TMPDIR=rows.jsonl": "rows.jsonl' cannot be written to",
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_temporary_folder_that_ray_cannot_use_is_named(
+    environment: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(*environment.split("="))
+    err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
+    assert err.startswith("error: ") and ENVIRONMENTS[environment] in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_lead_nowhere(closed: str, folder: Path) -> None:
+    """A file that is opened later must not get their numbers."""
+    code = "import os; from tba.cli import _open_streams; _open_streams(); print(os.fstat(3))"
+    told = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -c '{code}' {closed}"], cwd=folder, capture_output=True
+    )
+    assert told.returncode == 1  # 3 is not open: all below are
+
+
+def test_a_locale_without_utf_8_changes_nothing(folder: Path) -> None:
+    own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tba.cli", "train", "run.folder=é", "task=“sums”"], cwd=folder,
+        capture_output=True, env={**os.environ, **own},
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "no tasks called '“sums”'" in ended.stderr.decode("utf-8")
 
 
 @pytest.mark.parametrize("command", OF_TYPER)

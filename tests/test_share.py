@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
 from tba.run import run
-from tba.runs.card import _metadata, _texts
+from tba.runs.card import _metadata, _model_name, _texts, _without_places
 from tba.runs.checkpoint import generations
 from tba.runs.log import METRICS, read
 from tba.runs.share import share
@@ -257,3 +257,45 @@ def test_what_the_hub_refuses_is_told(
     with pytest.raises(ValueError, match=r"'me/mine' was not uploaded to http://127.0.0.1:9: "):
         share(ended, out, name="me/mine")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    {
+        "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
+        "bundled:arithmetic": "bundled:arithmetic",
+        "/root/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/12ab": "HuggingFaceTB/SmolLM2-135M",
+        "~/hub/models--gpt2/snapshots/12ab": "gpt2",
+        "FOLDER/from_hub": "Qwen/Qwen2.5-0.5B",
+        "FOLDER/mine": "mine",
+    }.items(),
+)
+def test_a_card_names_the_base_model_and_no_place(model: str, name: str, tmp_path: Path) -> None:
+    for folder, origin in (("from_hub", "Qwen/Qwen2.5-0.5B"), ("mine", str(tmp_path / "other"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({"_name_or_path": origin}))
+    assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
+
+
+def test_settings_in_a_card_name_files_and_not_where_they_are() -> None:
+    home = {"data": "~/own/rows.jsonl", "reward": ["/home/me/score.py:f", "score.py:g"]}
+    given = {**home, "seeds": "../seeds.jsonl", "prompt": "/think {x}/{y}", "size": 3, "lora": None}
+    assert _without_places(given) == {
+        "data": "rows.jsonl", "reward": ["score.py:f", "score.py:g"], "seeds": "seeds.jsonl",
+        "prompt": "/think {x}/{y}", "size": 3, "lora": None,
+    }  # fmt: skip
+
+
+def test_exported_files_are_readable_by_others_and_name_no_place(
+    ended: Path, tmp_path: Path
+) -> None:
+    mask = os.umask(0o077)
+    try:
+        share(ended, tmp_path / "out")
+    finally:
+        os.umask(mask)
+    files = list((tmp_path / "out").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644} and len(files) > 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card and str(ended.parent) not in card
+    assert 'from_pretrained("out")' in card

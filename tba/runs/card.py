@@ -1,6 +1,7 @@
 """Model cards: what was trained, on what data, and how well it does."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +20,18 @@ TEMPLATE = Path(__file__).with_name("card.md")
 SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
 """Tables of the config that a card shows."""
 
+SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
+"""Part of the path of a model in the hub's cache."""
+PLACE = re.compile(r"(~|\.\.|/[^/\s]+)/\S+$")
+"""Beginning of a path from the root, from a home, or from a folder above."""
+
 
 def write_card(run: Path, folder: Path, step: int, name: str, adapter: bool) -> None:
     """Write README.md and a figure beside the model of a step; `name` is where others load it."""
     config, evaluations = read_config(run), read_evaluations(run)
+    model = _model_name(config["policy"]["model"])
+    config = _without_places(config)
+    config["policy"]["model"] = model
     by_step = {int(scores["step"]): scores for scores in evaluations}
     before, after = _texts(by_step.get(0, {})), _texts(by_step.get(step, {}))
     steps = [row for row in read(run / METRICS) if "loss" in row]
@@ -89,6 +98,27 @@ def _metadata(
         model_name=name.rpartition("/")[2] if results else None,
         eval_results=results or None,
     ).to_yaml()
+
+
+def _model_name(model: str) -> str:
+    """Return the name of a model on the hub if its place or its files tell it, or its folder's."""
+    folder = Path(model).expanduser()
+    if cached := SNAPSHOT.search(model):
+        return cached[1].replace("--", "/")
+    if not (folder / "config.json").is_file():
+        return model
+    origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path", "")
+    return origin if _on_hub(origin) else folder.resolve().name
+
+
+def _without_places(value: Any) -> Any:
+    """Return settings in which paths of this machine are the names of their files."""
+    if isinstance(value, Mapping):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    is_place = isinstance(value, str) and PLACE.match(value) is not None
+    return Path(value).name if is_place else value
 
 
 def _on_hub(name: str) -> bool:

@@ -40,7 +40,7 @@ def announce(config: Config) -> None:
 def open_console(config: Config, write: Callable[[str], None]) -> "Console":
     """Return the console that `log.console` names; `write` prints a line."""
     kind, steps = config.log.console, config.run.steps
-    if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
+    if kind == "live" or (kind == "auto" and sys.stdout is not None and sys.stdout.isatty()):
         return LiveConsole(steps)
     return Console(steps, (lambda line: None) if kind == "off" else write)
 

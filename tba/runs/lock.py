@@ -53,6 +53,8 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
     """Raise ValueError if `locked` would refuse the folder now. Nothing is created or written."""
     lock = folder / LOCK
     try:
+        if str(folder).encode(errors="replace").decode() != str(folder):
+            raise OSError(errno.EILSEQ, "its name is not UTF-8")
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         if not nearest.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

@@ -157,7 +157,15 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
 def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
     """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
     policy = check_export(run, out, adapter)
-    return write_model(policy, choose(run, step), out, adapter)
+    write_model(policy, choose(run, step), out, adapter)
+    let_others_read(out)
+    return out
+
+
+def let_others_read(folder: Path) -> None:
+    """Let other users read what was exported: safetensors writes files for their owner only."""
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def write_model(policy: PolicyTable, generation: Path, out: Path, adapter: bool) -> Path:

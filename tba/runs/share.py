@@ -12,7 +12,7 @@ from tba.runs.card import write_card
 from tba.runs.choice import choose
 from tba.runs.early import check_export
 from tba.runs.generations import step_of
-from tba.runs.offline import write_model
+from tba.runs.offline import let_others_read, write_model
 
 
 def share(
@@ -43,8 +43,9 @@ def share(
             aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
             folder = Path(closing.enter_context(aside)) / "model"
         write_model(policy, generation, folder, adapter)
-        title = str(folder) if repository is None else repository.repo_id
+        title = folder.name if repository is None else repository.repo_id
         write_card(run, folder, step_of(generation), title, adapter)
+        let_others_read(folder)
         if repository is None:
             return str(folder)
         with _asking(title):

@@ -1,10 +1,16 @@
 """Preparations for Ray that come before `import ray`, which reads the environment."""
 
 import os
+import secrets
 import sys
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
+
+
+TOKEN = secrets.token_hex(32)
+"""Key to a private Ray. Without one, Ray writes its own to the home folder, which may be
+read-only or may show it to others."""
 
 
 def bind_ray(address: str | None) -> None:
@@ -16,6 +22,10 @@ def bind_ray(address: str | None) -> None:
             f" set {VARIABLE}={wanted} in the environment before `import ray`"
         )
     os.environ[VARIABLE] = wanted
+    if address is None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
+    elif os.environ.get("RAY_AUTH_TOKEN") == TOKEN:
+        del os.environ["RAY_AUTH_TOKEN"]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a driver without its GCS ends after a minute, before a large model can be saved
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
