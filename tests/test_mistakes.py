@@ -119,7 +119,7 @@ ENVIRONMENTS = {
     "TMPDIR=/tmp/" + "t" * 100: "bytes too long for sockets of Ray; set RAY_TMPDIR=/tmp",
     "RAY_TMPDIR=/tmp/" + "é" * 40: "RAY_TMPDIR = ",
     "TMPDIR=/proc": "TMPDIR = '/proc' cannot be written to",
-    "TMPDIR=rows.jsonl": "rows.jsonl' cannot be written to",
+    "TMPDIR=/dev/null/x": "TMPDIR = '/dev/null/x' cannot be written to: Not a directory",
 }
 
 
@@ -178,7 +178,8 @@ def test_mistakes_are_told_without_torch(folder: Path) -> None:
     commands = [command for command in MISTAKES if command != late]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,
-        capture_output=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        errors="surrogateescape", capture_output=True, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:surrogateescape"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("error: ") == len(commands)

@@ -264,10 +264,10 @@ def test_what_the_hub_refuses_is_told(
     {
         "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
         "bundled:arithmetic": "bundled:arithmetic",
-        "/root/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/12ab": "HuggingFaceTB/SmolLM2-135M",
+        "/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/1a": "HuggingFaceTB/SmolLM2-135M",
         "~/hub/models--gpt2/snapshots/12ab": "gpt2",
         "FOLDER/from_hub": "Qwen/Qwen2.5-0.5B",
-        "FOLDER/mine": "mine",
+        "FOLDER/mine": "./mine",
     }.items(),
 )
 def test_a_card_names_the_base_model_and_no_place(model: str, name: str, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _model_name(model: str) -> str:
     if not (folder / "config.json").is_file():
         return model
     origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path", "")
-    return origin if _on_hub(origin) else folder.resolve().name
+    return origin if _on_hub(origin) else f"./{folder.resolve().name}"
 
 
 def _without_places(value: Any) -> Any:
