@@ -4,19 +4,13 @@ import re
 from dataclasses import dataclass
 
 from tba.tasks._data import Rows, rows
+from tba.tasks._numbers import last_number
 from tba.tasks._rendering import Problems
 
-NUMBER = re.compile(r"[+-]?\d+\.\d*|[+-]?\.\d+|[+-]?\d+e[-+]?\d+|[+-]?\d+")
 LAST_LINE = re.compile(r"^####\s*\S*\d\S*\s*\Z", re.MULTILINE)
 """Last line of a solution of the data set: `#### 72`."""
 CALCULATION = re.compile(r"<<.*?>>")
 """A calculator's annotation in a solution of the data set: `48/2 = <<48/2=24>>24`."""
-
-
-def last_number(text: str) -> float | None:
-    """Return the last number in the text, thousands commas ignored; None if there is none."""
-    numbers = NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +27,13 @@ class Gsm8k(Problems):
     prompt: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
 
     def grade(self, gold: str | None, text: str) -> tuple[bool | None, bool]:
-        number = last_number((gold or "").rpartition("####")[2])
-        right = None if number is None else last_number(text) == number
+        number, found = last_number((gold or "").rpartition("####")[2]), last_number(text)
+        if number is None:
+            right = None
+        elif found is None or (found.quotient and not number.quotient):
+            right = False
+        else:
+            right = number.equals(found)
         return right, LAST_LINE.search(text) is not None
 
     def read(self, key: str, source: str, split: str) -> Rows:

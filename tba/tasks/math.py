@@ -3,14 +3,16 @@
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 from tba.tasks._data import Rows, require, rows
+from tba.tasks._numbers import whole_number
 from tba.tasks._rendering import Problems
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -18,6 +20,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it escapes."""
 UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
 """A box without braces, up to the end of the formula, as some solutions of MATH have it."""
+DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """math-verify's own limit, an integer, for reading an expression and for comparing two."""
@@ -47,6 +50,9 @@ def equal(gold: str, answer: str) -> bool | None:
         raise RuntimeError(
             "math-verify only works in the main thread of a process; set reward.isolate=process"
         )
+    numbers = whole_number(gold), whole_number(answer)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0].equals(numbers[1])
     _load_sympy()
     same = _compare(gold, answer, SECONDS)
     bare_gold, bare = PERCENT.sub("", gold), PERCENT.sub("", answer)
@@ -59,18 +65,50 @@ def equal(gold: str, answer: str) -> bool | None:
 def _compare(gold: str, answer: str, seconds: int) -> bool | None:
     """Return whether two expressions are equal; None if a step was cut off before that was known.
 
-    math-verify reports both as "not equal".
+    math-verify reports both as "not equal". Its own comparison of decimals is not exact: they are
+    fractions here. What it finds equal is compared again, with more digits than both texts have.
     """
     from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
 
     boxed, pair, times = [LatexExtractionConfig(boxed_match_priority=0)], [], [time.monotonic()]
     for text in (gold, answer):
-        pair.append(parse(f"\\boxed{{{text}}}", boxed, parsing_timeout=seconds))
+        exact = DECIMAL.sub(_fraction, text)
+        pair.append(parse(f"\\boxed{{{exact}}}", boxed, parsing_timeout=seconds))
         times.append(time.monotonic())
-    same = verify(*pair, timeout_seconds=seconds)
+    digits = 30 + len(gold) + len(answer)
+    same = verify(*pair, numeric_precision=digits, timeout_seconds=seconds)
     times.append(time.monotonic())
-    cut_off = max(after - before for before, after in pairwise(times)) >= seconds
-    return None if cut_off and not same else same
+    if not same and max(after - before for before, after in pairwise(times)) >= seconds:
+        return None
+    decimal = whole_number(gold) or whole_number(answer)
+    unit = None if decimal is None else decimal.unit
+    try:
+        return timeout(seconds)(_agree)([each[0] for each in pair if each], digits, unit, same)
+    except TimeoutException:
+        return None
+
+
+def _agree(pair: Sequence[Any], digits: int, unit: Fraction | None, same: bool) -> bool:
+    """Return whether two numbers are the same in so many digits; `same` for what is no number.
+
+    Or whether one is a decimal, and the other, which is not rational, is rounded to its last digit.
+    """
+    from sympy import Expr
+
+    numbers = [each for each in pair if isinstance(each, Expr) and each.is_number and each != 0]
+    if len(numbers) < 2 or not (same or unit):
+        return same
+    a, b = [number.evalf(digits) for number in numbers]
+    width = abs(a) / 10 ** (digits - 10) if same else unit / 2
+    return bool(abs(a - b) <= width) and (same or not all(n.is_rational for n in numbers))
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    """Return a decimal as a fraction in LaTeX."""
+    whole, decimals = decimal.groups()
+    return f"\\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
 
 
 @cache

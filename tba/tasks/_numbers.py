@@ -1,0 +1,125 @@
+"""Numbers in text as exact values, in the notations that people and models write."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from unicodedata import normalize
+
+CHARACTERS = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}  # fullwidth forms of ASCII
+CHARACTERS |= str.maketrans("−﹣‐‑٫٬٪", "----.,%")
+COMPOSED = re.compile(r"(\d\s*)?([¼-¾⅐-⅞])|([⁺⁻⁰¹²³⁴-⁹]+)")
+"""A fraction in one character, perhaps after a whole number, or an exponent."""
+NOTATIONS = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),  # a mixed number
+        (r"\\[dtc]?frac\s*\{\s*([+-]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1⁄\2"),
+        (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1⁄\2"),
+        # groups of thousands, and those of India; a plain space may part two numbers
+        (r"(?<=\d)(?:[,'’ʼ\u00a0\u2007\u2009\u202f]|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d),(?=\d\d,?\d{3}(?!\d))", ""),
+        (r"(?<![\w)])–(?=[$\d.])", "-"),  # elsewhere a dash means "to"
+        (r"(?<![\d)])([+-])\s?(?:\\?\$|[€£¥₹₽₩₪₺])\s?(?=[\d.])", r"\1"),
+        (
+            r"(?<=\d)\s*(?:[×✕xX*·⋅∙]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*[{(]?([+-]?\d+)[})]?",
+            r"e\1",
+        ),
+        (r"(?<=[A-Za-z}])\^\{?[+-]?\d+\}?|(?<=\dm)[23]\b|(?<=\d [kcdm]m)[23]\b", ""),  # of a unit
+    )
+)
+NUMBER = re.compile(
+    r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?(?P<digits>\d+\.?\d*|\.\d+)"
+    r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
+    r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?(?P<percent>\s?(?:\\?%|per ?cent|pct))?"
+)
+LONGEST = 1000
+"""Most characters of a number, and the largest exponent, that are computed with."""
+SIGNIFICANT = 6
+"""Digits with which a decimal stands for a number that no decimal is equal to."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as it is written, with the value of its digits: 18 % has 18."""
+
+    value: Fraction
+    percent: bool = False
+    quotient: bool = False
+    """Whether it is written a/b, which may be a calculation."""
+    unit: Fraction | None = None
+    """Unit of the last digit of a decimal with six significant digits or more."""
+
+    def equals(self, other: "Number") -> bool:
+        """Return whether two numbers are equal; a percent sign that only one has may mean nothing.
+
+        A decimal is equal to a fraction that has no end as a decimal, such as 1/3, if it is the
+        fraction, rounded to its six or more digits. Everything else is compared exactly.
+        """
+        a, b = self.value, other.value
+        scaled = {a, a * 100} if other.percent and not self.percent else {a}
+        return (
+            b in scaled
+            or (self.percent and not other.percent and b * 100 == a)
+            or (self.rounds(b) or other.rounds(a))
+        )
+
+    def rounds(self, exact: Fraction) -> bool:
+        """Return whether this is a decimal that a fraction without an end is rounded to."""
+        endless = pow(10, exact.denominator.bit_length(), exact.denominator) != 0
+        return self.unit is not None and endless and abs(self.value - exact) <= self.unit / 2
+
+
+def last_number(text: str) -> Number | None:
+    """Return the last number in the text; None if there is none, or it is too long."""
+    found = list(NUMBER.finditer(_plain(text)))
+    return _number(found[-1]) if found else None
+
+
+def whole_number(text: str) -> Number | None:
+    """Return the number that the text is, perhaps with a currency; None if it is something else."""
+    text = _plain(text.strip().strip("$").rstrip("."))
+    text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|\^\{?\\circ\}?$", "", text.strip())
+    if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
+    found = NUMBER.fullmatch(text)
+    return None if found is None else _number(found)
+
+
+def _plain(text: str) -> str:
+    """Return the text with the notations of numbers that NUMBER reads."""
+
+    def composed(match: re.Match[str]) -> str:
+        before, fraction, exponent = match.groups()
+        if exponent:
+            return "^" + normalize("NFKC", exponent)
+        return (f"{before[0]} " if before else "") + normalize("NFKC", fraction)
+
+    text = COMPOSED.sub(composed, text).translate(CHARACTERS)
+    for pattern, plain in NOTATIONS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _number(match: re.Match[str]) -> Number | None:
+    """Return a number that NUMBER has found; None if it has no value, or is too long."""
+    if len(match[0]) > LONGEST:
+        return None
+    digits, power = match["digits"], int(match["power"] or 0)
+    exponent, below = int(match["exponent"] or 1), Fraction(match["below"] or 1)
+    if max(abs(power), abs(exponent)) > LONGEST:
+        return None
+    value = Fraction(digits)
+    if below == 0 or (value == 0 and exponent < 0):
+        return None
+    value = value**exponent * Fraction(10) ** power / below + int(match["whole"] or 0)
+    _, point, decimals = digits.partition(".")
+    significant = len(digits.replace(".", "").lstrip("0"))
+    is_decimal = (
+        point and significant >= SIGNIFICANT and not match["over"] and not match["exponent"]
+    )
+    return Number(
+        value=-value if match["sign"] == "-" else value,
+        percent=match["percent"] is not None,
+        quotient=match["over"] == "/" and match["whole"] is None,
+        unit=Fraction(10) ** (power - len(decimals)) if is_decimal else None,
+    )
