@@ -13,7 +13,7 @@ import numpy as np
 from tba import loop
 from tba.config.schema import Config
 from tba.engines import SearchError
-from tba.learn import Trainer
+from tba.learn import Trainer, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.base import working_in
@@ -217,6 +217,8 @@ class Run:
                 complete = complete or ended != ""
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
+        except WrongReference:
+            raise
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         except (OSError, RuntimeError) as error:
@@ -307,6 +309,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device)
     check_space(parts, folder, trainer)
+    if generation is None:
+        trainer.most_at_first = parts.most_at_first(trainer.policy.autocast)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])

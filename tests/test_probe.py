@@ -98,7 +98,7 @@ def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: B
     first = t.weights(version=0).probe  # before the first step
     assert first is not None and len(first.tokens) == RESPONSE
     text = "".join(VOCABULARY[i] for i in [*first.prompt_tokens, *first.tokens])
-    assert text.startswith("0+1=1+1=2+1=")  # the prompts
+    assert text.startswith("0+1=")  # the prompts
     t.step(batch, 0)
     probe = t.weights(version=1).probe
     assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE

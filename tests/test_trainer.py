@@ -17,7 +17,7 @@ import tba.learn.policy
 import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
-from tba.learn import NotFinite
+from tba.learn import NotFinite, WrongReference
 from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
 from tba.models.cache import select, visible
 from tba.runs.parts import check
@@ -142,13 +142,9 @@ def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
     assert 1 - (tokens - padding) / longest > 0.5
 
 
-@pytest.mark.parametrize("broken", [None, "cached", "packed"])
-def test_a_cache_that_computes_something_else_is_reported_once(
-    tiny_model: Path,
-    batch: Batch,
-    broken: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("broken", ["cached", "packed", None])
+def test_log_probs_that_depend_on_the_batch_are_refused(
+    tiny_model: Path, broken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def misplaced(cache: Any, rows: torch.Tensor) -> Any:
         selected = select(cache, rows)
@@ -159,19 +155,37 @@ def test_a_cache_that_computes_something_else_is_reported_once(
     def open_to_all(model: Any, owner: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return visible(model, torch.zeros_like(owner), torch.zeros_like(columns))
 
+    policy = trainer(tiny_model).policy
+    for weights in policy.model.parameters():
+        weights.data *= 8  # else a random model attends to everything alike
+    prompts = [np.array([3, 4, 13], np.int32), np.arange(2, 14, dtype=np.int32)]
     if broken == "cached":
         monkeypatch.setattr(tba.learn.policy, "select", misplaced)
+        monkeypatch.setattr(tba.learn.policy, "PACKED_TOKENS", 0)
     elif broken == "packed":
         monkeypatch.setattr(tba.learn.policy, "visible", open_to_all)
+    if broken is None:
+        policy.check_lengths(prompts, 20)
+        return
+    with pytest.raises(ValueError, match=r"nats a token from those of each sequence alone"):
+        policy.check_lengths(prompts, 20)
+    policy.share_prompt = False
+    policy.check_lengths(prompts, 20)
+
+
+def test_the_first_step_needs_the_reference_to_be_the_policy(
+    tiny_model: Path, batch: Batch
+) -> None:
     t = trainer(tiny_model)
-    for weights in t.policy.model.parameters():
-        weights.data *= 8  # else a random model attends to everything alike
-    for step in range(2):
-        t.step(batch, step)
-    reports = [r for r in caplog.records if "shared prompt" in r.message]
-    assert len(reports) == (broken is not None)
-    assert all("policy.share_prompt=false" in r.message for r in reports)
-    assert all(f"({broken})" in r.message for r in reports)
+    t.most_at_first = 0.01
+    before = {name: p.clone() for name, p in t.policy.model.named_parameters()}
+    with pytest.raises(WrongReference, match=r"step 1: .* nats a token .* missing"):
+        t.step(batch, 0)
+    for name, p in t.policy.model.named_parameters():
+        assert torch.equal(p, before[name])
+    t.step(batch, 1)  # of a resumed run: it has moved
+    same = replace(batch, ref_logp=t.policy.logp(batch).detach())
+    t.step(same, 0)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -13,13 +15,16 @@ from tba.learn.head import TokenLogp, is_plain
 from tba.learn.packing import pack, packed_length, packed_padding
 from tba.models.cache import positions, select, states_at_once, takes_masks, visible
 from tba.objectives import Head
-from tba.types import TokenBatch
+from tba.types import TokenBatch, collate_tokens
 
 Way = Literal["packed", "cached", "plain"]
 """Packed: prompt and responses in one row; cached: the prompt once before them; plain: K times."""
 
 PACKED_TOKENS, PACKED_PADDING = 256, 0.25
 """Longest row to pack, because attention compares all of its responses; most padding of rows."""
+
+SHORT = 16
+"""Tokens of a short response."""
 
 log = logging.getLogger(__name__)
 
@@ -78,22 +83,43 @@ class Policy(nn.Module):
         return output.logp
 
     @torch.no_grad()
-    def check_shared_prompt(self, batch: TokenBatch) -> None:
-        """Warn if log-probs of the first responses change when their prompts are not shared."""
-        if not self.share_prompt:
-            return
-        few = batch.slice(slice(0, 2)).groups(range(min(2, len(batch))))
-        plain = self(few, "plain").logp
-        ways: tuple[Way, ...] = ("packed", "cached") if takes_masks(self.model) else ("cached",)
-        for way in ways:
-            gap = float((self(few, way).logp - plain).abs().sum() / few.mask.sum())
-            if not gap <= (LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32):
-                log.warning(
-                    "log-probs with a shared prompt (%s) differ by %.3g nats on average from those"
-                    " without: the model computes something else; set policy.share_prompt=false",
-                    way,
-                    gap,
+    def check_lengths(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
+        """Raise ValueError unless log-probs are those of single sequences without padding.
+
+        The prompts are the shortest and the longest of a run, so that positions that depend on the
+        length of a sequence, or of others in its batch, show here.
+        """
+        limit = LOGP_NOISE_BF16 if self.autocast else LOGP_NOISE_FP32
+        ends = [prompt[-SHORT:] for prompt in prompts]  # short rows may be packed
+        for own, tokens in ((ends, min(SHORT, max_tokens)), (prompts, max_tokens)):
+            gap = self._gap(own, tokens)
+            if not gap <= limit:
+                raise ValueError(
+                    f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
+                    f" those of each sequence alone, with prompts of {len(own[0])} and"
+                    f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
+                    " whole batch; set policy.share_prompt=false, use another model, or lower"
+                    " sampling.max_tokens"
                 )
+
+    def _gap(self, prompts: Sequence[np.ndarray], tokens: int) -> float:
+        """Return the mean difference, the larger of two, between responses in a batch and alone."""
+        longer = np.resize(np.concatenate(prompts), tokens)
+        responses = [longer, longer[: min(SHORT, (tokens + 1) // 2)]]
+        logp = self.logp(collate_tokens(prompts, [responses, responses[::-1]]))[:, 1]
+        gaps = []
+        for prompt, response, row in zip(prompts, responses[::-1], logp, strict=True):
+            alone = self._alone(prompt, response)
+            gaps.append(float((row[: len(alone)] - alone).abs().mean()))
+        return float(np.max(gaps))  # NaN if one is
+
+    def _alone(self, prompt: np.ndarray, response: np.ndarray) -> Float[Tensor, " T"]:
+        """Return the log-probs of a response as transformers computes them for one sequence."""
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(self.device)
+        with self._precision():
+            output = self.model.base_model(input_ids=ids[None], use_cache=False)
+            states = output.last_hidden_state[0, len(prompt) - 1 : -1]
+            return self._chunked(states, ids[len(prompt) :])[0]
 
     def forward(self, batch: TokenBatch, way: Way | None = None) -> Output:
         """Return log-probability and entropy at each sampled token, and the head's output.

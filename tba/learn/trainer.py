@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable, decay_of
-from tba.learn import NotFinite, probe, state
+from tba.learn import NotFinite, WrongReference, probe, state
 from tba.learn.copies import Copy
 from tba.learn.policy import Output, Policy
 from tba.objectives import HasHead, Loss, Objective
@@ -38,6 +38,7 @@ class SingleTrainer:
     context: int  # maximum number of tokens of a prompt and its response together
     probe_prompt: int = probe.PROMPT  # tokens of the prompt of probes
     first_probe: TokenBatch | None = None  # probe before the first step, if any
+    most_at_first: float = math.inf  # mean |log(pi / ref)| a token that step 0 may have, in nats
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
@@ -61,11 +62,10 @@ class SingleTrainer:
         started = time.perf_counter()
         _check_finite(batch, step)
         objective = self.objective.at(step)
-        if self._probe is None:  # the first step of this process
-            self.policy.check_shared_prompt(batch)
         self.optimizer.zero_grad(set_to_none=True)
         chunks = list(batch.chunks(self.settings.token_budget))
         metrics = _mean([self._backward(chunk, objective, batch) for chunk in chunks])
+        self._check_reference(metrics.pop("from_ref"), step)
         metrics["batch/padding"] = self._padding(chunks)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
@@ -123,6 +123,17 @@ class SingleTrainer:
         tokens = int(batch.mask.sum()) / len(batch)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
         return {"loss": loss.detach(), **extras, **metrics}
+
+    def _check_reference(self, gap: float, step: int) -> None:
+        """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
+        if step == 0 and gap > self.most_at_first:
+            raise WrongReference(
+                f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
+                f" token on average, more than {self.most_at_first:g}, but both are the initial"
+                " model. Likely causes: weights that are missing in its files, and random; files"
+                " that were changed during the start; code of the model (trust_remote_code) that"
+                " does not compute the same twice; a batch of another model's groups"
+            )
 
     def _padding(self, chunks: Sequence[Batch]) -> float:
         """Return the share of the tokens that the policy ran over which are padding."""
@@ -208,7 +219,8 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
     is the mean of k3, where a token counts at most `MOST_K3`. Groups have `tokens` on average, so
     that the mean over groups is that over tokens. `log_ratio` is the mean of log(pi / ref) over
     responses, in nats. `off_policy/ess` is the effective sample size of the importance weights
-    w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1.
+    w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref` is the mean |log(pi / ref)|
+    over tokens, which is looked at in the first step.
     """
     length = batch.mask.sum(-1).float()
     moved = total(logp - batch.behavior_logp, batch)
@@ -222,6 +234,7 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
         "kl": from_ref.sum(1) / tokens,
         "kl/k3": k3.sum(1) / tokens,
         "log_ratio": from_ref.mean(1),
+        "from_ref": total((logp - batch.ref_logp).abs(), batch).sum(1) / tokens,
         "entropy": (entropy.sum(-1) / length).mean(1),
         "completions/mean_length": length.mean(1),
         "off_policy/log_ratio": moved.abs().mean(1),

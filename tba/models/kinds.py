@@ -1,5 +1,6 @@
 """Kinds of models that cannot be trained, told by config.json before any weight is loaded."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ LAYER_OBJECTS = 2**15
 """Bytes of the Python objects of a layer, at least."""
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
 """Types of layers that keep a state in place of keys and values."""
+PARTS = {"text_config", "text_encoder"}
+"""Configs within that of a model for images or sound."""
 
 
 def check_content(config: Mapping[str, Any], named: str) -> None:
@@ -47,22 +50,36 @@ def check_causal(config: Any, named: str) -> None:
     kind, plain = type(config), config.to_dict()
     if "AutoModelForCausalLM" in plain.get("auto_map", {}):
         return
-    problem = ""
-    if config.is_encoder_decoder:
-        problem = "an encoder with a decoder"
-    elif {"text_config", "text_encoder"} & config.sub_configs.keys():
-        problem = "a text model inside a larger one, for images or sound"
-    elif kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING:
-        problem = "no causal language model"
-    elif kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder"):
-        problem = "an encoder, whose tokens see those after them"
-    elif RECURRENT & set(plain.get("layer_types") or ()):
-        problem = "a model whose layers keep a recurrent state"
-    if problem:
+    encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
+    problems = {
+        "an encoder with a decoder": config.is_encoder_decoder,
+        "a text model inside a larger one": PARTS & config.sub_configs.keys(),
+        "no causal language model": kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "an encoder, whose tokens see those after them": encoder,
+        "a model with a recurrent state": RECURRENT & set(plain.get("layer_types") or ()),
+    }
+    for problem in [what for what, holds in problems.items() if holds]:
         raise ValueError(
             f"{named} is {problem}, by its config.json (model_type {config.model_type!r}); give a"
             " causal language model with attention"
         )
+
+
+def check_rotary(config: Any, shortest: int, longest: int) -> None:
+    """Raise ValueError if rotary embeddings change between a run's shortest and longest sequence.
+
+    Beyond that length they are others for all tokens of a sequence, also for those before it, so
+    that no token that was sampled earlier would have the log-prob that it had.
+    """
+    plain = config.get_text_config().to_dict()
+    for table in _tables(plain.get("rope_parameters")):
+        limit = table.get("original_max_position_embeddings", math.inf)
+        if table.get("rope_type") == "longrope" and shortest <= limit < longest:
+            raise ValueError(
+                f"policy.model has other rotary embeddings (longrope) in sequences of more than"
+                f" {limit} tokens, and those of this run have {shortest} to {longest}; lower"
+                f" sampling.max_tokens or leave out prompts, so that none has more than {limit}"
+            )
 
 
 def _tables(config: Any) -> Iterator[Mapping[str, Any]]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
-from tba.models.pretrained import check_weights, load_empty_model, load_model
+from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # files of a PEFT adapter
@@ -155,7 +155,6 @@ def check_adapter(policy: PolicyTable) -> None:
     if policy.lora.start is not None:
         folder = Path(policy.lora.start).expanduser()
         _check_settings(folder, policy.lora)
-        check_weights("policy.lora.from", folder)
         _inject(model, _settings(policy, model), TRAINED)
         _check_tensors(model, folder, policy.lora)
 
@@ -279,8 +278,12 @@ def _check_settings(folder: Path, lora: LoraTable) -> None:
 
 def _check_tensors(model: Any, folder: Path, lora: LoraTable) -> None:
     """Raise ValueError unless the adapter has the layers and shapes of the one in the model."""
-    with safe_open(folder / ADAPTER, "pt") as file:
-        shapes = {_own_name(n): file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(folder / ADAPTER, "pt") as file:
+            named = {_own_name(n): file.get_slice(n) for n in file.keys()}  # noqa: SIM118
+            shapes = {name: tensor.get_shape() for name, tensor in named.items()}
+    except SafetensorError as error:
+        raise ValueError(f"policy.lora.from = {lora.start!r} is damaged: {error}") from error
     own = {n: list(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     differing = sorted(n for n in own.keys() | shapes.keys() if own.get(n) != shapes.get(n))
     if differing:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
-from safetensors import SafetensorError, safe_open
 
 from tba.config.tables import PolicyTable
 from tba.models import model_path as model_path
@@ -145,7 +144,6 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
     from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     path, named = model_path(name, key), f"{key} = {name!r}"
-    check_weights(key, Path(path))
     options = sources(path, remote_code)
     with _explained(path, named):
         content, _ = PreTrainedConfig.get_config_dict(path, **options)
@@ -157,31 +155,19 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
 
 @contextmanager
 def _explained(path: str, named: str) -> Iterator[None]:
-    """Turn whatever transformers raises for the files of a model into a ValueError."""
+    """Turn what transformers raises for a model's files into a ValueError."""
     from huggingface_hub import constants
 
     try:
         yield
     except Exception as error:  # files may hold anything
-        reason = str(error).strip().replace("\n", " ")[:300]
+        reason = f"{str(error).strip()} ({type(error).__name__})".replace("\n", " ")[-300:]
         if isinstance(error, OSError) and _offline(path) and not Path(path).is_dir():
             reason = (
                 f"no such folder, {constants.ENDPOINT} does not answer, and the model is not in"
                 " the cache; give a folder, or connect to the hub once"
             )
         raise ValueError(f"{named} cannot be loaded: {reason}") from error
-
-
-def check_weights(key: str, folder: Path) -> None:
-    """Raise ValueError if a file of weights in a folder is cut short; it reads their headers."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{key}: {file} is damaged or cut short ({error}); download or save it again"
-            ) from error
 
 
 def load_text(policy: PolicyTable) -> Text:
@@ -193,7 +179,7 @@ def load_text(policy: PolicyTable) -> Text:
             f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
             " set policy.eos_token='</s>', or the token that ends its texts"
         )
-    vocabulary = _vocabulary(config, tokenizer)
+    vocabulary = config.get_text_config().to_dict().get("vocab_size", len(tokenizer))
     if eos >= vocabulary:
         raise ValueError(
             f"the EOS token {tokenizer.convert_ids_to_tokens(eos)!r} of {policy.model!r} has number"
@@ -270,14 +256,6 @@ def context(config: Any, tokenizer: Any) -> int:
         return int(tokenizer.model_max_length)
 
 
-def _vocabulary(config: Any, tokenizer: Any) -> int:
-    """Return the number of embeddings, or of tokens for a config of another kind of model."""
-    try:
-        return int(config.get_text_config().vocab_size)
-    except AttributeError:
-        return len(tokenizer)
-
-
 def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
     """Return the id of `token`, or of the tokenizer's own token for `role` if it is None."""
     if token is None:
@@ -291,21 +269,16 @@ def check_model(policy: PolicyTable) -> None:
     """Raise ValueError unless the model can be trained and its files fit; no weight is read."""
     from transformers import AutoModelForCausalLM
 
-    named = f"policy.model = {policy.model!r}"
+    named, remote_code = f"policy.model = {policy.model!r}", policy.trust_remote_code
     check_causal(load_config(policy), named)
-    model = check_files(
-        AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code
-    )
-    if model is None:
-        return
-    if model._is_stateful:
-        problem = "it keeps a recurrent state, which is not supported; use a model with attention"
-        raise ValueError(f"{named}: {problem}")
-    if model.base_model is model or model.get_output_embeddings() is None:
-        raise ValueError(
-            f"{named}: {type(model).__name__} has no text model and LM head where transformers'"
-            " causal language models have them; use another model"
-        )
+    model = check_files(AutoModelForCausalLM, policy.model, "policy.model", remote_code)
+    problem = ""
+    if model is not None and model._is_stateful:
+        problem = "keeps a recurrent state; use a model with attention"
+    elif model is not None and model.base_model is model:
+        problem = "has no text model where others have it; use another model"
+    if problem:
+        raise ValueError(f"{named}: {type(model).__name__} {problem}")
 
 
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
@@ -327,68 +300,45 @@ def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> An
 
 
 def load_weighted(
-    auto: Any,
-    dtype: Any,
-    name: str,
-    key: str,
-    remote_code: bool = False,
-    device: str | None = None,
+    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False, device: str | None = None
 ) -> Any:
     """Load a model by a class of transformers. On "meta", only the headers of its files are read.
 
-    ValueError, which names the key, unless the files have all weights in their shapes, and no
-    others: what is missing would be random.
+    ValueError, which names the key, unless the files have all weights, in their shapes, and no
+    others. An encoder is used without its pooler, and without heads that its files may have.
     """
     from transformers import logging
 
     logging.disable_progress_bar()  # it would be drawn across the console, at every checkpoint
-    path, verbosity = model_path(name, key), logging.get_verbosity()
+    path, verbosity, named = model_path(name, key), logging.get_verbosity(), f"{key} = {name!r}"
     options = {"dtype": dtype, "use_safetensors": True, **sources(path, remote_code)}
     options |= {"device_map": device, "ignore_mismatched_sizes": True, "output_loading_info": True}
     logging.set_verbosity_error()  # what is missing is told below
     try:
-        model, report = auto.from_pretrained(path, **options)
-    except Exception as error:  # the classes depend on the files, which may hold anything
-        problem = f"cannot be loaded ({type(error).__name__})"
-        if isinstance(error, FileNotFoundError):
-            problem = "a file of its weights is missing"
-        elif isinstance(error, OSError):
-            problem = "no weights in safetensors, the only format that is loaded"
-        elif isinstance(error, SafetensorError):
-            problem = "its weights are damaged; download them again"
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{key} = {name!r}: {problem}: {reason}") from error
+        with _explained(path, named):
+            model, report = auto.from_pretrained(path, **options)
     finally:
         logging.set_verbosity(verbosity)
-    _check_report(model, report, f"{key} = {name!r}")
-    return model.eval()
-
-
-def _check_report(model: Any, report: Mapping[str, Any], named: str) -> None:
-    """Raise ValueError for weights that a model's files lack, have in other shapes, or in excess.
-
-    An encoder is used without its pooler, and without the heads that its files may have.
-    """
     bare = model.base_model is model
     missing = [n for n in sorted(report["missing_keys"]) if not (bare and n.startswith("pooler."))]
     excess = [n for n in sorted(report["unexpected_keys"]) if not (bare or HARMLESS.search(n))]
     shapes = [f"{n} {list(a)} for {list(b)}" for n, a, b in sorted(report["mismatched_keys"])]
     lists = {"missing": missing, "unexpected": excess, "of another shape": shapes}
-    told = [
-        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
-        for what, names in lists.items()
-        if names
-    ]
-    if not told:
-        return
-    kind, advice = type(model).__name__, "give a model that was saved whole, with its own config"
-    if missing and (wrapped := [n for n in excess if n.endswith(f".{missing[0]}")]):
-        prefix = wrapped[0].removesuffix(missing[0])
-        advice = f"save the model without the wrapper that adds {prefix!r} to its names"
-    raise ValueError(
-        f"{named}: the weights in its files are not those of a {kind} with this config.json"
-        f" ({'; '.join(told)}); {advice}"
-    )
+    if told := [f"{what}: {_several(names)}" for what, names in lists.items() if names]:
+        advice = "give a model that was saved whole, with its own config"
+        if missing and (wrapped := [n for n in excess if n.endswith(f".{missing[0]}")]):
+            prefix = wrapped[0].removesuffix(missing[0])
+            advice = f"save the model without the wrapper that adds {prefix!r} to its names"
+        raise ValueError(
+            f"{named}: the weights in its files are not those of a {type(model).__name__} with this"
+            f" config.json ({'; '.join(told)}); {advice}"
+        )
+    return model.eval()
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def load_empty_model(policy: PolicyTable) -> Any:

@@ -17,6 +17,7 @@ from tba.runs.generations import step_of
 from tba.runs.lock import check_usable
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import check_resumed, check_step, config_of
+from tba.runtime.placement import places_on_one_machine
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
@@ -67,6 +68,8 @@ def dry_run(
         told.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     told += [f"note: {note}" for note in parts.notes]
     told += [f"warning: {text}" for _, text in parts.signs]
+    # loads the policy, and compares its log-probs at the length of the longest sequence
+    parts.trainer(places_on_one_machine(parts.config.runtime)[0].device)
     counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
     return every_key(parts.config), [*told, f"config OK (dry run): {counts}"]
 

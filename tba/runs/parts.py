@@ -1,25 +1,35 @@
 """The parts of a run, resolved and checked before any process starts."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.sampling import OFF
 from tba.config.schema import Config
-from tba.engines import CachesPrompts, Checked
+from tba.engines import CachesPrompts, Checked, KnowsLogp
 from tba.learn.policy import Policy
-from tba.learn.probe import LONGEST_BLOCK, first_probe, prompt_length
+from tba.learn.probe import LONGEST_BLOCK, RESPONSE, first_probe, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
 from tba.models.acceleration import check_compiler, compile_layers
 from tba.models.cache import enable_gradient_checkpointing
+from tba.models.kinds import check_rotary
 from tba.models.lora import check_adapter, load_placed
-from tba.models.pretrained import EAGER_TOKENS, Text, check_model, computes_in_bf16, load_text
+from tba.models.pretrained import (
+    EAGER_TOKENS,
+    Text,
+    check_model,
+    computes_in_bf16,
+    load_config,
+    load_text,
+)
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
 from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
@@ -58,6 +68,8 @@ class Parts:
     """Further evaluation sets, by name."""
     given: Sequence[Answered]
     """Answers from a file, which enter the buffer first."""
+    extremes: tuple[np.ndarray, np.ndarray]
+    """Tokens of the shortest prompt and of the longest one."""
     notes: Sequence[str]
     """What the run tells at its start."""
     signs: Sequence[Sign]
@@ -93,9 +105,11 @@ class Parts:
         policy = Policy(model, c.sampling.temperature, bf16, share, head)
         if c.trainer.compile:
             warm_up(policy, self.text.context)
+        policy.check_lengths(self.extremes, c.sampling.max_tokens)
         engine: Any = self.engine
         block = engine.longest_block if isinstance(engine, CachesPrompts) else LONGEST_BLOCK
-        prompts = [self.text.encode(prompt) for prompt in self.prompts[:8]]
+        # as long as the longest sequence: positions may depend on that
+        longest = len(self.extremes[1]) + c.sampling.max_tokens - RESPONSE
         return SingleTrainer(
             policy=policy,
             objective=self.objective,
@@ -104,8 +118,17 @@ class Parts:
             bf16_weights=c.engine.computes_in_bf16(bf16),
             context=self.text.context,
             probe_prompt=prompt_length(block),
-            first_probe=first_probe(prompts, self.text.context, prompt_length(block)),
+            first_probe=first_probe(
+                self.extremes, self.text.context, max(longest, prompt_length(block))
+            ),
         )
+
+    def most_at_first(self, bf16: bool) -> float:
+        """Return the largest mean |log(pi / ref)| a token, in nats, before the first step."""
+        engine, options = self.engine, self.config.engine.options
+        if isinstance(engine, KnowsLogp) and options.get("own_reference", engine.own_reference):
+            return math.inf  # its reference is no model
+        return 0.05 if bf16 else 0.01
 
     def search_setup(self) -> SearchSetup:
         c = self.config
@@ -169,12 +192,13 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     encoded += zip(used, tokens, strict=True)
     log_doubled_bos(text, encoded)
     signs = unknown_characters(config.warn.unknown_characters, text, encoded)
-    longest = max(len(ids) for _, ids in encoded) + config.sampling.max_tokens
-    config = _with_attention(config.within_epochs(len(prompts)), longest)
+    lengths = sorted((ids for _, ids in encoded), key=len)
+    config = config.within_epochs(len(prompts))
+    config = _with_lengths(config, len(lengths[0]), len(lengths[-1]))
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
-        held_out, functions, sets, given, notes, signs,
+        held_out, functions, sets, given, (lengths[0], lengths[-1]), notes, signs,
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
@@ -253,8 +277,13 @@ def _check_unevaluated(config: Config) -> None:
         )
 
 
-def _with_attention(config: Config, longest: int) -> Config:
-    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager."""
+def _with_lengths(config: Config, shortest: int, longest: int) -> Config:
+    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager.
+
+    ValueError for a model that cannot have prompts of these lengths in one run.
+    """
+    longest += config.sampling.max_tokens
+    check_rotary(load_config(config.policy), shortest + 1, longest)
     if config.policy.attention != "auto" or longest <= EAGER_TOKENS:
         return config
     policy = config.policy.model_copy(update={"attention": "sdpa"})
