@@ -307,10 +307,8 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
-    trainer = parts.trainer(place.device)
+    trainer = parts.trainer(place.device, is_new=generation is None)
     check_space(parts, folder, trainer)
-    if generation is None:
-        trainer.most_at_first = parts.most_at_first(trainer.policy.autocast)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])

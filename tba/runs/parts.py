@@ -91,8 +91,11 @@ class Parts:
         chosen = Interleaved(selections, task.weights, lambda prompt: task.part(prompt)[0])
         return PromptStream(self.prompts, chosen, self.given, deaths)
 
-    def trainer(self, device: str) -> SingleTrainer:
-        """Load the model in fp32, or with an adapter, and return its trainer."""
+    def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
+        """Load the model in fp32, or with an adapter, and return its trainer.
+
+        In a new run, its first step checks that the reference is the policy.
+        """
         c = self.config
         torch.manual_seed(c.run.seed)  # a checkpoint has this generator's state
         bf16 = computes_in_bf16(c.policy, device)
@@ -123,7 +126,7 @@ class Parts:
             ),
         )
 
-    def most_at_first(self, bf16: bool) -> float:
+    def _most_at_first(self, bf16: bool) -> float:
         """Return the largest mean |log(pi / ref)| a token, in nats, before the first step."""
         engine, options = self.engine, self.config.engine.options
         if isinstance(engine, KnowsLogp) and options.get("own_reference", engine.own_reference):
@@ -193,8 +196,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     log_doubled_bos(text, encoded)
     signs = unknown_characters(config.warn.unknown_characters, text, encoded)
     lengths = sorted((ids for _, ids in encoded), key=len)
-    config = config.within_epochs(len(prompts))
-    config = _with_lengths(config, len(lengths[0]), len(lengths[-1]))
+    config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
@@ -277,13 +279,13 @@ def _check_unevaluated(config: Config) -> None:
         )
 
 
-def _with_lengths(config: Config, shortest: int, longest: int) -> Config:
+def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
     """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager.
 
-    ValueError for a model that cannot have prompts of these lengths in one run.
+    ValueError for a model that cannot have these prompts, from short to long, in one run.
     """
-    longest += config.sampling.max_tokens
-    check_rotary(load_config(config.policy), shortest + 1, longest)
+    longest = len(prompts[-1]) + config.sampling.max_tokens
+    check_rotary(load_config(config.policy), len(prompts[0]) + 1, longest)
     if config.policy.attention != "auto" or longest <= EAGER_TOKENS:
         return config
     policy = config.policy.model_copy(update={"attention": "sdpa"})
