@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from test_exactness import ended, first_policy
 from test_policy import make
 from toy import BETA, completed, enumerate_answers, toy_config
+from transformers import AutoConfig
 
 from tba.cli import _config
 from tba.config.schema import Config
@@ -41,7 +43,7 @@ from tba.runs.offline import evaluate_run, export_run
 from tba.runs.parts import check
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate
-from tba.weights import trained
+from tba.weights import as_tensor, trained
 
 RANK = 4
 LORA = (f"policy.lora.r={RANK}", "policy.lora.alpha=8")
@@ -236,8 +238,16 @@ def test_adapters_learn(runtime: str, shallow_toy_model: Path, tmp_path: Path) -
     assert fmean(one.expected_reward for one in answers) > before + 0.15
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(toy_model: Path, tmp_path: Path) -> None:
-    settings = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
+WHOLE = ('policy.lora.modules_to_save=["lm_head", "embed_tokens", "norm"]',)
+"""A head, embeddings, and all norms whose names end so: `input_layernorm`, too."""
+
+
+@pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    reset = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
+    settings = (*reset, *extra)
     whole = small(toy_model, tmp_path / "whole", *settings)
     run(whole)
     run(small(toy_model, tmp_path / "part", *settings, "run.steps=4"))
@@ -256,8 +266,12 @@ def test_a_run_keeps_its_adapter_settings(toy_model: Path, tmp_path: Path) -> No
         run(_config(["policy.lora.r=2"], folder), folder)
 
 
-def test_a_reset_reference_is_a_second_adapter(toy_model: Path, tmp_path: Path) -> None:
-    config = small(toy_model, tmp_path / "run", "policy.reset_reference_every=2", "run.steps=3")
+@pytest.mark.parametrize("extra", [(), WHOLE])
+def test_a_reset_reference_is_a_second_adapter(
+    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    steps = ("policy.reset_reference_every=2", "run.steps=3")
+    config = small(toy_model, tmp_path / "run", *steps, *extra)
     with open_run(config) as opened:
         run_logp: list[torch.Tensor] = []
         reset = opened.reset_reference
@@ -302,6 +316,8 @@ WRONG = {
     "policy.lora.r=8": r"policy\.lora\.r = 8, but the adapter in .* set policy\.lora\.r=4",
     "policy.lora.alpha=9": r"policy\.lora\.alpha = 9, .* set policy\.lora\.alpha=8",
     'policy.lora.target_modules=["q_proj"]': r"does not fit .*has the layers \['down_proj', 'gate",
+    "policy.lora.use_rslora=true": r"has use_rslora = False; set policy\.lora\.use_rslora=false",
+    'policy.lora.modules_to_save=["norm"]': r"does not fit .*modules_to_save",
     "policy.lora.from=nowhere": r"no adapter_config\.json",
 }
 
@@ -320,7 +336,7 @@ def test_an_adapter_that_computes_something_else_is_refused(
 ) -> None:
     start = shutil.copytree(adapter, tmp_path / "start")
     settings = json.loads((start / SETTINGS).read_text())
-    for change in ({"use_rslora": True}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"}):
+    for change in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"}):
         (start / SETTINGS).write_text(json.dumps({**settings, **change}))
         (name,) = change
         with pytest.raises(ValueError, match=f"not a plain LoRA adapter .*{name}"):
@@ -344,11 +360,14 @@ def test_what_cannot_work_is_refused_first(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
-def test_both_exports_compute_what_the_trainer_does(toy_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
+def test_both_exports_compute_what_the_trainer_does(
+    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
     from peft import PeftModel
 
     folder = tmp_path / "run"
-    config = small(toy_model, folder, "eval.prompts=8")
+    config = small(toy_model, folder, "eval.prompts=8", *extra)
     with open_run(config) as opened:
         opened.train()
         batch = collate(opened.buffer.groups()[:1])
@@ -369,6 +388,73 @@ def test_both_exports_compute_what_the_trainer_does(toy_model: Path, tmp_path: P
         plain = tmp_path / "plain"
         run(replace_lora(small(toy_model, plain, "run.steps=1")))
         export_run(plain, tmp_path / "none", adapter=True)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_modules_trained_whole_are_published_and_not_in_the_reference(
+    toy_model: Path, tmp_path: Path, bf16: bool
+) -> None:
+    autocast = f"policy.autocast={'bf16' if bf16 else 'off'}"
+    trainer, _, batch = stepped(toy_model, tmp_path, *WHOLE, autocast)
+    setup = check(small(toy_model, tmp_path, *WHOLE, autocast)).search_setup()
+    searcher = setup.build("cpu", bf16)
+    weights = trainer.weights(version=2)
+    whole = {n for n in weights.arrays if ".lora_" not in n}
+    assert {"lm_head", "model.embed_tokens", "model.norm"} <= {n.split(".mod")[0] for n in whole}
+    base = load_model(PolicyTable(model=str(toy_model)), torch.float32)
+    before = base.state_dict()
+    for name in whole:
+        plain = name.replace(".modules_to_save.default", "")
+        assert not torch.equal(as_tensor(weights.arrays[name]).float(), before[plain])
+    gap = searcher.load_weights(weights)
+    assert gap is not None and gap < (0.05 if bf16 else 1e-5)
+    with torch.no_grad(), searcher.reference._weights():
+        ref = searcher.reference.policy.logp(batch)
+    expected = Policy(base, trainer.policy.temperature, bf16).logp(batch)
+    torch.testing.assert_close(ref, expected, atol=0.05 if bf16 else 1e-5, rtol=0)
+    trainer.save(tmp_path / "saved")()
+    saved = read_adapter(tmp_path / "saved" / "model")
+    assert saved.keys() == weights.arrays.keys()
+    assert all(torch.equal(saved[n], p) for n, p in trained(trainer.policy.model).items())
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ("lm_haed", "'lm_haed' is no single module with weights; did you mean 'lm_head'"),
+        ("mlp", "'mlp' is no single module with weights"),
+        ("q_proj", "'q_proj' is adapted as well"),
+        ("lm_head", "'lm_head' is tied to another module"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_whole_is_refused(
+    toy_model: Path, tmp_path: Path, names: str, told: str
+) -> None:
+    tied = AutoConfig.from_pretrained(toy_model, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        check_adapter(policy_table(tmp_path, r=RANK, modules_to_save=[names]))
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted", "left"),
+    [
+        ("llama", "down_proj, gate_proj, k_proj, o_proj", "embed_tokens.weight"),
+        ("gpt2", "c_attn, c_fc, c_proj", "wpe.weight, wte.weight"),
+        ("gpt_oss", "k_proj, o_proj, q_proj, v_proj;", "experts.down_proj, .*router.weight"),
+    ],
+)
+def test_what_is_adapted_and_what_is_not_is_told(
+    tmp_path: Path, family: str, adapted: str, left: str
+) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 14, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    if family == "gpt_oss":
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model(family, **sizes)
+    config.save_pretrained(tmp_path)
+    told = check_adapter(policy_table(tmp_path, r=RANK))
+    assert re.fullmatch(rf"LoRA adapts {adapted}.* it leaves as they are: .*{left}.*", told)
 
 
 def replace_lora(config: Config) -> Config:

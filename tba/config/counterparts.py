@@ -12,6 +12,8 @@ PLACES = {
     "[policy.lora]": "peft_config lora use_peft",
     "policy.lora.r": "lora_r lora_rank",
     "policy.lora.alpha": "lora_alpha",
+    "policy.lora.modules_to_save": "modules_to_save",
+    "policy.lora.use_rslora": "use_rslora",
     "policy.chat_template_kwargs": "chat_template_kwargs",
     "policy.autocast": "bf16 dtype torch_dtype model_dtype",
     "policy.gradient_checkpointing": "gradient_checkpointing activation_checkpointing"
@@ -92,7 +94,7 @@ PLACES = {
     " lr_scheduler_kwargs save_only_model auto_find_batch_size bias"
     " average_tokens_across_devices full_determinism prediction_loss_only ignore_data_skip"
     " critic_learning_rate gae_lambda disable_tqdm greater_is_better enable_jit_checkpoint"
-    " use_dora use_rslora modules_to_save save_on_each_node batch_eval_metrics"
+    " use_dora save_on_each_node batch_eval_metrics"
     " train_sampling_strategy dataloader_* ddp_* eval_do_* eval_use_* eval_acc* fsdp_*"
     " hub_* include_* label_* liger_* load_in_* log_level* log_on_* logging_* metric_*"
     " neftune_* optim_* per_device_* sapo_* torch_* trackio_* vllm_* bf16_* fp16_* skip_*"

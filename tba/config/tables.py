@@ -94,8 +94,15 @@ class LoraTable(Table):
     target_modules: Annotated[Texts, Field(min_length=1)] = key(
         ("all-linear",),
         'names of the layers to adapt, such as ["q_proj", "v_proj"];'
-        " all-linear: every linear layer but the LM head",
+        " all-linear: every linear layer but the LM head, and not experts whose weights are one"
+        " tensor; the run lists what is adapted and what is not",
     )
+    modules_to_save: Texts = key(
+        (),
+        'names of modules to train whole beside the adapters, such as ["lm_head"]; they are saved'
+        " with them",
+    )
+    use_rslora: bool = key(False, "scale what an adapter adds by alpha / sqrt(r), not alpha / r")
     start: str | None = Field(
         None,
         alias="from",

@@ -34,6 +34,8 @@ def check_vllm(config: Config) -> None:
             f"policy.lora.r = {policy.lora.r}: vLLM has room for ranks up to {LORA_RANKS[-1]};"
             " lower it, or set engine=transformers"
         )
+    if policy.lora is not None and policy.lora.modules_to_save:
+        raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
     size, runtime = config.engine.gpus, config.runtime
     if build == "gpu" and size > 1 and (runtime.use == "local" or runtime.address is None):
         raise ValueError(

@@ -7,6 +7,7 @@ published and saved. The reference is a second, frozen adapter, or the model wit
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 from tba.config.messages import choices
 from tba.config.tables import LoraTable, PolicyTable
 from tba.models.pretrained import load_empty_model, load_model
-from tba.weights import Weights, as_tensor, check_same_model
+from tba.weights import Weights, as_tensor, check_same_model, trained
 
 ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # files of a PEFT adapter
 TRAINED, REFERENCE = "default", "reference"  # names of the trained adapter and the frozen one
+WHOLE = f".modules_to_save.{TRAINED}."  # in names of modules that are trained whole
 PREFIX = "base_model.model."  # of names in PEFT's files, which leave out that of the adapter
 ALL = ("all-linear",)
 UNSUPPORTED = (
     "alora_invocation_tokens", "alpha_pattern", "layer_replication", "use_bdlora", "use_dora",
-    "use_qalora", "use_rslora",
+    "use_qalora",
 )  # fmt: skip
 """Settings of PEFT that change what the tensors of an adapter compute."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -67,9 +69,8 @@ def load_adapted(
     assert policy.lora is not None
     model = load_model(policy, torch.float32)
     _inject(model, _settings(policy, model), TRAINED, seed)
-    for layer in _layers(model):
-        layer.lora_A.to(adapters)
-        layer.lora_B.to(adapters)
+    for parameter in trained(model).values():
+        parameter.data = parameter.data.to(adapters)
     if bf16:
         _round_frozen(model)
     if policy.lora.start is not None:
@@ -143,8 +144,11 @@ def merged(policy: PolicyTable, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
-def check_adapter(policy: PolicyTable) -> None:
-    """Raise ValueError without PEFT, if layers are missing, or if the first adapter is wrong."""
+def check_adapter(policy: PolicyTable) -> str:
+    """Return what is adapted and what is not.
+
+    ValueError without PEFT, if layers are missing, or if the first adapter is wrong.
+    """
     assert policy.lora is not None
     if find_spec("peft") is None:
         raise ValueError(
@@ -152,11 +156,25 @@ def check_adapter(policy: PolicyTable) -> None:
         )
     model = load_empty_model(policy)
     _check_targets(model, policy.lora)
-    if policy.lora.start is not None:
-        folder = Path(policy.lora.start).expanduser()
+    _check_whole(model, policy.lora)
+    folder = None if policy.lora.start is None else Path(policy.lora.start).expanduser()
+    if folder is not None:
         _check_settings(folder, policy.lora)
-        _inject(model, _settings(policy, model), TRAINED)
+    _inject(model, _settings(policy, model), TRAINED)
+    if folder is not None:
         _check_tensors(model, folder, policy.lora)
+    adapted, left = set(), set()
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name or ".base_layer." in name:
+            adapted.add(re.split(r"\.lora_|\.base_layer", name)[0].rpartition(".")[2])
+        elif parameter.ndim > 1 and not parameter.requires_grad:
+            left.add(".".join(name.replace(".original_module", "").split(".")[-2:]))
+    left -= {f"{name.rpartition('.')[2]}.weight" for name in policy.lora.modules_to_save}
+    return (
+        f"LoRA adapts {', '.join(sorted(adapted))}"
+        + (f", and trains {', '.join(w)} whole" if (w := policy.lora.modules_to_save) else "")
+        + f"; it leaves as they are: {', '.join(sorted(left)) or 'no matrices'}"
+    )
 
 
 def _settings(policy: PolicyTable, model: Any = None) -> Any:
@@ -170,6 +188,8 @@ def _settings(policy: PolicyTable, model: Any = None) -> Any:
         r=policy.lora.r,
         lora_alpha=policy.lora.alpha,
         target_modules=ALL[0] if targets == ALL else list(targets),
+        modules_to_save=list(policy.lora.modules_to_save) or None,
+        use_rslora=policy.lora.use_rslora,
         task_type="CAUSAL_LM",
         fan_in_fan_out=model is not None and any(isinstance(m, Conv1D) for m in model.modules()),
         base_model_name_or_path=policy.model,
@@ -189,23 +209,29 @@ def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
 
 
 def _layers(model: Any) -> list[Any]:
+    """Return the layers with adapters, and the modules that are trained whole."""
     from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
 
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kinds = LoraLayer | ModulesToSaveWrapper
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def _linear(model: Any) -> dict[str, nn.Module]:
     """Return all linear layers by name, those within adapters aside."""
     from transformers.pytorch_utils import Conv1D
 
-    modules = {name: module for name, module in model.named_modules() if ".lora_" not in name}
+    own = (".lora_", WHOLE)
+    named = model.named_modules()
+    modules = {n: module for n, module in named if not any(part in f"{n}." for part in own)}
     return {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
 
 
 def _round_frozen(model: Any) -> None:
     """Store the linear layers in bf16, and with them the LM head, apart from the embeddings."""
     head = model.get_output_embeddings()
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    if not head.weight.requires_grad:  # it may be tied to the embeddings
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     for module in _linear(model).values():
         module.to(torch.bfloat16)
     for layer in _layers(model):
@@ -227,13 +253,17 @@ def _write(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
     sets = {name: value for name, value in vars(settings).items() if isinstance(value, set)}
     vars(ordered).update({name: sorted(value) for name, value in sets.items()})
     ordered.save_pretrained(str(folder))
-    named = {PREFIX + name.replace(f".{TRAINED}.", "."): t for name, t in tensors.items()}
-    save_file(named, folder / ADAPTER)
+    plain = {n.replace(WHOLE, ".").replace(f".{TRAINED}.", "."): t for n, t in tensors.items()}
+    save_file({PREFIX + name: tensor for name, tensor in plain.items()}, folder / ADAPTER)
 
 
 def _own_name(name: str) -> str:
     """Return the name in a model of a tensor in PEFT's file."""
-    return re.sub(r"\.(lora_[AB])\.", rf".\1.{TRAINED}.", name.removeprefix(PREFIX))
+    name = name.removeprefix(PREFIX)
+    if ".lora_" not in name:
+        module, _, parameter = name.rpartition(".")
+        return f"{module}{WHOLE}{parameter}"
+    return re.sub(r"\.(lora_[AB])\.", rf".\1.{TRAINED}.", name)
 
 
 def _check_targets(model: Any, lora: LoraTable) -> None:
@@ -249,6 +279,31 @@ def _check_targets(model: Any, lora: LoraTable) -> None:
             )
 
 
+def _check_whole(model: Any, lora: LoraTable) -> None:
+    """Raise ValueError unless each module to train whole is a single one, not tied or adapted."""
+    modules = dict(model.named_modules())
+    alone = {name.rpartition(".")[2] for name, m in modules.items() if not list(m.children())}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    head, ends = model.get_output_embeddings(), lora.target_modules
+    adapted = {
+        name
+        for name, module in _linear(model).items()
+        if (module is not head if ends == ALL else name.endswith(ends))
+    }
+    for target in lora.modules_to_save:
+        named = {name: module for name, module in modules.items() if name.endswith(target)}
+        own = [p for module in named.values() for p in module.parameters()]
+        problem = ""
+        if not own or any(list(module.children()) for module in named.values()):
+            problem = f"no single module with weights{choices(target, sorted(alone))}"
+        elif any(uses[id(p)] > 1 for p in own):
+            problem = "tied to another module, as an LM head is to the embeddings; leave it out"
+        elif adapted & named.keys():
+            problem = "adapted as well; name other layers in policy.lora.target_modules"
+        if problem:
+            raise ValueError(f"policy.lora.modules_to_save: {target!r} is {problem}")
+
+
 def _check_settings(folder: Path, lora: LoraTable) -> None:
     """Raise ValueError unless the folder has an adapter with the settings of `policy.lora`."""
     for file in (SETTINGS, ADAPTER):
@@ -258,12 +313,12 @@ def _check_settings(folder: Path, lora: LoraTable) -> None:
                 " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
             )
     settings = json.loads((folder / SETTINGS).read_text("utf-8"))
-    for key, name, value in (("r", "r", lora.r), ("alpha", "lora_alpha", lora.alpha)):
-        given = settings.get(name)
+    for key, name in (("r", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
+        value, given = lora.model_dump()[key], settings.get(name, False)
         if given != value:
             raise ValueError(
                 f"policy.lora.{key} = {value}, but the adapter in {lora.start} has"
-                f" {name} = {given}; set policy.lora.{key}={given}"
+                f" {name} = {given}; set policy.lora.{key}={str(given).lower()}"
             )
     problems = [name for name in UNSUPPORTED if settings.get(name)]
     for name, known in (("peft_type", ("LORA",)), ("init_lora_weights", STARTS)):

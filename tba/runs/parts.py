@@ -178,7 +178,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     if config.policy.lora is not None:
-        check_adapter(config.policy)
+        notes.append(check_adapter(config.policy))
     if config.trainer.compile:
         check_compiler(config.policy)
     _check_tools(config, task, objective, prompts[0])
