@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tba import load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import check_files, check_model, load_model, load_text
-from tba.types import Prompt
+from tba.runs.parts import Parts, check
+from tba.types import Prompt, collate
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 LAYER = "model.layers.0.mlp.up_proj.weight"
@@ -217,3 +219,53 @@ def test_prompts_end_as_they_are_written(
     tokenizer.save_pretrained(model)
     text = load_text(PolicyTable(model=str(model)))
     assert text.tokenizer.decode(text.encode(Prompt("a", written)).tolist()) == expected
+
+
+ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 14}
+LONG = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+TYPES = {
+    "longrope": LONG,
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {**ROPE, "rope_type": "yarn"},
+    "llama3": {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+def toy_run(model: str, max_tokens: int) -> Parts:
+    settings = ["task=toy.Ones", f"sampling.max_tokens={max_tokens}", f"policy.model={model}"]
+    return check(load(None, [*settings, "runtime.use=local"]))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_positions_agree_with_single_sequences_at_the_lengths_of_a_run(
+    tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    """Prompts have 4 to 6 tokens, so that the sequences have at most 14."""
+    parts = toy_run(variant(tiny_model, tmp_path, rope_parameters=TYPES[kind]), 8)
+    trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    groups = searcher.search(parts.prompts[:3], seed=0).groups
+    with torch.no_grad():
+        logp = trainer.policy.logp(collate(groups))
+        for group, rows in zip(groups, logp, strict=True):
+            for t, row in zip(group.trajectories, rows, strict=True):
+                ids = torch.tensor([*group.prompt_tokens, *t.tokens])
+                every = (
+                    plain(input_ids=ids[None]).logits[0, -len(t.tokens) - 1 : -1].log_softmax(-1)
+                )
+                expected = every.gather(1, ids[-len(t.tokens) :, None]).squeeze(1)
+                for found in (row[: len(t.tokens)], t.behavior_logp, t.ref_logp):
+                    torch.testing.assert_close(torch.as_tensor(found), expected, atol=1e-5, rtol=0)
+
+
+def test_rotary_embeddings_that_change_within_a_run_are_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model = variant(tiny_model, tmp_path, rope_parameters=LONG)
+    with pytest.raises(ValueError, match=r"longrope\) in sequences of more than 14 .* 5 to 15"):
+        toy_run(model, 9)
+
+
+def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model: Any) -> None:
+    first = toy_run(str(make_model(context=128)), 100).trainer("cpu").weights(version=0).probe
+    assert first is not None and len(first.prompt_tokens) + len(first.tokens) == 6 + 100

@@ -104,14 +104,3 @@ def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: B
     assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE
     logp = t.policy.logp(probe_tokens(batch, t.context))[0, 0].detach().numpy()
     np.testing.assert_array_equal(probe.logp, logp)
-
-
-def test_a_shortened_probe_is_logged_once(
-    tiny_model: Path, batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        t = trainer(tiny_model, "engine=test_probe.InBlocks")
-        t.step(batch, 0)
-        t.weights(version=1)
-    (record,) = [r for r in caplog.records if "probe" in r.message]
-    assert "context of 32 tokens is shorter than the probe of weight updates, 81" in record.message

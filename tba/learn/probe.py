@@ -1,6 +1,5 @@
 """The probe of a weight update: tokens for which an engine must compute the trainer's log-probs."""
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,19 +12,10 @@ from tba.weights import Probe
 PROMPT, RESPONSE = 16, 16  # tokens of a probe; prompts are longer for engines that cache them
 LONGEST_BLOCK = 128  # tokens of a block of such a cache, if nothing is known: vLLM's on a CPU
 
-log = logging.getLogger(__name__)
-
 
 def prompt_length(block: int) -> int:
     """Return the tokens of a probe's prompt: more than a block, which is 0 without a cache."""
     return max(PROMPT, block + 1)
-
-
-def log_short_context(context: int, prompt: int) -> None:
-    """Log that probes are shorter than usual, if the model's context is too small for them."""
-    if context < prompt + RESPONSE:
-        text = "the model's context of %d tokens is shorter than the probe of weight updates, %d"
-        log.info(text, context, prompt + RESPONSE)
 
 
 def probe_tokens(batch: Batch, context: int, length: int = PROMPT) -> TokenBatch:

@@ -56,7 +56,6 @@ class SingleTrainer:
         )
         self.schedule = learning_rate(self.optimizer, s, self.steps)
         self._first_model = state.fingerprint(policy.model)
-        probe.log_short_context(self.context, self.probe_prompt)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()

@@ -282,23 +282,21 @@ def _check_targets(model: Any, lora: LoraTable) -> None:
 def _check_whole(model: Any, lora: LoraTable) -> None:
     """Raise ValueError unless each module to train whole is a single one, not tied or adapted."""
     modules = dict(model.named_modules())
-    alone = {name.rpartition(".")[2] for name, m in modules.items() if not list(m.children())}
+    single = {name for name, module in modules.items() if not list(module.children())}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    head, ends = model.get_output_embeddings(), lora.target_modules
-    adapted = {
-        name
-        for name, module in _linear(model).items()
-        if (module is not head if ends == ALL else name.endswith(ends))
-    }
+    ends = lora.target_modules
+    adapted = [name for name in _linear(model) if ends == ALL or name.endswith(ends)]
+    if ends == ALL:
+        adapted = [n for n in adapted if modules[n] is not model.get_output_embeddings()]
     for target in lora.modules_to_save:
-        named = {name: module for name, module in modules.items() if name.endswith(target)}
-        own = [p for module in named.values() for p in module.parameters()]
+        names = {name for name in modules if name.endswith(target)}
         problem = ""
-        if not own or any(list(module.children()) for module in named.values()):
-            problem = f"no single module with weights{choices(target, sorted(alone))}"
-        elif any(uses[id(p)] > 1 for p in own):
+        if not names or names - single:
+            known = sorted({name.rpartition(".")[2] for name in single})
+            problem = f"no single module with weights{choices(target, known)}"
+        elif any(uses[id(p)] > 1 for name in names for p in modules[name].parameters()):
             problem = "tied to another module, as an LM head is to the embeddings; leave it out"
-        elif adapted & named.keys():
+        elif names & set(adapted):
             problem = "adapted as well; name other layers in policy.lora.target_modules"
         if problem:
             raise ValueError(f"policy.lora.modules_to_save: {target!r} is {problem}")

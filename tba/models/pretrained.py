@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 
 from tba.config.tables import PolicyTable
 from tba.models import model_path as model_path
@@ -161,12 +162,14 @@ def _explained(path: str, named: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # files may hold anything
-        reason = f"{str(error).strip()} ({type(error).__name__})".replace("\n", " ")[-300:]
+        reason = f"{type(error).__name__}: {str(error).strip()}".replace("\n", " ")[:300]
         if isinstance(error, OSError) and _offline(path) and not Path(path).is_dir():
             reason = (
                 f"no such folder, {constants.ENDPOINT} does not answer, and the model is not in"
                 " the cache; give a folder, or connect to the hub once"
             )
+        elif isinstance(error, SafetensorError):
+            reason = f"a file of weights is damaged or cut short ({error}); download it again"
         raise ValueError(f"{named} cannot be loaded: {reason}") from error
 
 
