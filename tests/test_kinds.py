@@ -109,6 +109,13 @@ def test_a_shard_that_is_missing_or_not_listed_is_told(untied: Path, tmp_path: P
     assert "missing: " in refusal(str(tmp_path))
 
 
+def test_an_adapter_is_no_model(tiny_model: Path, tmp_path: Path) -> None:
+    """Transformers would load it into the model, which would then train nothing else."""
+    model = variant(tiny_model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is an adapter: give its base" in refusal(model)
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

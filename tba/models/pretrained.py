@@ -145,6 +145,10 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
     from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     path, named = model_path(name, key), f"{key} = {name!r}"
+    if Path(path, "adapter_config.json").is_file():
+        raise ValueError(
+            f"{named} is an adapter: give its base, and the folder as policy.lora.from"
+        )
     options = sources(path, remote_code)
     with _explained(path, named):
         content, _ = PreTrainedConfig.get_config_dict(path, **options)
@@ -297,7 +301,8 @@ def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> An
     from huggingface_hub import try_to_load_from_cache
 
     path = model_path(name, key)
-    if not Path(path).is_dir() and not try_to_load_from_cache(path, "model.safetensors"):
+    file = try_to_load_from_cache(path, "model.safetensors") if not Path(path).is_dir() else path
+    if not isinstance(file, str):
         return None
     return load_weighted(auto, torch.float32, name, key, remote_code, "meta")
 
