@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tba import load
 from tba.config.tables import PolicyTable
+from tba.learn.policy import Policy
 from tba.models.pretrained import check_files, check_model, load_model, load_text
 from tba.runs.parts import Parts, check
 from tba.types import Prompt, collate
@@ -240,7 +241,7 @@ TYPES = {
 
 def toy_run(model: str, max_tokens: int) -> Parts:
     settings = ["task=toy.Ones", f"sampling.max_tokens={max_tokens}", f"policy.model={model}"]
-    return check(load(None, [*settings, "runtime.use=local"]))
+    return check(load(None, [*settings, "runtime.use=local", "reward.isolate=thread"]))
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -276,3 +277,12 @@ def test_rotary_embeddings_that_change_within_a_run_are_refused(
 def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model: Any) -> None:
     first = toy_run(str(make_model(context=128)), 100).trainer("cpu").weights(version=0).probe
     assert first is not None and len(first.prompt_tokens) + len(first.tokens) == 6 + 100
+
+
+def test_a_model_that_cannot_run_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 3}
+    config = AutoConfig.from_pretrained(tiny_model, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(PolicyTable(model=str(tmp_path)), torch.float32)
+    with pytest.raises(ValueError, match=r"policy\.model: LlamaForCausalLM cannot run with this"):
+        Policy(model, 1.0)

@@ -278,7 +278,12 @@ class Policy(nn.Module):
         # Token 0 is left out: it may be a pad token with an embedding of zeros.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(1, min(5, vocabulary), device=self.device)[None]
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        try:
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        except Exception as error:  # sizes in a config.json may not fit each other
+            raise ValueError(
+                f"policy.model: {type(self.model).__name__} cannot run with this config: {error}"
+            ) from error
         plain = self.model.get_output_embeddings()(hidden).float()
         sampled = self.model(input_ids=ids, use_cache=False).logits.float()
         if not plain.isfinite().all():
