@@ -175,10 +175,10 @@ def test_the_tokenizer_may_define_how_calls_are_written(chat: Callable[..., Chat
 
 
 WRONG = {
-    "none": (None, "the chat template fails: Cannot use chat template"),
+    "none": (None, "the tokenizer's chat template refuses it: Cannot use chat template"),
     "no system": (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}",
-        "the chat template fails: no system here",
+        "the tokenizer's chat template refuses it: no system here",
     ),
     "no results": (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 
+from tba.config.messages import about
 from tba.config.tables import PolicyTable
 from tba.models import model_path as model_path
 from tba.models.kinds import check_causal, check_content
-from tba.types import Answer, Completion, Prompt, Trajectory
+from tba.models.template import render
+from tba.types import Answer, Completion, Message, Prompt, Trajectory
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 
@@ -52,13 +53,8 @@ class Text:
                 " use text, or a model that has a template"
             )
         else:
-            try:
-                given = {**self.template_kwargs, "add_generation_prompt": True, "return_dict": True}
-                ids = self.tokenizer.apply_chat_template(list(prompt.text), **given)["input_ids"]
-            except TemplateError as error:  # such as a system message where there is no such role
-                raise ValueError(
-                    f"prompt {prompt.id!r}: the tokenizer's chat template refuses it: {error}"
-                ) from error
+            with about(f"prompt {prompt.id!r}"):
+                ids = self.tokens(self.render(prompt.text)).tolist() if prompt.text else []
         if not ids or not prompt.text:
             raise ValueError(
                 f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
@@ -83,6 +79,14 @@ class Text:
                 f" {worst}, but the model has embeddings for {self.vocabulary} only; remove it from"
                 " the text, or resize the embeddings"
             )
+
+    def tokens(self, rendered: str) -> np.ndarray:
+        """Return the tokens of a rendered chat, which has its special tokens as text."""
+        return np.asarray(self.tokenizer(rendered, add_special_tokens=False)["input_ids"], np.int32)
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return a chat as text, as `template.render` does."""
+        return render(self.tokenizer, messages, {**self.template_kwargs, "tools": tools})
 
     def decode(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)

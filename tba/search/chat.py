@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from tba.models.pretrained import Encode, Text
+from tba.prompt import text_of
 from tba.tasks import Task, tools_of
 from tba.tasks._tools import Tools
 from tba.types import Message, Prompt
@@ -30,8 +30,9 @@ You then receive its result:
 ...
 </tool_response>"""
 """Description of the tools, for a chat template that has none."""
-TURN = "(a turn of the policy)"
-"""Stands for one in a chat that is rendered for what follows it."""
+QUESTION: Sequence[Message] = ({"role": "user", "content": "?"},)
+TURN = "\ue000a turn of the policy\ue001"
+"""Stands for a turn in a dialogue that is rendered for what follows it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.encode(Prompt("", "?"))
-        if "?" not in self._between([{"role": "tool", "name": "f", "content": "?"}]):
+        if "?" not in self._after_turn(QUESTION, [{"role": "tool", "name": "f", "content": "?"}]):
             raise ValueError(
                 "task.environment: the chat template shows no results of tools; use another model"
             )
@@ -70,31 +71,48 @@ class Chat:
     @cached_property
     def describes_tools(self) -> bool:
         """True if the template itself describes the tools."""
-        chat = [{"role": "user", "content": "?"}]
-        return self._rendered(chat) != self._rendered(chat, tools=False)
+        return self._rendered(QUESTION) != self._rendered(QUESTION, tools=False)
 
-    def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
-        """Return the tokens of a prompt with the tools; an observation ends its last message."""
+    def opening(self, prompt: Prompt, observation: str = "") -> list[Message]:
+        """Return the messages of a prompt with the tools; an observation ends that of the user."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
         if not isinstance(prompt.text, str):
             messages = [dict(message) for message in prompt.text]
-        messages[-1]["content"] += observation
+        asked = next((m for m in messages[::-1] if m["role"] != "assistant"), messages[-1])
+        if observation and isinstance(asked["content"], list):
+            asked["content"] = [*asked["content"], {"type": "text", "text": observation}]
+        elif observation:
+            asked["content"] += observation
         if not self.describes_tools:
             about = ABOUT % "\n".join(map(json.dumps, self.tools.schemas.values()))
             if messages[0]["role"] == "system":
-                about = f"{messages.pop(0)['content']}\n\n{about}"
+                about = f"{text_of(messages.pop(0)['content'])}\n\n{about}"
             messages.insert(0, {"role": "system", "content": about})
-        return self._tokens(self._rendered(messages))
+        return list(messages)
 
-    def reply(self, last: int, results: Sequence[Message]) -> np.ndarray:
-        """Return the tokens between two turns of the policy, the first of which has this last one.
+    def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
+        """Return the tokens of a prompt with the tools, and with an observation."""
+        return self.text.tokens(self._rendered(self.opening(prompt, observation)))
 
-        They are tokenised alone: what the policy sampled is never tokenised again.
+    def reply(
+        self, last: int, results: Sequence[Message], before: Sequence[Message] = QUESTION
+    ) -> np.ndarray:
+        """Return the tokens between a turn of the policy, whose last token this is, and its next.
+
+        They are those that the chat template writes there in the whole dialogue: messages `before`
+        the turn, and results after it. What the policy sampled is never tokenised again.
         """
-        between = self._between(results)
-        if last in self.text.eos_ids:  # it has ended its turn itself, as the template does
-            between = between.removeprefix(self.text.tokenizer.convert_ids_to_tokens(last))
-        return self._tokens(between)
+        between = self._after_turn(before, results)
+        if last not in self.text.eos_ids:
+            return self.text.tokens(between)
+        # the policy has ended its turn itself: leave out the template's end, up to the same token
+        unlike = [{**result, "content": "\ufffe"} for result in results]
+        head = self._after_turn(before, unlike).partition("\ufffe")[0]
+        names = self.text.tokenizer.convert_ids_to_tokens(sorted(self.text.eos_ids))
+        ends = [head.index(name) + len(name) for name in names if name in head]
+        between = between[min(ends, default=0) :]
+        after_eos = self.text.tokens(self.text.tokenizer.convert_ids_to_tokens(last) + between)
+        return after_eos[1:] if after_eos[0] == last else self.text.tokens(between)
 
     def read(
         self, context: np.ndarray, turn: np.ndarray, stop: Sequence[str]
@@ -131,38 +149,36 @@ class Chat:
         call = Call("name_of_a_tool", {"x": "?"})
         function = _as_function({"name": call.name, "arguments": call.arguments})
         turn = {"role": "assistant", "content": "", "tool_calls": [function]}
-        shown = self._rendered([{"role": "user", "content": "?"}, turn])
+        shown = self._rendered([*QUESTION, turn])
         return call.name in shown and call not in map(_read, CALL.findall(shown))
 
-    def _between(self, results: Sequence[Message]) -> str:
-        """Return what the template puts between a turn of the policy and the next."""
-        if not self.describes_tools:
-            shown = [f"<tool_response>\n{r['content']}\n</tool_response>" for r in results]
-            results = [{"role": "user", "content": "\n".join(shown)}]
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
-        return self._rendered([*chat, *results]).partition(TURN)[2]
+    def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
+        """Return what the template puts after a turn of the policy in a dialogue."""
+        chat: list[Message] = []
+        for message in [*before, {"role": "assistant", "content": TURN}, *results]:
+            role, content = message["role"], message.get("content")
+            if chat and chat[-1]["role"] == role == "assistant":
+                chat.pop()  # the policy went on with a message of the row
+            if role == "tool" and not self.describes_tools:
+                content = f"<tool_response>\n{content}\n</tool_response>"
+                if chat[-1]["role"] == "user":
+                    content = f"{chat.pop()['content']}\n{content}"
+                message = {"role": "user", "content": content}
+            elif role == "assistant":  # without calls; some templates refuse one without content
+                message = {"role": role, "content": content or TURN}
+            chat.append(message)
+        _, shown, after = self._rendered(chat).rpartition(TURN)
+        return after if shown else ""
 
     def _rendered(self, messages: Sequence[Message], tools: bool = True) -> str:
-        """Return a chat as text, up to the beginning of the policy's next turn."""
-        schemas = list(self.tools.schemas.values()) if tools else None
+        """Return a chat as text, up to where the policy goes on."""
         try:
-            rendered: str = self.text.tokenizer.apply_chat_template(
-                list(messages),
-                tools=schemas,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self.text.template_kwargs,
-            )
-        except (TemplateError, ValueError) as error:
+            return self.text.render(messages, list(self.tools.schemas.values()) if tools else None)
+        except ValueError as error:
             raise ValueError(
-                f"task.environment: the chat template fails: {error}; use a model whose template"
-                " takes a system message, and messages after the assistant's"
+                f"task.environment: {error}; use a model whose template takes a system message,"
+                " and messages after the assistant's"
             ) from error
-        return rendered
-
-    def _tokens(self, rendered: str) -> np.ndarray:
-        ids = self.text.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return np.asarray(ids, np.int32)
 
 
 def encoder(text: Text, task: Task) -> Encode:

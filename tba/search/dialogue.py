@@ -52,6 +52,8 @@ class _Dialogue:
     """A dialogue up to the newest turn of the policy, which ends it unless it has calls."""
 
     prompt: np.ndarray
+    opening: Sequence[Message]
+    """The messages of the prompt, and what the environment began with."""
     instance: Any
     """The environment; Rejected if it could not be reset."""
     said: Completion = NOTHING
@@ -123,7 +125,9 @@ class Dialogues:
                     f" model's context has room for {longest}; lower sampling.max_tokens"
                 )
                 tokens = self.chat.encode(prompt)
-            groups.append([_Dialogue(tokens, _alike(*each, begin, problem)) for each in own])
+            opening = self.chat.opening(prompt, begin)
+            alike = [_alike(*each, begin, problem) for each in own]
+            groups.append([_Dialogue(tokens, opening, instance) for instance in alike])
         return groups
 
     def _hear(self, dialogue: _Dialogue, turn: Completion, stop: Sequence[str]) -> None:
@@ -152,7 +156,9 @@ class Dialogues:
                 name = whole(d.calls[number].name)
                 d.messages.append({"role": "tool", "name": name, "content": result.content})
         for d in waiting:
-            d.reply = self.chat.reply(int(d.said.tokens[-1]), d.messages[-len(d.calls) :])
+            new = len(d.calls)
+            before = [*d.opening, *d.messages[: -new - 1]]
+            d.reply = self.chat.reply(int(d.said.tokens[-1]), d.messages[-new:], before)
             d.calls = []
         return results
 

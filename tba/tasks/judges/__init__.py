@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any
 
-from tba.prompt import Message
+from tba.prompt import Message, text_of
 from tba.tasks import Scores
 
 Text = str | Sequence[Message]
@@ -33,18 +33,26 @@ class Judge:
 
 
 def conversation(prompt: Text, completion: Text) -> list[Message]:
-    """Return a prompt and its completion as chat messages."""
-    messages: list[Message] = []
+    """Return a prompt and its completion as chat messages.
+
+    A completion that goes on with the last message of the prompt is one message with it.
+    """
+    messages: list[dict[str, Any]] = []
     for role, text in (("user", prompt), ("assistant", completion)):
-        messages += [{"role": role, "content": text}] if isinstance(text, str) else text
-    return messages
+        own = [{"role": role, "content": text}] if isinstance(text, str) else text
+        for message in own:
+            content, last = text_of(message.get("content")), messages[-1:]
+            if own is not prompt and last and last[0]["role"] == message["role"] == "assistant":
+                content = messages.pop()["content"] + content
+            messages.append({**message, "content": content})
+    return list(messages)
 
 
 def fill(template: str, prompt: Text, completion: Text) -> str:
     """Return a template with the text of a prompt and its completion; messages are paragraphs."""
     texts = {}
     for mark, text in (("{prompt}", prompt), ("{completion}", completion)):
-        paragraphs = [text] if isinstance(text, str) else [m["content"] or "" for m in text]
+        paragraphs = [text] if isinstance(text, str) else [text_of(m.get("content")) for m in text]
         texts[mark] = "\n\n".join(paragraphs)
     # in one pass, because a prompt may itself have "{completion}" in it
     return re.sub(r"\{prompt\}|\{completion\}", lambda mark: texts[mark[0]], template)

@@ -1,0 +1,61 @@
+"""Chats as text: what a tokenizer's chat template makes of messages."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from jinja2 import TemplateError
+
+from tba.prompt import Message, text_of
+
+ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
+"""Exceptions of a chat template, which is code from outside, for a chat that it cannot show."""
+AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
+"""A list of parts that a template has shown as Python or JSON writes it."""
+
+
+def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """Return a chat as text, up to where the policy begins its turn, or goes on with it.
+
+    It goes on with a last message of its own. Content is given to the chat template as it is, a
+    text or a list of parts, unless the template shows only the other. ValueError if it cannot
+    show the chat at all.
+    """
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError("a message is no table with `role` and `content`")
+    plain = not any(isinstance(m.get("content"), list) for m in messages)
+    texts, parts = list(map(_as_text, messages)), list(map(_as_parts, messages))
+    contents = [m.get("content") or [] for m in (parts[-1:] if plain else parts)]
+    for chat in (messages, parts):
+        with suppress(*ERRORS):
+            rendered = _rendered(tokenizer, chat, options)
+            as_code = AS_CODE.search(rendered) and not (plain and chat is messages)
+            shown = all(p["text"].strip() in rendered for content in contents for p in content)
+            if shown and not as_code:
+                return rendered
+    try:
+        return _rendered(tokenizer, texts, options)
+    except ERRORS as error:  # such as a system message where there is no such role
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"the tokenizer's chat template refuses it: {why}") from error
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+    how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    chat: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **how, **options)
+    return chat
+
+
+def _as_text(message: Message) -> Message:
+    """Return a message with its parts joined."""
+    content = message.get("content")
+    return {**message, "content": text_of(content)} if isinstance(content, list) else message
+
+
+def _as_parts(message: Message) -> Message:
+    """Return a message with its text as a list of one part."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}]
+    return {**message, "content": parts} if isinstance(content, str) else message
