@@ -17,7 +17,7 @@ import torch
 import tba
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
-from tba.runs.offline import evaluate_run, export_run
+from tba.runs.offline import evaluate_run, export_responses, export_run
 from tba.runs.result import Result
 from tba.runs.summary import Summary
 from tba.tasks._memory import InMemory, in_memory, to_rows
@@ -99,6 +99,25 @@ def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
     )
     assert task["data"].startswith("<in memory: 5 rows, sha256:")
     assert task["held_out_data"].startswith("<in memory: 2 rows, sha256:")
+
+
+def test_responses_to_rows_with_the_same_prompt_are_exported_apart(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": letter} for letter in "ab"]
+    result = tba.train(
+        config(tiny_model, tmp_path / "run", "task.held_out_size=0", "eval.prompts=0"),
+        data=rows,
+        reward=lambda completions, answer: [float(letter == "a") for letter in answer],
+    )
+    file = export_responses(result.folder, tmp_path / "responses.jsonl")
+    exported = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {(r["id"], r["columns"]["answer"], r["reward"]) for r in exported} == {
+        ("train-0", "a", 1.0),
+        ("train-1", "b", 0.0),
+    }
+    texts = [(row["id"], row["completion"]) for row in exported]
+    assert len(set(texts)) == len(texts)
 
 
 def test_a_config_file_is_trained_and_its_result_read_again(

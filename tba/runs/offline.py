@@ -138,7 +138,7 @@ def _evaluate(
 def export_responses(run: Path, out: Path, step: int | str | None = None) -> Path:
     """Write the distinct responses in a checkpoint's replay buffer as JSONL, the best first.
 
-    Responses with the same text but other tokens are written once, with the highest reward.
+    Responses to a row with the same text but other tokens are written once, with the best reward.
     """
     check_responses(run, out)
     config = config_of(run)
@@ -148,8 +148,9 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
     for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):
         completion = text.shown(t, stop)
-        row = {"prompt": prompt.text, "completion": completion}
-        rows.setdefault(json.dumps(row), {**row, "reward": t.reward, "version": t.version})
+        row = {"id": prompt.id, "prompt": prompt.text, "completion": completion}
+        more = {"reward": t.reward, "version": t.version, "columns": prompt.columns}
+        rows.setdefault(json.dumps(row), row | more)
     write_whole(out, "".join(json.dumps(row) + "\n" for row in rows.values()))
     return out
 

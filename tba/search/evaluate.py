@@ -128,9 +128,9 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     under the reference: of the whole set by its tokens, and see `_likelihood`. All are left out if
     the reference was reset between two pieces. A standard error is over prompts, because samples of
     one prompt are not independent. Samples that the task cannot score count as wrong, and not in
-    the mean reward, which is 0 if none is scored; `rejected` is their share. Greedy answers of
-    which it scores none have no score: it may compare answers, of which there is one. `seconds`
-    are those of all pieces.
+    the mean reward, which is 0 if none is scored; `rejected` is their share. A measure that scores
+    none has no score, and neither have greedy answers of which none is scored: the task may compare
+    answers, of which there is one. `seconds` are those of all pieces.
     """
     one_reference = len({p.reference for p in pieces}) == 1
     scores: dict[str, float] = {}
@@ -172,9 +172,10 @@ def _means(path: Sequence[str], values: Mapping[str, Float[np.ndarray, " P"]]) -
 
 
 def _unscored(name: str, values: Mapping[str, Float[np.ndarray, " P"]]) -> bool:
-    """Return whether a score is one of greedy answers that were all rejected."""
+    """Return whether a score is a measure, or of greedy answers, that were all rejected."""
     rejected = values.get(f"{name.removesuffix('_reward')}_rejected")
-    return name.startswith("greedy_") and rejected is not None and bool((rejected == 1).all())
+    may_lack = name.startswith("greedy_") or not name.endswith("_reward")
+    return may_lack and rejected is not None and bool((rejected == 1).all())
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

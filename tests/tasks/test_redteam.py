@@ -22,7 +22,7 @@ from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.replay.buffer import ReplayBuffer
 from tba.run import open_run
-from tba.runs.offline import evaluate_run, export_responses
+from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.parts import check
 from tba.strategies.mixture import Mixture
 from tba.tasks import NEAR_DUPLICATE, Answered
@@ -423,6 +423,14 @@ def test_a_run_measures_success_and_diversity_and_leaves_its_attacks(
     assert list(again.answers) == [row["completion"] for row in rows]
     with pytest.raises(ValueError, match=r"attacks\.jsonl exists; choose a new file"):
         export_responses(folder, file)
+
+
+def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model: Path) -> None:
+    """It has none to be far from, which is not the same as being near."""
+    one = config(wide_model, Path("unused"), *settings, "eval.samples=1", "eval.k=[]")
+    scores = evaluate_model(str(wide_model), one)
+    assert "sampled_distance" not in scores and "sampled_distance_stderr" not in scores
+    assert scores["sampled_distance_rejected"] == 1 and "sampled_reward" in scores
 
 
 def test_an_evaluation_set_attacks_from_the_training_prompts_too(
