@@ -230,3 +230,53 @@ def test_a_chat_is_written_in_one_way(model: Model, data: dict[str, Any], tmp_pa
         assert row["prompt"] == asked and row["id"]
     batch = [row.get("drawn", 1) for row in rows if row["kind"] == "train"]
     assert sum(batch) == 4  # a whole group
+
+
+def test_long_prompts_are_left_out_and_counted(
+    model: Model, data: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["1?", "1+1+1+1?", "2?", "12345678?", "3?", "2+2+2+2?"]
+    rows = [{"question": text, "solution": "1"} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder, limited = model(), {**data, "max_prompt_tokens": 4}
+    parts = check(config(folder, limited))
+    assert [p.text for p in (*parts.prompts, *parts.held_out)] == ["1?", "2?", "3?"]
+    assert [p.id for p in parts.prompts] == ["train-0", "train-2"]  # rows keep their ids
+    told = "%d of %d %s prompts are left out: longer than task.max_prompt_tokens = 4"
+    assert caplog.messages == [told % (1, 2, "held-out"), told % (2, 4, "training")]
+    mixed = {"use": "mixture", "parts": {"a": {"use": "custom", **limited}}}
+    assert len(check(config(folder, mixed)).prompts) == 2
+    sets = {"prompts": 1, "sets": {"b": {"held_out_size": 4}}}
+    assert len(check(config(folder, limited, eval=sets)).sets["b"].prompts) == 1
+    with pytest.raises(
+        ValueError, match=r"all held-out prompts are longer than .*_tokens = 1; raise"
+    ):
+        check(config(folder, {**data, "max_prompt_tokens": 1}))
+    with pytest.raises(ValueError, match=r"of task\.parts\.a are longer"):
+        part = {"use": "custom", **data, "max_prompt_tokens": 1}
+        check(config(folder, {"use": "mixture", "parts": {"a": part}}))
+    with pytest.raises(ValueError, match=r"task\.max_prompt_tokens = 0: .* greater than"):
+        check(config(folder, {**data, "max_prompt_tokens": 0}))
+
+
+def test_duplicates_are_dropped_also_of_held_out_rows(
+    model: Model, data: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["1?", "2?", "1?", "9?", "3?", "9?", "8?", "9?"]
+    rows = [{"question": text, "solution": str(i)} for i, text in enumerate(texts)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = model()
+    with pytest.raises(ValueError, match="1 of 5 training prompts are also held out"):
+        check(config(folder, {**data, "held_out_size": 3}))
+    parts = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}))
+    kept = [(p.text, p.columns["answer"]) for p in (*parts.prompts, *parts.held_out)]
+    assert kept == [("1?", "0"), ("2?", "1"), ("3?", "4"), ("9?", "5"), ("8?", "6")]
+    told = "%d of %d %s prompts are left out: duplicates (task.drop_duplicates)"
+    assert caplog.messages == [told % (1, 3, "held-out"), told % (2, 5, "training")]
+    first = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}, eval={
+        "prompts": 1
+    }))  # fmt: skip
+    assert len(first.prompts) == 3  # rows that are kept back are not trained on, either
+    part = {"use": "custom", **data, "held_out_size": 3, "drop_duplicates": True}
+    mixed = check(config(folder, {"use": "mixture", "parts": {"a": part, "b": part}}))
+    assert len(mixed.prompts) == 6  # the rewards of parts are different

@@ -33,7 +33,7 @@ from tba.models.pretrained import (
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
 from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
-from tba.runs.sets import evaluation_sets
+from tba.runs.sets import evaluation_sets, kept
 from tba.runs.warn import Sign
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
@@ -169,12 +169,13 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
         )
     text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)
-    prompts = task.prompts()
     _check_stop(config, text)
     given = _given(task, text)
     _check_behavior(config, objective, task, seeded=len(given) > 0)
-    kept_back = task.held_out() if config.eval.prompts else []
+    encode, seen = encoder(text, task), set[bytes]()
+    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
     held_out = kept_back[: config.eval.prompts]
+    prompts = kept("training", task, task.prompts(), encode, seen)
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     if config.policy.lora is not None:
@@ -182,7 +183,6 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     if config.trainer.compile:
         check_compiler(config.policy)
     _check_tools(config, task, objective, prompts[0])
-    encode = encoder(text, task)
     tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
     identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
     trained_on, apart = identities[: len(prompts)], set(identities[len(prompts) :])

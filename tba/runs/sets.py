@@ -1,18 +1,54 @@
 """Further evaluation sets of a run, from the tables [eval.sets.NAME]."""
 
 import logging
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Sequence, Set
 
 from tba.config.messages import about
 from tba.config.schema import Config
 from tba.config.tables import Use
-from tba.models.pretrained import Text
+from tba.models.pretrained import Encode, Text
 from tba.runs.notes import Encoded
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.searcher import EvaluationSet
-from tba.tasks import HasParts, Prepares, SamplesAgain, Task, tools_of
+from tba.tasks import HasParts, Prepares, SamplesAgain, Task, part_of, tools_of
 from tba.tasks._memory import InMemory, named_task
+from tba.tasks._rendering import Rendering
+from tba.types import Prompt
+
+
+def kept(
+    what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
+) -> list[Prompt]:
+    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
+
+    `seen` is added to. ValueError if none is left of the task, or of a part of it.
+    """
+    left: list[Prompt] = []
+    why: Counter[str] = Counter()
+    for prompt in prompts:
+        part, own = part_of(task, prompt)
+        if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
+            ids = encode(prompt)
+            known = part.encode() + b"/" + identity(task, prompt, ids)
+            if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
+                why[f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"] += 1
+                continue
+            if own.drop_duplicates and known in seen:
+                why["duplicates (task.drop_duplicates)"] += 1
+                continue
+            seen.add(known)
+        left.append(prompt)
+    for reason, count in why.items():
+        text = "%d of %d %s prompts are left out: %s"
+        logging.getLogger(__name__).warning(text, count, len(prompts), what, reason)
+    if lost := {part_of(task, p)[0] for p in prompts} - {part_of(task, p)[0] for p in left}:
+        of_part = "".join(f" of task.parts.{name}" for name in sorted(lost) if name)
+        raise ValueError(
+            f"all {what} prompts{of_part} are {' or '.join(why)}; raise it, or drop it"
+        )
+    return left
 
 
 def evaluation_sets(
@@ -39,7 +75,7 @@ def evaluation_sets(
         with about(f"[{key}]"):  # errors speak of `task.`
             if isinstance(own, Prepares):
                 own.check()
-            prompts = own.held_out()
+            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
         encoded += zip(prompts, tokens, strict=True)
         again = isinstance(own, SamplesAgain)  # there are no prompts but those it is trained on

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tba.config.keys import Count
+from tba.config.keys import Count, Positive
 from tba.config.messages import about
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks._data import Rows, require, rows
@@ -61,6 +61,10 @@ class Rendering:
     """File, folder or hub name to take the examples from instead."""
     shot_response: str = "{answer}"
     """Template of the response in an example."""
+    max_prompt_tokens: Positive | None = None
+    """Most tokens of a prompt; longer ones are left out, and counted. Default: no limit."""
+    drop_duplicates: bool = False
+    """Keep the first of all rows with the same prompt, and train on none that is held out."""
 
     def __post_init__(self) -> None:
         if not columns_of(self.prompt):

@@ -340,7 +340,7 @@ def test_earlier_attacks_enter_the_buffer_first(
     seeded = (f"task.seeds={file}", "replay.first_fill=2", "run.steps=1", "eval.prompts=0")
     c = config(wide_model, tmp_path / "run", *settings, *seeded)
     with open_run(c) as run:
-        run.buffer.add(run.gather(at_least=run.missing), now=0)
+        run.collect()
         (group,) = run.buffer.groups()
         text = run.parts.text
     assert group.prompt == Prompt("attack", "1+")
