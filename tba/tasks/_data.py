@@ -142,8 +142,9 @@ def _plain(value: Any, levels: int = DEEPEST) -> Any:
         return [_plain(inner, levels - 1) for inner in value]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {_plain(name): _plain(inner, levels - 1) for name, inner in value.items()}
-    what = value if isinstance(value, Exception) else type(value).__name__
-    raise ValueError(f"{what} is not text, a number, a list, or a table with names")
+    if isinstance(value, Exception):  # of `by_column`
+        raise ValueError(str(value))
+    raise ValueError(f"{type(value).__name__} is not text, a number, a list, or a table with names")
 
 
 def _split_file(key: str, folder: Path, split: str) -> Path:
