@@ -10,7 +10,8 @@ import torch
 from _measure import need_model
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import BUNDLED, load_config
+from tba.models import BUNDLED
+from tba.models.pretrained import load_config
 from tba.types import Batch
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
