@@ -86,8 +86,8 @@ def train(
         from tba.runs.dry_run import dry_run as check
 
         tables, told = check(config, resume, drop_damaged_replay)
+    print("\n".join(told), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
-    print("\n".join(told), file=sys.stderr)
 
 
 @app.command(context_settings=PASS_ON)

@@ -126,6 +126,32 @@ def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(
     assert labels == shown
 
 
+def test_the_end_of_a_run_ends_with_its_result(tmp_path: Path) -> None:
+    lines: list[str] = []
+    scores = {**SCORES, "step": 7.0}
+    Console(9, lines.append).end(replace(SUMMARY, last=scores), tmp_path)
+    last = lines[0].splitlines()[-1]
+    assert last.startswith("  at step 7            pass@1 sampled 0.500")
+
+
+def test_a_sample_shows_the_end_of_its_prompt(live: LiveConsole) -> None:
+    lines: list[str] = []
+    prompt = f"system\n{'You are helpful. ' * 20}\nuser\nWhat is 2 + 3?\nassistant\n"
+    Console(9, lines.append).sample(prompt, "It is 5.", 1.0)
+    assert "user What is 2 + 3? assistant' -> 'It is 5.'  reward 1" in lines[0]
+    assert lines[0].startswith("sample: '…") and len(lines[0]) < 150
+    live.sample(prompt, "It is 5.", 1.0)
+    assert "What is 2 + 3?" in live._sample
+
+
+def test_a_resized_terminal_is_cleared(live: LiveConsole) -> None:
+    live._terminal = Terminal(width=120, height=40, force_terminal=True)
+    with live._terminal.capture() as captured:
+        live._view()
+        live._view()
+    assert captured.get().count("\x1b[2J") == 1
+
+
 class Clock:
     """A clock that tests move."""
 
@@ -185,7 +211,7 @@ def test_each_reward_function_has_its_mean_and_standard_deviation(live: LiveCons
     for name, (mean, std) in functions.items():
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     Console(300, lines.append).step(1, metrics)
-    shown = "reward 0.250  format 0.750 (std 0.500)  kl -1.000 (std 0.250)  kl 0.1250"
+    shown = "reward 0.250  format 0.750 (std 0.500)  kl -1.000 (std 0.250)  kl 0.1250 nats"
     assert lines == [f"step 1/300  2 s  {shown}"]
     live.step(1, metrics)
     terminal = Terminal(width=120)

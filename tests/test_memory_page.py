@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
+from tba.runs import needs
 from tba.runs.generations import generations
 from tba.types import Batch, collate_tokens
 from tba.weights import trained
@@ -32,7 +34,8 @@ LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
 IN_MEMORY = {name: int(n) for name, n in re.findall(r"^\| (.+?) \| (\d+) \| .+ \|$", PAGE, re.M)}
 ON_DISK = {n: int(b) for n, b in re.findall(r"^\| `(.+?)` \| (\d+) per trained", PAGE, re.M)}
 FORMULAS: dict[str, Any] = {}
-exec(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0], FORMULAS)
+CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0]
+exec(CODE, FORMULAS)
 kept: Callable[..., int] = FORMULAS["kept"]
 group: Callable[[int, int, int], tuple[int, int, int]] = FORMULAS["group"]
 
@@ -68,6 +71,10 @@ def linear(model: nn.Module) -> int:
         for name, m in modules.items()
         if isinstance(m, nn.Linear) and ".lora_" not in name and name != "lm_head"
     )
+
+
+def test_the_dry_run_has_the_formula_of_the_page() -> None:
+    assert getsource(needs.kept) + "\n\n" + getsource(needs.group) == CODE
 
 
 def test_weights_gradients_moments_and_copies(batch: Batch) -> None:

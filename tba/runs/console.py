@@ -109,7 +109,7 @@ class Console:
         self.note(f"evaluation at step {version}: {line}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        self.note(f"sample: {_short(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
+        self.note(f"sample: {_end(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, s: "Summary", folder: Path) -> None:
         self.close()
@@ -169,7 +169,9 @@ class LiveConsole(Console):
         self._metrics: Mapping[str, float] = {}
         self._evaluations: list[str] = []
         self._sample = ""
-        self._live = live.Live(get_renderable=self._view, console=Terminal())
+        self._terminal = Terminal()
+        self._size = self._terminal.size
+        self._live = live.Live(get_renderable=self._view, console=self._terminal)
         self._live.start()
 
     def phase(self, text: str) -> None:
@@ -184,12 +186,15 @@ class LiveConsole(Console):
         self._evaluations = [*self._evaluations, f"step {version:>6}  {line}"][-6:]
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        self._sample = f"{_short(prompt)} -> {_short(completion)}   (reward {reward:g})"
+        self._sample = f"{_end(prompt)} -> {_short(completion)}   (reward {reward:g})"
 
     def close(self) -> None:
         self._live.stop()
 
     def _view(self) -> Panel:
+        if self._size != self._terminal.size:  # the lines of the last panel may be broken now
+            self._size = self._terminal.size
+            self._terminal.clear()
         values = self._values(self._metrics)
         cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in values]
         seconds = f"{time.monotonic() - self._since:.0f} s" if self._phase else ""
@@ -223,3 +228,8 @@ def in_a_line(scores: Mapping[str, float]) -> str:
 def _short(text: str, width: int = 100) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def _end(text: str, width: int = 100) -> str:
+    """Return the end of a prompt, where its question is."""
+    return _short(text[::-1], width)[::-1]

@@ -15,6 +15,7 @@ from tba.config.tables import Use
 from tba.runs import checkpoint, log
 from tba.runs.generations import step_of
 from tba.runs.lock import check_usable
+from tba.runs.needs import needs
 from tba.runs.parts import Parts, check
 from tba.runs.resumed import check_resumed, check_step, config_of
 from tba.runtime.placement import places_on_one_machine
@@ -69,7 +70,9 @@ def dry_run(
     told += [f"note: {note}" for note in parts.notes]
     told += [f"warning: {text}" for _, text in parts.signs]
     # loads the policy, and compares its log-probs at the length of the longest sequence
-    parts.trainer(places_on_one_machine(parts.config.runtime)[0].device)
+    trainer = parts.trainer(places_on_one_machine(parts.config.runtime)[0].device)
+    task = part_of(parts.task, parts.prompts[0])[1]
+    told += needs(parts, trainer, len(encoder(parts.text, task)(parts.prompts[0])))
     counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
     return every_key(parts.config), [*told, f"config OK (dry run): {counts}"]
 

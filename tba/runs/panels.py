@@ -50,25 +50,28 @@ PANELS = (
         Curve("completions/clipped_ratio", "cut off", "{:.1%}"),
     )),
     Panel("KL to the reference (nats per token)", "kl and k3 grow slowly", (
-        Curve("kl", "kl", "{:.4f}"), Curve("kl/k3", "k3", "{:.4f}"),
+        Curve("kl", "kl", "{:.4f} nats"), Curve("kl/k3", "k3", "{:.4f} nats"),
     )),
-    Panel("entropy (nats per token)", "declines slowly", (Curve("entropy", "entropy"),)),
+    Panel("entropy (nats per token)", "declines slowly", (
+        Curve("entropy", "entropy", "{:.3f} nats"),
+    )),
     Panel("gradient norm", "no trend", (Curve("grad_norm", "gradient norm"),)),
     Panel(
         "log-prob gap, engine to trainer (nats)",
         "as large as rounding: 1e-4 in fp32, a few hundredths in bf16",
-        (Curve("sync/logp_gap", "gap", "{:.2g}"),
-         Curve("sync/logp_gap_max", "worst gap", "{:.2g}")),
+        (Curve("sync/logp_gap", "gap", "{:.2g} nats"),
+         Curve("sync/logp_gap_max", "worst gap", "{:.2g} nats")),
     ),
     Panel(
         "lag (steps) and effective sample size",
         "a lag of a few times runtime.publish_every; an effective sample size near 100 %",
-        (Curve("off_policy/lag_mean", "lag", "{:.1f}"), Curve("off_policy/ess", "ess", "{:.1%}")),
+        (Curve("off_policy/lag_mean", "lag", "{:.1f} steps"),
+         Curve("off_policy/ess", "ess", "{:.1%}")),
     ),
     Panel(
         "responses in the buffer",
         "grows up to replay.capacity, or until each prompt has replay.per_prompt responses",
-        (Curve("buffer/size", "buffer", "{:,.0f}"),),
+        (Curve("buffer/size", "buffer", "{:,.0f} responses"),),
     ),
     Panel("waits (share of the time)", "both near 0", (
         Curve("wait/trainer", "trainer waits", "{:.1%}"),
@@ -83,8 +86,8 @@ PANELS = (
         "samples per second of an engine",
         "mean and worst of the latest searches are near each other",
         (
-            Curve("engine/samples_per_second", "engine mean", "{:.1f}"),
-            Curve("engine/samples_per_second_min", "worst", "{:.1f}"),
+            Curve("engine/samples_per_second", "engine mean", "{:.1f} samples/s"),
+            Curve("engine/samples_per_second_min", "worst", "{:.1f} samples/s"),
         ),
     ),
 )  # fmt: skip
