@@ -139,7 +139,7 @@ def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
 
     It is called once, in a process, without models. ValueError if the result is no reward.
     """
-    task, table = part_of(parts.task, prompt)[1], parts.config.task
+    task, table = part_of(parts.task, prompt)[1], Use(**parts.config.task.model_dump())
     if part:
         options = {k: v for k, v in table.options["parts"][part].items() if k != "weight"}
         table = Use(**options)
