@@ -1,7 +1,9 @@
-"""Take the pictures of a report in docs/: wide and narrow, light and dark.
+"""Take the pictures of reports in docs/, in light and in dark colours.
 
-    python scripts/screenshots.py runs/demo/report/index.html
+    python scripts/screenshots.py wide=PAGE narrow=PAGE completions=PAGE running=PAGE two=PAGE \\
+        study=PAGE
 
+Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a study.
 Needs Playwright (`pip install playwright`) and a Chromium of the system.
 """
 
@@ -9,27 +11,52 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parent.parent / "docs"
-SIZES = {"wide": (1200, 1120), "narrow": (390, 1250)}
+SIZES = {"narrow": (390, 1250), "running": (1200, 760), "two": (1200, 1060), "study": (1200, 1500)}
+OTHER = (1200, 1180)
+PARTS = {"completions": "Completions"}
+"""The heading at which a picture begins."""
+COLOURS = 128
 
 
-def main(page_file: Path) -> None:
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+def take(browser: Any, name: str, page_file: Path, part: str, scheme: str) -> None:
+    """Write the picture of a page, of a part of it, or of the element with this id."""
+    width, height = SIZES.get(name, OTHER)
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page.goto(page_file.resolve().as_uri())
+    page.wait_for_selector("canvas")
+    out = DOCS / f"report_{name}_{scheme}.png"
+    if name in PARTS:
+        page.locator("h2", has_text=PARTS[name]).evaluate("head => head.scrollIntoView()")
+    page.wait_for_timeout(1000)  # charts are drawn when they have a size
+    if part:
+        page.locator(f"[id='{part}']").screenshot(path=out)
+    else:
+        page.screenshot(path=out)
+    page.close()
+    Image.open(out).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
+        out, optimize=True
+    )
+
+
+def main(arguments: list[str]) -> None:
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        for size, (width, height) in SIZES.items():
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        for argument in arguments:
+            name, _, place = argument.partition("=")
+            file, _, part = place.partition("#")
+            path = Path(file) / "index.html" if Path(file).is_dir() else Path(file)
             for scheme in ("light", "dark"):
-                viewport = {"width": width, "height": height}
-                page = browser.new_page(viewport=viewport, color_scheme=scheme)
-                page.goto(page_file.resolve().as_uri())
-                page.wait_for_selector(".panels canvas")
-                page.screenshot(path=DOCS / f"report_{size}_{scheme}.png")
+                take(browser, name, path, part, scheme)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

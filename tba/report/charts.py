@@ -17,6 +17,8 @@ AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples gener
 POINTS = 1000
 """Largest number of points of a line. Those of longer runs are means over several steps."""
 OTHERS = "All other metrics"
+UNITS = dict.fromkeys(("seconds", "drain", "blocked"), " (s)")
+UNITS |= {"bytes": " (bytes)", "length": " (tokens)", "padding": " (share)"}
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,10 @@ def sections(
             std = f"rewards/{match[1]}/std"
             title = f"{match[1]}, mean ± standard deviation"
             rewards.append(Chart(title, (name,), spread=(std,)))
-    of_k = [name for name in sorted(filled) if re.fullmatch(r"eval/(pass|avg)@\d+", name)]
-    several = Chart(
-        "pass@k and avg@k", tuple(of_k), "share", (), tuple(f"{n}_stderr" for n in of_k)
-    )
-    held_out = [several, *_held_out(measures)]
+    of_k = tuple(name for name in sorted(filled) if re.fullmatch(r"eval/(pass|avg)@\d+", name))
+    labels = tuple(name.removeprefix("eval/") for name in of_k)
+    errors = tuple(f"{name}_stderr" for name in of_k)
+    held_out = [Chart("pass@k and avg@k", of_k, "share", labels, errors), *_held_out(measures)]
     planned: dict[str, tuple[str, Sequence[Chart]]] = {
         "Reward functions": ("Each reward function alone, before its weight.", rewards),
         "Held-out prompts": ("Evaluations, with standard errors over prompts.", held_out),
@@ -164,12 +165,11 @@ def sections(
     for chart in (reward_chart(), *(c for _, charts in planned.values() for c in charts)):
         used.update(chart.metrics, chart.spread)
     others = [name for name in sorted(filled - used) if not name.endswith("stderr")]
-    planned[OTHERS] = (
-        "docs/architecture.md describes them.", [Chart(name, (name,)) for name in others]
-    )  # fmt: skip
+    charts = [Chart(name + UNITS.get(name.split("/")[-1], ""), (name,)) for name in others]
+    planned[OTHERS] = ("docs/architecture.md describes them.", charts)
     shown = {}
-    for title, (about, charts) in planned.items():
-        known = [c for c in charts if {*c.metrics} & (counted if c.form == "count" else filled)]
+    for title, (about, own) in planned.items():
+        known = [c for c in own if {*c.metrics} & (counted if c.form == "count" else filled)]
         if known:
             shown[title] = (about, [asdict(chart) for chart in known])
     return shown

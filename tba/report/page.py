@@ -28,11 +28,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / unit:.1f}\N{NO-BREAK SPACE}{long}"
 
 
+def fitted(value: float, form: str) -> str:
+    """Format a number that may be missing (NaN); a large one with few digits."""
+    if isnan(value):
+        return "–"
+    return f"{value:.4g}" if abs(value) >= 1e5 else form.format(value)
+
+
 def with_stderr(mean: float, stderr: float, form: str) -> str:
     """Format a mean and its standard error, each of which may be missing (NaN)."""
-    error = "" if isnan(stderr) else f" ± {form.format(stderr)}"
-    shown = "–" if isnan(mean) else form.format(mean)
-    return shown + error.replace(" ", "\N{NO-BREAK SPACE}")
+    error = "" if isnan(stderr) else f" ± {fitted(stderr, form)}"
+    return fitted(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def script(*names: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
-from tba.report.page import MODES, duration, measures_of, names, score, script, write_page
+from tba.report.page import MODES, duration, fitted, measures_of, names, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
 from tba.studies.results import Row, flat, read_json, read_metrics
 
@@ -44,12 +44,12 @@ class Record:
                 both = [score(e, measure, mode, subset) for e in ends if column in e]
                 texts[f"{subset or 'Held-out'} {measure}, {mode}"] = " → ".join(both) or "–"
         tenth, reward = ceil(len(self.steps) / 10), self.steps["reward"]
-        first, last = reward.head(tenth).mean(), reward.tail(tenth).mean()
+        tenths = reward.head(tenth).mean(), reward.tail(tenth).mean()
         done, planned = self.steps["step"].iloc[-1], self.config["run"]["steps"]
         return {
             **texts,
             "Evaluated at step": " → ".join(f"{e['step']:,.0f}" for e in ends) or "–",
-            "Training reward, first → last tenth": f"{first:.3f} → {last:.3f}",
+            "Training reward, first → last tenth": " → ".join(fitted(v, "{:.3f}") for v in tenths),
             "Steps": f"{done:,.0f} of {planned:,} ({self.totals['status']})",
             "Time": duration(self.totals["seconds"]),
         }

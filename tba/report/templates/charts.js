@@ -30,6 +30,7 @@ function short(value, form, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (form === "share") return `${+(100 * value).toPrecision(Math.min(digits, 3))}%`;
   const size = Math.abs(value);
+  if (size >= 1e9) return (+value.toPrecision(3)).toExponential();
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
   if (size >= 1e3) return Math.round(value).toLocaleString("en-US");
   return size > 0 && size < 1e-3 ? (+value.toPrecision(Math.min(digits, 3))).toExponential() : `${+value.toPrecision(digits)}`;
@@ -39,9 +40,9 @@ function short(value, form, digits = 4) {
 function outliersOf(values) {
   const sorted = (some) => some.filter((value) => value !== null).sort((a, b) => a - b);
   const all = sorted(values), at = (some, share) => some[Math.round(share * (some.length - 1))];
-  const low = at(all, 0.05), high = at(all, 0.95);
-  const far = (value) => value < 2 * low - high || value > 2 * high - low;
-  return values.map((value, i) => all.length >= 20 && low < high && value !== null && far(value) &&
+  const low = at(all, 0.05), high = at(all, 0.95), range = high - low || Math.abs(high);
+  const far = (value) => value < low - range || value > high + range;
+  return values.map((value, i) => all.length >= 20 && range > 0 && value !== null && far(value) &&
     !far(at(sorted(values.slice(Math.max(0, i - NEAR), i + NEAR + 1)), 0.5)));
 }
 
