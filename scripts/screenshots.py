@@ -21,7 +21,7 @@ SIZES = {"narrow": (390, 1250), "running": (1200, 760), "two": (1200, 1060), "st
 OTHER = (1200, 1180)
 PARTS = {"completions": "Completions"}
 """The heading at which a picture begins."""
-COLOURS = 128
+COLOURS = 256
 
 
 def take(browser: Any, name: str, page_file: Path, part: str, scheme: str) -> None:
