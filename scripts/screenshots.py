@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parent.parent / "docs"
-SIZES = {"narrow": (390, 1250), "running": (1200, 760), "two": (1200, 1060), "study": (1200, 1500)}
+SIZES = {"narrow": (390, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500)}
 OTHER = (1200, 1180)
 PARTS = {"completions": "Completions"}
 """The heading at which a picture begins."""
