@@ -1,4 +1,4 @@
-"""A searcher is replaced after a wrong weight update, or a fault of its engine."""
+"""A wrong weight update ends the run; after a fault of its engine a searcher is replaced."""
 
 from __future__ import annotations
 
@@ -33,38 +33,16 @@ def gaps(folder: Path) -> list[float | None]:
     return [row["sync/logp_gap"] for row in read(folder / METRICS) if "loss" in row]
 
 
-def test_a_gap_that_a_new_searcher_does_not_have_costs_a_restart(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The second of nine loads goes wrong."""
-    given = wrong(tiny_model, tmp_path, right=(0, *range(2, 9)))
-    summary = run(given)
-    assert summary.finished and summary.searcher_restarts == 1
-    assert gaps(tmp_path / "run") == [0.001] * 8
-
-
 @pytest.mark.parametrize("gap", [1.0, float("nan")])
-def test_a_gap_that_stays_ends_the_run_with_a_checkpoint(
-    tiny_model: Path, tmp_path: Path, gap: float
-) -> None:
+def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model: Path, tmp_path: Path, gap: float) -> None:
     given = wrong(tiny_model, tmp_path, right=(0, 1), gap=gap)
-    advice = rf"toy.Wrong.*by {gap:.3g} nats .*0\.01, also in a new searcher; .*engine\.dtype=fp32"
+    advice = rf"toy.Wrong.*by {gap:.3g} nats .*0\.01; .*engine\.dtype=fp32.*loads or caches weights"
     with open_run(given) as opened, pytest.raises(LogpGapError, match=advice):
         opened.train()
     saved = checkpoint.newest(opened.folder / "checkpoints")
     assert saved.name == "step-00000003"
     if gap == 1.0:
         assert run(with_options(given, max_logp_gap=2.0), resume=opened.folder).finished
-
-
-def test_a_restart_that_helps_for_one_update_only_has_not_helped(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Every second load goes wrong, always the first of a searcher that has loaded once before."""
-    given = wrong(tiny_model, tmp_path, right=tuple(range(0, 20, 2)))
-    with open_run(given) as opened, pytest.raises(LogpGapError, match="also in a new searcher"):
-        opened.train()
-    assert opened.searchers.stats.restarts == 1
 
 
 @pytest.mark.parametrize(("every", "right"), [(1, (0, 1, 2)), (2, (0, 1))])
@@ -77,7 +55,7 @@ def test_the_weights_of_a_resumed_run_are_verified(
     longer = given.model_copy(update={"runtime": runtime})
     run(longer.model_copy(update={"run": given.run.model_copy(update={"steps": 3})}))
     with (
-        pytest.raises(LogpGapError, match=rf"to version {3 - 3 % every}.*also in a new searcher"),
+        pytest.raises(LogpGapError, match=rf"to version {3 - 3 % every},"),
         open_run(longer, resume=tmp_path / "run"),
     ):
         pass
@@ -85,23 +63,19 @@ def test_the_weights_of_a_resumed_run_are_verified(
 
 @pytest.mark.fault
 @pytest.mark.parametrize("lag", ["none", "1"])
-@pytest.mark.parametrize(
-    ("right", "restarts"), [((1,), 1), ((1, 2), 2), (tuple(range(1, 40, 2)), 1)]
-)
-def test_a_searcher_process_is_restarted_once(
-    tiny_model: Path, tmp_path: Path, lag: str, right: tuple[int, ...], restarts: int
+def test_a_searcher_process_with_wrong_weights_ends_the_run(
+    tiny_model: Path, tmp_path: Path, lag: str
 ) -> None:
-    """Its first load goes wrong. The successor's first goes right, and perhaps the next as well."""
-    local = wrong(tiny_model, tmp_path, right=right, latency=0.05)
+    local = wrong(tiny_model, tmp_path, right=(0, 1), latency=0.05)
     waits = "runtime.fresh=1" if lag == "none" else f"runtime.lag={lag}"
     settings = ("run.steps=100", "eval.prompts=0", "runtime.publish_every=1", waits)
     other = test_ray.config(tiny_model, tmp_path / "run", *settings)
     with (
         open_run(other.model_copy(update={"engine": local.engine})) as opened,
-        pytest.raises(LogpGapError, match=r"toy.Wrong.* by 1 nats .*also in a new searcher"),
+        pytest.raises(LogpGapError, match=r"^engine 'toy.Wrong'.* by 1 nats "),
     ):
         opened.train()
-    assert opened.searchers.stats.restarts == restarts
+    assert opened.searchers.stats.restarts == 0
     assert set(gaps(tmp_path / "run")) <= {0.001, None}
     assert checkpoint.newest(opened.folder / "checkpoints").name == f"step-{opened.step:08d}"
 

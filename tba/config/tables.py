@@ -30,7 +30,7 @@ class EngineTable(Use):
     max_logp_gap: PositiveFloat | None = key(
         None,
         "largest mean difference in nats between the log-probs of engine and trainer after a weight"
-        " update; above it, the searcher is restarted; default: 0.3, or 0.01 where both compute in"
+        " update; above it, the run is saved and ends; default: 0.3, or 0.01 where both compute in"
         " fp32",
     )
 

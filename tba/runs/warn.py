@@ -25,7 +25,7 @@ Sign = tuple[str, str]
 class Warnings:
     """Compares the metrics of a run with the thresholds of `[warn]`; each warns once.
 
-    `gap_limit` is the log-prob gap, in nats, at which a searcher is replaced; `pass_reward` is the
+    `gap_limit` is the log-prob gap, in nats, at which a run ends; `pass_reward` is the
     least reward of a correct answer, if there is one; `at_start` are signs that need no metrics.
     A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.engines import Drains, EngineError
+from tba.engines import Drains, SearchError
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
@@ -49,8 +49,8 @@ class SearcherActor:
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working, self._idle_since = 0, time.perf_counter()
-        self._wrong: EngineError | None = None  # every later call raises it
-        with suppress(EngineError):  # raised by `pid`: it would be lost with the constructor
+        self._wrong: SearchError | None = None  # every later call raises it
+        with suppress(SearchError):  # raised by `pid`: it would be lost with the constructor
             self._load_newest(newest)
 
     def pid(self) -> int:
@@ -132,7 +132,7 @@ class SearcherActor:
         started, drained = time.perf_counter(), self._drained()
         try:
             gap = self._searcher.load_weights(self._transport.receive(weights))
-        except EngineError as error:
+        except SearchError as error:
             self._wrong = error
             raise
         drained = self._drained() - drained

@@ -27,7 +27,6 @@ class Vacancy:
     place: Place
     at: float  # time at which another one may start
     failures: int  # in a row
-    after_gap: bool  # whether the last one had wrong weights
 
 
 class Crew:
@@ -47,7 +46,7 @@ class Crew:
     def start(self, place: Place) -> None:
         self.handles.append(self._starter.start(place, self.newest))
 
-    def replace(self, handle: Handle, after_gap: bool = False) -> float:
+    def replace(self, handle: Handle) -> float:
         """End a searcher; return the seconds until `restart` starts another in its place.
 
         There are none, but after failures in a row, between which it has delivered nothing.
@@ -58,7 +57,7 @@ class Crew:
         failures, wait = handle.failures + 1, 0.0
         if failures > 1:
             wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (failures - 2))
-        self._vacancies.append(Vacancy(handle.place, self._clock() + wait, failures, after_gap))
+        self._vacancies.append(Vacancy(handle.place, self._clock() + wait, failures))
         return wait
 
     def restart(self) -> None:
@@ -66,9 +65,7 @@ class Crew:
         for vacancy in [v for v in self._vacancies if v.at <= self._clock()]:
             self._vacancies.remove(vacancy)
             self.start(vacancy.place)
-            started = self.handles[-1]
-            started.failures = vacancy.failures
-            started.after_gap = started.version if vacancy.after_gap else None
+            self.handles[-1].failures = vacancy.failures
 
     def forget(self) -> None:
         """Drop all searchers, and the copies of weights that were kept for them."""

@@ -85,8 +85,6 @@ class Handle:
     version: int  # version of the newest weights that it was sent
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
     calls: Calls  # that start them
-    after_gap: int | None = None
-    """Version that it began with, after one with wrong weights; None once newer ones are right."""
     sent: float = -inf
     """Time of the last publication to it."""
     failures: int = 0
@@ -147,8 +145,6 @@ class Handle:
         self.tasks.remove(task)
         if task.kind in ("search", "evaluate"):
             self.failures = 0
-        if self.after_gap is not None and task.version > self.after_gap:
-            self.after_gap = None
 
     def late(self, deadlines: Mapping[Kind, float]) -> str | None:
         """Return which deadline the searcher has missed, if any."""

@@ -13,7 +13,7 @@ from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult
-from tba.search.searcher import LogpGapError, Searcher, task_seed
+from tba.search.searcher import Searcher, task_seed
 from tba.types import Group, Prompt
 from tba.weights import Source, Weights
 
@@ -31,7 +31,6 @@ class LocalSearchers:
         self._build, self._searcher = build, build()
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._restarts_left = job.settings.max_restarts
-        self._after_gap = False  # whether the searcher replaces one with wrong weights
         self._weights: Weights | None = None
         self._reference: Weights | None = None
         self._found: list[Group] = []  # in a `gather` that has not returned
@@ -74,11 +73,6 @@ class LocalSearchers:
         self._weights = weights
         try:
             gap = self._searcher.load_weights(weights)
-            self._after_gap = False
-        except LogpGapError as error:
-            if self._after_gap or self._restarts_left == 0:
-                raise error.repeated() from error
-            gap, self._after_gap = self._build_anew(error), True
         except EngineError as error:
             gap = self._build_anew(error)
         self.stats.measured(gap)
@@ -103,7 +97,7 @@ class LocalSearchers:
             raise EngineError(f"{why}, after {limit} restarts of the searcher") from why
         self._restarts_left -= 1
         log.warning("%s: the searcher is rebuilt", why)
-        self.stats.replaced(why.gap if isinstance(why, LogpGapError) else 0.0)
+        self.stats.restarts += 1
         self._searcher.close()  # first: two engines may not fit, and share state of their process
         try:
             self._searcher = self._build()
@@ -113,10 +107,7 @@ class LocalSearchers:
             self._searcher.reference.load_weights(self._reference)
         if self._weights is None:
             return None
-        try:
-            return self._searcher.load_weights(self._weights)
-        except LogpGapError as error:
-            raise error.repeated() from error
+        return self._searcher.load_weights(self._weights)
 
     def reset_reference(self, weights: Weights) -> None:
         self._reference = weights  # first: a checkpoint keeps it, also if loading it fails

@@ -246,8 +246,7 @@ class RaySearchers:
         try:
             result = self._calls("return a result", received, task.ref)
         except LogpGapError as error:
-            self._replace_wrong(handle, error)
-            return
+            raise LogpGapError(str(error.args[0])) from error  # without Ray's own traceback
         except EngineError as error:
             self._restart(handle, f"failed ({error.args[0]})")
             return
@@ -273,27 +272,17 @@ class RaySearchers:
                 self._evaluations.done(task.piece, result)
             self._changed.notify_all()
 
-    def _replace_wrong(self, handle: Handle, error: LogpGapError) -> None:
-        """Restart a searcher with wrong weights; LogpGapError if that has not helped before.
-
-        It helps if the next weight update is right as well.
-        """
-        original = LogpGapError(str(error.args[0]))
-        if handle.after_gap is not None or self._crew.restarts_left == 0:
-            raise original.repeated()
-        self._restart(handle, f"loaded weights wrongly ({original})", error.gap)
-
-    def _restart(self, handle: Handle, why: str, gap: float = 0.0) -> None:
+    def _restart(self, handle: Handle, why: str) -> None:
         """Replace a searcher and issue its tasks again; late results of the old one are lost."""
         with self._changed:
-            self._stats.quarantined += self._stream.died([] if gap else handle.searching())
+            self._stats.quarantined += self._stream.died(handle.searching())
             if self._crew.restarts_left == 0:
                 raise EngineError(
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
                     " restarts; see why searchers fail, or raise that setting"
                 )
-            wait = self._crew.replace(handle, after_gap=gap > 0)
-            self._stats.replaced(gap)
+            wait = self._crew.replace(handle)
+            self._stats.restarts += 1
             when = f"in {wait:g} s" if wait else "now"
             log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
             for task in handle.tasks:

@@ -50,7 +50,7 @@ class SearchStats:
     logp_gap: float = math.nan
     """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
     largest_gap: float = 0.0
-    """Largest so far, also of those after which a searcher was replaced."""
+    """Largest so far."""
     adopt_seconds: float = math.nan
     """Seconds from the latest publication that a searcher has loaded until it had done so."""
     copies: int = 0
@@ -93,10 +93,6 @@ class SearchStats:
         """Record the log-prob gap of a weight update, if it was measured."""
         if gap is not None:
             self.logp_gap, self.largest_gap = gap, max(self.largest_gap, gap)
-
-    def replaced(self, gap: float) -> None:
-        """Count a searcher that was replaced, because of this log-prob gap if it is not 0."""
-        self.restarts, self.largest_gap = self.restarts + 1, max(self.largest_gap, gap)
 
     def itemize(self, reward: Itemized) -> None:
         """Count the items of the reward of a sample."""

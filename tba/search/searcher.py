@@ -1,6 +1,5 @@
 """Search: from prompts to groups that any objective can learn from."""
 
-import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 
 from tba.config import tables
 from tba.config.plugins import resolve
-from tba.engines import Closes, Engine, EngineError, KnowsLogp, LendsModel
+from tba.engines import Closes, Engine, KnowsLogp, LendsModel, SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import Text, load_text
@@ -38,20 +37,11 @@ A search that hangs in two calls, after which the others are not tried, then kee
 """
 
 
-class LogpGapError(EngineError):
-    """After a weight update, an engine's log-probs differ too much from the trainer's."""
+class LogpGapError(SearchError):
+    """After a weight update, an engine's log-probs differ too much from the trainer's.
 
-    def __init__(self, text: str, gap: float = math.inf):
-        super().__init__(text)
-        self.gap = gap  # in nats; inf if it is not a number
-
-    def repeated(self) -> "LogpGapError":
-        """Return the error that ends the run, because a new searcher has the same problem."""
-        return LogpGapError(
-            f"{self}, also in a new searcher; if this is the engine's precision, set"
-            " engine.dtype=fp32, or engine.max_logp_gap above it. Otherwise the engine loads or"
-            " caches weights wrongly: report it, with its version"
-        )
+    It ends the run: an engine that loads or caches weights wrongly does so again.
+    """
 
 
 @dataclass(frozen=True)
@@ -166,8 +156,9 @@ class Searcher:
             raise LogpGapError(
                 f"engine {self.setup.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
-                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}",
-                gap if math.isfinite(gap) else math.inf,
+                f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}; if this is the"
+                " engine's precision, set engine.dtype=fp32, or engine.max_logp_gap above it."
+                " Otherwise the engine loads or caches weights wrongly: report it, with its version"
             )
         return gap
 

@@ -228,7 +228,7 @@ class Stale(Transformers):
 def test_an_engine_that_never_takes_new_weights_is_noticed(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Its log-probs are then not the trainer's: it is replaced once, and then the run ends."""
+    """Its log-probs are then not the trainer's: the run ends."""
     settings = (
         "engine=test_long_runs.Stale", "eval.prompts=0", f"run.seed={case.index}",
         "policy.autocast=off", "trainer.learning_rate=3e-2", "run.steps=30",
@@ -236,11 +236,11 @@ def test_an_engine_that_never_takes_new_weights_is_noticed(
     )  # fmt: skip
     with (
         open_run(config(tiny_model, tmp_path / "run", *settings)) as opened,
-        pytest.raises(LogpGapError, match=r"also in a new searcher; .*loads or caches weights"),
+        pytest.raises(LogpGapError, match=r"loads or caches weights"),
     ):
         opened.train()
     steps = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     case.noticed(steps[-1]["time"] if steps else 0.0)
     assert len(steps) < 10
-    assert opened.searchers.stats.restarts == 1
+    assert opened.searchers.stats.restarts == 0
     assert damage(generations(tmp_path / "run" / CHECKPOINTS)[-1]) == {}
