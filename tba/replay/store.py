@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tba.replay.files import State
-from tba.replay.segments import OPTIONAL, Segments
+from tba.replay.segments import OPTIONAL, Segment, Segments
 from tba.replay.table import EMPTY, Line, Table
 from tba.types import Group, Trajectory
 
@@ -156,7 +156,7 @@ class Store:
         heads = [self.heads[prompt] for prompt in prompts.tolist()]
         lists = {row: arrivals.tolist() for row, arrivals in self.earlier.items()}
         earlier = {str(i): lists[row] for i, row in enumerate(rows.tolist()) if row in lists}
-        segments = [*self.segments.by_number.values()]
+        segments: list[Segment | None] = [*self.segments.by_number.values()]
         return State(columns, heads, segments, dict(counts), saves, earlier)
 
     def restore(self, state: State) -> None:
