@@ -26,7 +26,7 @@ from tba.runs.early import (
     check_start,
 )  # fmt: skip
 from tba.runs.files import is_full
-from tba.runs.log import is_run
+from tba.runs.log import Replay, is_run
 from tba.runs.resumed import stored_config
 
 app = Typer(
@@ -42,7 +42,8 @@ ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
-Drop = Annotated[bool, Option("--drop-damaged-replay", help="Resume without damaged trajectories.")]
+Rescore = Annotated[bool, Option("--rescore", help="Resume; score what is stored again.")]
+Drop = Annotated[bool, Option("--drop-replay", help="Resume with an empty replay buffer.")]
 Step = Annotated[
     str | None, Option(metavar="N|best", help="Checkpoint to use; default: the newest one.")
 ]
@@ -68,11 +69,13 @@ def train(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
     resume: Annotated[Path | None, Option(metavar="RUN", help="Folder of a run to resume.")] = None,
-    drop_damaged_replay: Drop = False,
+    rescore: Rescore = False,
+    drop_replay: Drop = False,
 ) -> None:
     """Train a model. Without a config file: three-digit addition on the CPU."""
-    if drop_damaged_replay and resume is None:
-        raise ValueError("--drop-damaged-replay needs --resume RUN, the folder of the run")
+    if rescore + drop_replay > (resume is not None):
+        raise ValueError("--rescore and --drop-replay need --resume RUN; give one of the two")
+    replay: Replay = "rescore" if rescore else "drop" if drop_replay else "keep"
     config, resume = _config(settings or [], resume), resume and resume.resolve()
     if not dry_run:
         announce(config)
@@ -81,11 +84,11 @@ def train(
         if not dry_run:
             from tba.run import run
 
-            run(config, resume, drop_damaged_replay)
+            run(config, resume, replay)
             return
         from tba.runs.dry_run import dry_run as check
 
-        tables, told = check(config, resume, drop_damaged_replay)
+        tables, told = check(config, resume, replay)
     print("\n".join(told), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
 

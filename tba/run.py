@@ -4,11 +4,12 @@ import errno
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from tba import loop
 from tba.config.schema import Config
@@ -24,9 +25,10 @@ from tba.runs.generations import recover
 from tba.runs.lock import locked
 from tba.runs.parts import Parts, check
 from tba.runs.provenance import record_session
-from tba.runs.resumed import check_resumed, check_step, config_of
+from tba.runs.resumed import check_step, config_of
 from tba.runs.space import check_space
 from tba.runs.stop import Stop
+from tba.runs.stored import Stored, choose_stored
 from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Sign, Warnings
 from tba.runtime import Searchers, SearchJob
@@ -60,6 +62,7 @@ class Run:
     step: int  # optimizer steps done
     pace: Pace
     missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
+    began: int  # step at which this session has begun
     evaluating: int  # evaluations that were requested and have not been logged
     scores: dict[int, float]  # held-out score of each version that has been evaluated
     requested: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -118,6 +121,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a group if one is due."""
+        if self.step == self.began + 1:
+            self.keep_config()
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
@@ -180,10 +185,24 @@ class Run:
                 )  # fmt: skip
             self.console.evaluation(e)
 
+    def keep_config(self) -> None:
+        """Make the config of this session that of the run, which has been changed with it."""
+        self.checkpoints.config = log.stored(self.config)
+        write_json(self.folder / log.CONFIG, self.checkpoints.config)
+
+    def begin(self, note: str, model: nn.Module) -> None:
+        """Record this session; with a `note` on stored samples, save what has become of them."""
+        if note:
+            self.keep_config()
+            self.save()
+            self.checkpoints.wait()
+        record_session(self.folder, self.step, model, log.stored(self.config), note)
+
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
         rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        state = self.step, self.missing, self.evaluating, rng, counts, [*self.pace.marks]
+        rewards = asdict(self.parts.rewards)
+        state = self.step, self.missing, self.evaluating, rng, counts, [*self.pace.marks], rewards
         progress = checkpoint.Progress(*state)
         search = self.searchers.state()
         beside: set[Path] = set()
@@ -262,22 +281,22 @@ class Run:
             raise
 
 
-def run(config: Config, resume: Path | None = None, drop_damaged_replay: bool = False) -> Summary:
+def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep") -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume, None, drop_damaged_replay) as opened:
+    with open_run(config, resume, None, replay) as opened:
         return opened.train()
 
 
 @contextmanager
 def open_run(
     config: Config, resume: Path | None = None, memory: InMemory | None = None,
-    drop_damaged_replay: bool = False,
+    replay: log.Replay = "keep",
 ) -> Iterator[Run]:  # fmt: skip
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     resume = resume and resume.resolve()
     with ExitStack() as closing:
         closing.enter_context(working_in(config.run.base))
-        generation = None
+        stored = None
         if resume is None:
             parts = check(config, memory)
             folder = log.folder_of(parts.config)
@@ -286,18 +305,17 @@ def open_run(
             (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
             write_json(folder / log.CONFIG, log.stored(parts.config))
         else:
-            folder, before = resume, config_of(resume)
+            folder, _ = resume, config_of(resume)
             closing.enter_context(locked(folder))  # first: a second process is refused at once
             parts = check(config, memory)
-            check_resumed(parts.config, before)
             recover(folder / log.CHECKPOINTS)
-            generation = checkpoint.newest(folder / log.CHECKPOINTS, drop_damaged_replay)
-        yield _assemble(parts, folder, generation, closing)
+            stored = choose_stored(parts, folder, replay)
+        yield _assemble(parts, folder, stored, closing)
 
 
-def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: ExitStack) -> Run:
+def _assemble(parts: Parts, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
-    c, stored = parts.config, log.stored(parts.config)
+    c = parts.config
     stop = closing.enter_context(Stop())
     console = open_console(c, stop.print)
     closing.callback(console.close)
@@ -307,31 +325,29 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
-    trainer = parts.trainer(place.device, is_new=generation is None)
+    trainer = parts.trainer(place.device, is_new=stored is None)
     check_space(parts, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = np.random.default_rng([c.run.seed, 7])
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
-    if generation is not None:
-        progress, search = checkpoint.restore(generation, trainer, buffer)
+    if stored is not None:
+        progress, search = checkpoint.restore(stored.generation, trainer, buffer)
         check_step(progress.step, c)
-        stream.seek(search.cursor)  # the last call that can fail; files are changed after it
-        log.rewind(folder, progress.step, c.run.steps)
-        write_json(folder / log.CONFIG, stored)  # with what was changed on resuming
+        stream.seek(search.cursor)
+        told = parts, place.device, console, stop
+        progress, search = stored.renew(progress, search, buffer, *told)
+        log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
-        new = c.trainer.groups + len(search.held) if c.asynchronous else 0  # no step on old data
-        progress = replace(progress, missing=max(progress.missing, new))
-        console.note(f"resumed from {generation.name}")
     _describe_prompts(console, parts)
     saves, table = folder / log.CHECKPOINTS, c.checkpoint
-    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, stored)
+    before = config_of(folder).nested()
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, before)
     closing.enter_context(checkpoints)
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
-    before = log.read(folder / log.METRICS), log.read_warnings(folder)
-    warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *before)
-    record_session(folder, progress.step, trainer.policy.model)
+    earlier = log.read(folder / log.METRICS), log.read_warnings(folder)
+    warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *earlier)
     journal = log.Journal(folder, c, progress.step)
     closing.callback(journal.close)
     pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
@@ -340,11 +356,13 @@ def _assemble(parts: Parts, folder: Path, generation: Path | None, closing: Exit
     opened = job, place, cluster, trainer, lambda: stop.requested
     searchers = open_searchers(*opened, search, progress.step)
     closing.callback(searchers.close)
-    return Run(
+    run = Run(
         c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
-        warnings, stop, progress.step, pace, progress.missing, progress.evaluating,
+        warnings, stop, progress.step, pace, progress.missing, progress.step, progress.evaluating,
         read_scores(folder),
     )  # fmt: skip
+    run.begin("" if stored is None else stored.note, trainer.policy.model)
+    return run
 
 
 def _describe_prompts(console: Console, parts: Parts) -> None:

@@ -230,10 +230,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         {"held_out_data": EVALUATED[::-1]},
         "held_out_data= is not what the run was started with",
     ),
-    "other function": (
-        {"reward": constant(1.0)},
-        "reward= is not what the run was started with: <in memory: test_api.constant",
-    ),
+    "other function": ({"reward": constant(1.0)}, "task.reward: changed since"),
     "no rows": ({"data": None}, "was passed from Python; pass data= again"),
 }
 

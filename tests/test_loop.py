@@ -468,14 +468,14 @@ def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
     (shared,) = names[0] & names[1]
     path = newest / SEGMENTS / shared
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"--resume {folder} --drop-damaged-replay"):
+    with pytest.raises(ValueError, match=rf"--resume {folder} --drop-replay"):
         run(_config(["run.steps=10"], folder), folder)
     export_run(folder, tmp_path / "exported")
-    assert run(_config(["run.steps=10"], folder), folder, drop_damaged_replay=True).finished
+    assert run(_config(["run.steps=10"], folder), folder, "drop").finished
     assert "segments of the replay buffer are damaged: dropped" in caplog.text
     last = read(folder / METRICS)[-2]
-    lost = last["buffer/dropped_damaged"] + last["buffer/duplicates"]
-    assert last["buffer/dropped_damaged"] > 0
+    lost = last["buffer/dropped"] + last["buffer/duplicates"]
+    assert last["buffer/dropped"] > 0
     assert last["buffer/added"] == last["buffer/size"] + lost
     run(_config(["run.steps=11"], folder), folder)  # the new checkpoint is sound
 

@@ -30,7 +30,7 @@ class ReplayBuffer:
     A response that arrives again replaces its earlier copy, and their samples add up. All of a
     prompt's reference log-probs are of one reference, the newest. Every sample is accounted for:
     added == len(buffer) + duplicates + evicted_per_prompt + evicted_capacity + evicted_reference
-    + dropped_damaged; not_finite counts those that are not added.
+    + dropped; not_finite counts those that are not added.
     """
 
     per_prompt: int = 100
@@ -97,26 +97,53 @@ class ReplayBuffer:
         self._saves += 1
         return partial(self._store.state(self.counts, self._saves).write, folder, older)
 
-    def load(self, folder: Path, drop_damaged: bool = False) -> None:
-        """Replace the content by a saved one; ValueError for damaged segments, or drop these."""
+    def load(self, folder: Path) -> None:
+        """Replace the content by a saved one, without what is in damaged segments."""
         state = State.read(folder)
         total, damaged = len(state.segments), state.segments.count(None)
-        if damaged and not drop_damaged:
-            raise ValueError(
-                f"{damaged} of {total} segments of the replay buffer in {folder} are damaged; to"
-                " go on without them, type `tba train --resume RUN --drop-damaged-replay`"
-            )
         self._store = Store()
         self._store.restore(state)
         self._saves, self.counts = state.saves, Counter(state.counts)
         if damaged:
             rows = len(state.columns["segment"])
             lost = rows - len(self)
-            self.counts["dropped_damaged"] += lost
+            self.counts["dropped"] += lost
             log.warning(
                 f"{damaged} of {total} segments of the replay buffer are damaged:"
                 f" dropped {lost} of its {rows} trajectories"
             )
+
+    def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
+        """Replace the rewards by those that `score` gives to each group as it arrived.
+
+        Groups of which each response has arrived again since are left out. A response whose rewards
+        are all NaN is dropped.
+        """
+        store, arrivals = self._store, []
+        rewards = np.full(len(store.rows["reward"]), np.nan)
+        for prompt in store.prompts_by_arrival().tolist():
+            rows = store.rows_of(prompt)
+            at = {step: list[int]() for step in store.rows["arrived"][rows].tolist()}
+            for row in rows.tolist():
+                latest = [store.rows[name].item(row) for name in ("arrived", "arrived_count")]
+                every = [*store.earlier.get(row, ()), *latest]
+                for step, samples in zip(every[::2], every[1::2], strict=True):
+                    if step in at:
+                        at[step] += [row] * samples
+            arrivals += [np.array(together) for together in at.values()]
+        for rows, own in zip(arrivals, score(store.groups(arrivals)), strict=True):
+            finite = np.isfinite(own)
+            rewards[rows[finite]] = np.asarray(own)[finite]
+        rejected = np.flatnonzero(np.isnan(rewards) & (store.rows["stamp"] != EMPTY))
+        self.counts["dropped"] += store.remove(rejected)
+        store.rows["reward"][:] = rewards
+        state, self._store = store.state(self.counts, self._saves), Store()
+        self._store.restore(state)  # which orders the prompts by what is left of them
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.counts["dropped"] += len(self)
+        self._store = Store()
 
     def _add(self, group: Group, now: int) -> None:
         finite = _only_finite(group.trajectories)

@@ -63,6 +63,7 @@ class Progress:
     rng: Mapping[str, Any]
     counts: Mapping[str, float]  # totals of the summary
     pace: Sequence[Sequence[int]] = ((0, 0),)  # marks of `Pace`
+    rewards: Mapping[str, Mapping[str, str]] | None = None  # what has decided those in the buffer
 
 
 def beginning(
@@ -87,7 +88,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._deadline = deadline
-        self._config = config
+        self.config = config
         self._step: int | None = None
         self._until = math.inf
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
@@ -126,7 +127,7 @@ class Checkpoints:
                 segments = write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
-                (aside / CONFIG).write_text(json.dumps(self._config), "utf-8")
+                (aside / CONFIG).write_text(json.dumps(self.config), "utf-8")
                 _commit(aside, target, made, known=segments)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
@@ -234,7 +235,7 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
+def newest(folder: Path, drop_replay: bool = False) -> Path:
     """Return the newest undamaged generation, or if allowed one with damaged replay segments."""
     without_segments = []
     complete = generations(folder)
@@ -257,11 +258,11 @@ def newest(folder: Path, drop_damaged_replay: bool = False) -> Path:
             f"all checkpoints in {folder} are damaged; restore one from a backup, or start a new"
             " run: a run never restarts at step 0 by itself"
         )
-    if not drop_damaged_replay:
+    if not drop_replay:
         raise ValueError(
             f"the replay buffer is damaged in every checkpoint in {folder}; restore one from a"
-            " backup, or continue without the damaged trajectories:"
-            f" `tba train --resume {folder.parent} --drop-damaged-replay`"
+            " backup, or continue with an empty buffer:"
+            f" `tba train --resume {folder.parent} --drop-replay`"
         )
     return without_segments[0]
 
@@ -277,7 +278,7 @@ def restore(
             " `tba export` still writes its model"
         )
     trainer.load(generation)
-    buffer.load(generation, drop_damaged=True)  # `newest` refuses damage unless asked
+    buffer.load(generation)
     search = SearchState(
         cursor=state["cursor"],
         tasks=state["tasks"],

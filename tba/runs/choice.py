@@ -55,7 +55,7 @@ def choose(run: Path, step: int | str | None = None) -> Path:
     or if it is damaged.
     """
     if step is None:
-        return newest(run / CHECKPOINTS, drop_damaged_replay=True)
+        return newest(run / CHECKPOINTS, drop_replay=True)
     kept = kept_steps(run)
     there = f"the checkpoints in {run} are those of steps {', '.join(map(str, kept)) or '(none)'}"
     number = best_step(read_scores(run), kept) if step == BEST else _number(step)

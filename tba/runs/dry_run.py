@@ -12,12 +12,13 @@ from typing import Any, get_args
 from tba.config.plugins import JUDGES, find, options_of, resolve
 from tba.config.schema import PLUGGED, Config
 from tba.config.tables import Use
-from tba.runs import checkpoint, log
+from tba.runs import log
 from tba.runs.generations import step_of
 from tba.runs.lock import check_usable
 from tba.runs.needs import needs
 from tba.runs.parts import Parts, check
-from tba.runs.resumed import check_resumed, check_step, config_of
+from tba.runs.resumed import check_step
+from tba.runs.stored import choose_stored
 from tba.runtime.placement import places_on_one_machine
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
@@ -42,7 +43,7 @@ MISSING = re.compile(r"^(ImportError|ModuleNotFoundError): .*", re.MULTILINE)
 
 
 def dry_run(
-    config: Config, resume: Path | None = None, drop_damaged_replay: bool = False
+    config: Config, resume: Path | None = None, replay: log.Replay = "keep"
 ) -> tuple[dict[str, Any], list[str]]:
     """Check a config as a run does; return its tables, with every key, and what there is to tell.
 
@@ -54,9 +55,7 @@ def dry_run(
         log.check_unused(folder)
     else:
         check_usable(resume)
-        check_resumed(parts.config, before=config_of(resume))
-        newest = checkpoint.newest(resume / log.CHECKPOINTS, drop_damaged_replay)
-        check_step(step_of(newest), parts.config)
+        check_step(step_of(choose_stored(parts, resume, replay).generation), parts.config)
     firsts: dict[str, Prompt] = {}
     for prompt in parts.prompts:
         firsts.setdefault(part_of(parts.task, prompt)[0], prompt)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tba.config.schema import Config, read_json
 from tba.runs.files import own, write_whole
@@ -18,6 +18,9 @@ SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoin
 
 LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
+
+Replay = Literal["keep", "rescore", "drop"]
+"""What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
 
 log = logging.getLogger(__name__)
 

@@ -143,7 +143,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     check_responses(run, out)
     config = config_of(run)
     text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
-    buffer.load(choose(run, step), drop_damaged=True)
+    buffer.load(choose(run, step))
     rows: dict[str, dict[str, Any]] = {}
     held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
     for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):

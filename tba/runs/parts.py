@@ -43,6 +43,7 @@ from tba.selections._interleaved import Interleaved
 from tba.strategies import Strategy
 from tba.tasks import Answered, HasParts, LeavesOut, Prepares, SamplesAgain, Seeded, Task, tools_of
 from tba.tasks._memory import Functions, InMemory, build_task, to_send, with_memory
+from tba.tasks._source import RewardSource, source_of
 from tba.types import Prompt, Sampling
 
 DUPLICATES = 0.01
@@ -70,6 +71,8 @@ class Parts:
     """Answers from a file, which enter the buffer first."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
+    rewards: RewardSource
+    """What decides rewards."""
     notes: Sequence[str]
     """What the run tells at its start."""
     signs: Sequence[Sign]
@@ -163,10 +166,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     objective, engine = plugins.objective, plugins.engine.cls
     if isinstance(engine, Checked):
         engine.check(config)
-    if head_of(objective.at(0)) != head_of(objective.at(config.run.steps)):
-        raise ValueError(
-            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
-        )
+    _check_head(objective, config.run.steps)
     text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)
     _check_stop(config, text)
@@ -200,7 +200,8 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     functions = None if memory is None else to_send(memory.reward, config)
     parts = Parts(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
-        held_out, functions, sets, given, (lengths[0], lengths[-1]), notes, signs,
+        held_out, functions, sets, given, (lengths[0], lengths[-1]), source_of(config, memory),
+        notes, signs,
     )  # fmt: skip
     parts.prompt_stream()  # raises if the selection cannot work
     return parts
@@ -265,6 +266,14 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
             " environment cannot go back there; choose another objective, such as tb"
         )
     check_tools(tools, prompt, config.reward.isolate)
+
+
+def _check_head(objective: Plugin, steps: int) -> None:
+    """Raise ValueError if the head of an objective would change during the run."""
+    if head_of(objective.at(0)) != head_of(objective.at(steps)):
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )
 
 
 def _check_unevaluated(config: Config) -> None:

@@ -7,10 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -32,8 +33,13 @@ SECRETS = (
 """Secrets on a command line, whose arguments are separated by newlines."""
 
 
-def record_session(run: Path, step: int, model: nn.Module) -> None:
-    """Append this session, which begins at `step`, to the sessions of a run."""
+def record_session(
+    run: Path, step: int, model: nn.Module, config: Mapping[str, Any], rewards: str
+) -> None:
+    """Append this session, which begins at `step`, to the sessions of a run.
+
+    `rewards` says what has become of the stored ones.
+    """
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     memory = psutil.virtual_memory().total / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -45,6 +51,8 @@ def record_session(run: Path, step: int, model: nn.Module) -> None:
         "versions": {"python": platform.python_version(), **_versions()},
         "system": platform.platform(),
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
+        "config": config,
+        "rewards": rewards,
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,13 @@ class SearchStats:
         """Record the log-prob gap of a weight update, if it was measured."""
         if gap is not None:
             self.logp_gap, self.largest_gap = gap, max(self.largest_gap, gap)
+
+    def reject(self, verdicts: Iterable[Verdict]) -> None:
+        """Count the rejected samples among these verdicts."""
+        for verdict in verdicts:
+            if isinstance(verdict, Rejected):
+                self.rejected[verdict.reason] += 1
+                self.last_rejection = verdict.detail or self.last_rejection
 
     def itemize(self, reward: Itemized) -> None:
         """Count the items of the reward of a sample."""

@@ -85,7 +85,7 @@ class SearchSetup:
         `bf16` is the trainer's choice: reference and policy must compute alike, or their
         difference is noise.
         """
-        guard = self._guard(device)  # first: its process starts while the models load
+        guard = self.guard(device)  # first: its process starts while the models load
         text = replace(load_text(self.policy).within(self.engine.context), steps=self.steps)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16)
@@ -94,7 +94,7 @@ class SearchSetup:
         guard.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
         return Searcher(engine, reference, text, guard, self, limit)
 
-    def _guard(self, device: str) -> Guard:
+    def guard(self, device: str) -> Guard:
         """Return what scores, for the task of the run and for those of all evaluation sets."""
         functions, reward = self.reward_functions, self.reward
         if isinstance(functions, bytes):  # they came with this object, never from a file
@@ -200,10 +200,7 @@ class Searcher:
         for verdict in chain(*verdicts):
             if isinstance(verdict, Itemized):
                 stats.itemize(verdict)
-        for verdict in chain(*verdicts, rollouts):
-            if isinstance(verdict, Rejected):
-                stats.rejected[verdict.reason] += 1
-                stats.last_rejection = verdict.detail or stats.last_rejection
+        stats.reject(chain(*verdicts, rollouts))
         stages = ("generate", "reward", "reference", "rollouts")
         stats.seconds.update(zip(stages, np.diff(times).tolist(), strict=True))
         stats.rates.append(stats.samples / max(1e-9, stats.seconds["generate"]))

@@ -106,13 +106,13 @@ def refuse(task: Use, run: str) -> None:
 
 
 def check_same(task: Use, before: Use) -> None:
-    """ValueError if a resumed run would have other rows or functions than it was started with."""
-    for key in KEYS:
+    """ValueError if a resumed run would have other rows than it was started with."""
+    for key in ("data", "held_out_data"):
         now, then = task.options.get(key), before.options.get(key)
         if _is_text(then) and now != then:
             raise ValueError(
                 f"{key}= is not what the run was started with: {now} instead of {then};"
-                " pass the same rows and functions, or start a new run"
+                " pass the same rows, or start a new run"
             )
 
 

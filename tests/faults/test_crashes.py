@@ -220,7 +220,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_named(
         with case.attempt():
             if links > 1 and content is not None:  # both generations have lost it
                 shared += 1
-                with pytest.raises(ValueError, match="--drop-damaged-replay"):
+                with pytest.raises(ValueError, match="--drop-replay"):
                     newest(folder / CHECKPOINTS)
             else:
                 assert newest(folder / CHECKPOINTS) == older, name

@@ -1,0 +1,410 @@
+"""A resumed run whose rewards would be other ones: what counts as a change, and the ways on."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_loop import config, replayed
+
+from tba.cli import _config
+from tba.replay.buffer import ReplayBuffer
+from tba.run import open_run, run
+from tba.runs import checkpoint
+from tba.runs.dry_run import dry_run
+from tba.runs.log import CONFIG, METRICS, SESSIONS, Replay, read
+from tba.tasks._source import RewardSource
+
+FILE = """
+import json
+import helper  # a module beside this file
+
+LIMIT = 2
+
+def score(prompts, completions, **row):
+    return [helper.value(text) for text in completions]
+
+def ones(completions, **row):
+    return [float(text.count('1')) for text in completions]
+
+def make(bonus=0.0, words=""):
+    def score(completions, **row):
+        return [bonus + len(text) for text in completions]
+    return score
+"""
+HELPER = "def value(text):\n    return float(text.count('1'))\n"
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a reward function, its helper and data, which is the current one."""
+    (tmp_path / "reward.py").write_text(FILE)
+    (tmp_path / "helper.py").write_text(HELPER)
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    rows = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+SETTINGS = (
+    "task=custom", "task.data=data.jsonl", "task.reward=reward.py:ones", "task.held_out_size=5",
+    "run.steps=2", "eval.prompts=0",
+)  # fmt: skip
+
+
+def source(**options: Any) -> RewardSource:
+    found = RewardSource()
+    found.add("task", {"use": "custom", **options})
+    return found
+
+
+def rewarded(folder: Path) -> dict[str, float]:
+    """Return the reward of each stored response, by its tokens."""
+    buffer = ReplayBuffer()
+    buffer.load(checkpoint.newest(folder / "checkpoints"))
+    return {str((g.prompt.id, t.tokens)): t.reward for g in buffer.groups() for t in g.trajectories}
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    """Change a file, and the time of its last change."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
+
+
+def test_the_contents_of_a_reward_file_count_and_not_its_place(user: Path) -> None:
+    before = source(reward="reward.py:score")
+    os.utime(user / "reward.py", (1, 1))
+    rewrite(user / "reward.py", "LIMIT = 2", "LIMIT  =  2   # two")
+    (user / "elsewhere").mkdir()
+    shutil.copy(user / "reward.py", user / "elsewhere" / "renamed.py")
+    for same in ("reward.py:score", f"{user}/reward.py:score", "elsewhere/renamed.py:score"):
+        assert source(reward=same).changed(before) == []
+    assert source(reward="reward.py:make").changed(before) == ["task.reward"]
+    assert source(reward=["reward.py:score"]).changed(before) == []
+    rewrite(user / "reward.py", "LIMIT  =  2", "LIMIT = 3")
+    assert source(reward="reward.py:score").changed(before) == ["reward.py"]
+
+
+def test_modules_that_a_reward_file_imports_count(user: Path) -> None:
+    before = source(reward="reward.py:score")
+    assert set(before.files.values()) == {"reward.py", "helper.py"}  # and not json
+    rewrite(user / "helper.py", "'1'", "'2'")
+    assert source(reward="reward.py:score").changed(before) == ["helper.py"]
+
+
+def test_a_package_on_the_path_counts_with_what_it_imports(user: Path) -> None:
+    package = user / "mylab" / "inner"
+    package.mkdir(parents=True)
+    (user / "mylab" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("from ..base import ONE\n")
+    (user / "mylab" / "base.py").write_text("ONE = 1.0\n")
+    text = "from . import ONE\n\ndef one(completions):\n    return [ONE] * len(completions)\n"
+    (package / "rewards.py").write_text(text)
+
+    importlib.import_module("mylab.inner.rewards")  # as the task does
+    before = source(reward="mylab.inner.rewards:one")
+    assert {"rewards.py", "base.py"} < set(before.files.values())
+    rewrite(user / "mylab" / "base.py", "1.0", "2.0")
+    assert source(reward="mylab.inner.rewards:one").changed(before) == ["base.py"]
+
+
+def judge(folder: Path, weights: bytes = b"weights") -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
+    "an argument of a factory": (
+        {"use": "reward.py:make", "bonus": 0.0}, {"use": "reward.py:make", "bonus": 0.1},
+        ["task.reward.bonus"],
+    ),
+    "the template of a judge": (
+        {"use": "classifier", "model": "m", "template": "{completion}"},
+        {"use": "classifier", "model": "m", "template": "Q: {completion}"},
+        ["task.reward.template"],
+    ),
+    "the address and the model of a judge": (
+        {"use": "http", "url": "http://a/classify", "model": "m"},
+        {"use": "http", "url": "http://b/classify", "model": "n"},
+        ["task.reward.model", "task.reward.url"],
+    ),
+    "the patience of a judge": (
+        {"use": "http", "url": "http://a", "model": "m", "retries": 1, "deadline": 5.0},
+        {"use": "http", "url": "http://a", "model": "m", "retries": 9, "deadline": 9.0}, [],
+    ),
+    "one of two functions": (
+        ["reward.py:score", {"use": "reward.py:make"}], ["reward.py:score", "reward.py:score"],
+        ["task.reward.1", "task.reward.1.use"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_options_of_judges_and_factories_count(user: Path, case: str) -> None:
+    before, now, changed = CHANGES[case]
+    assert source(reward=now).changed(source(reward=before)) == changed
+
+
+def test_the_model_of_a_judge_counts_by_its_files(user: Path) -> None:
+    table = {"use": "classifier", "model": judge(user / "judge")}
+    before = source(reward=table)
+    moved = {**table, "model": str((user / "judge").rename(user / "moved"))}
+    assert source(reward=moved).changed(before) == []
+    large = {**table, "model": judge(user / "large", b"a" * 10**6)}
+    assert source(reward=large).changed(before) == ["task.reward.model"]
+    rewrite(user / "moved" / "model.safetensors", "weights", "Weights")
+    assert source(reward=moved).changed(before) == ["task.reward.model"]
+
+
+def test_a_file_that_an_option_names_counts_by_its_contents(user: Path) -> None:
+    (user / "words.txt").write_text("one two")
+    table = {"use": "reward.py:make", "words": "words.txt"}
+    before = source(reward=table)
+    shutil.copy("words.txt", user / "copy.txt")
+    assert source(reward={**table, "words": "copy.txt"}).changed(before) == []
+    (user / "words.txt").write_text("one three")
+    assert source(reward=table).changed(before) == ["task.reward.words"]
+
+
+def test_weights_and_grader_options_count_and_those_of_prompts_do_not() -> None:
+    plain = source(reward_weights=[1.0, 2.0], held_out_size=5, system_prompt="a", pass_reward=1.0)
+    other = source(reward_weights=[1.0, 2.5], held_out_size=9, system_prompt="b", pass_reward=0.5)
+    assert other.changed(plain) == ["task.reward_weights.1"]
+    one, two = RewardSource(), RewardSource()
+    one.add("task", {"use": "gsm8k", "format_weight": 0.0, "shots": 0})
+    two.add("task", {"use": "gsm8k", "format_weight": 0.1, "shots": 2})
+    assert two.changed(one) == ["task.format_weight"]
+    two.options["the version of tba"] = "another"
+    assert two.changed(one) == ["task.format_weight", "the version of tba"]
+
+
+def in_memory(code: str, name: str = "f") -> RewardSource:
+    """Return what counts of a function that was written in a notebook."""
+    scope: dict[str, Any] = {"__name__": "__main__", "functools": functools}
+    exec(code, scope)
+    found = RewardSource()
+    found.add_memory("reward=", (scope[name],))
+    return found
+
+
+MAIN = """
+limit = 2
+words = {"b", "a", "c"}
+def helper(text):
+    return len(text) * limit
+def f(completions, **row):
+    return [helper(text) + (text in words) for text in completions]
+"""
+CLOSURE = "def make(x):\n    def f(completions): return [x for _ in completions]\n    return f\n"
+OBJECT = """
+class Judge:
+    def __init__(self, weight): self.weight = weight
+    def rate(self, text): return self.weight * len(text)
+    def __call__(self, completions, **row): return [self.rate(t) for t in completions]
+"""
+MEMORY = {
+    "its own code": (MAIN, MAIN.replace("(text in words)", "(text not in words)")),
+    "a function that it calls": (MAIN, MAIN.replace("len(text) *", "len(text) +")),
+    "a number that it reads": (MAIN, MAIN.replace("limit = 2", "limit = 3")),
+    "words that it reads": (MAIN, MAIN.replace('"c"', '"d"')),
+    "a lambda": ("f = lambda completions: [1.0]", "f = lambda completions: [2.0]"),
+    "a closure": (f"{CLOSURE}f = make(1)", f"{CLOSURE}f = make(2)"),
+    "a default": ("def f(completions, x=1): return [x]", "def f(completions, x=2): return [x]"),
+    "a partial": (
+        f"{MAIN}f = functools.partial(f, x=1)", f"{MAIN}f = functools.partial(f, x=2)",
+    ),
+    "a cached function": (
+        f"{MAIN}helper = functools.cache(helper)",
+        f"{MAIN}helper = functools.cache(helper)".replace("len(text) *", "len(text) +"),
+    ),
+    "an attribute of an object": (f"{OBJECT}f = Judge(1)", f"{OBJECT}f = Judge(2)"),
+    "a method of an object": (
+        f"{OBJECT}f = Judge(1)", f"{OBJECT}f = Judge(1)".replace("* len", "+ len"),
+    ),
+    "a bound method": (f"{OBJECT}f = Judge(1).__call__", f"{OBJECT}f = Judge(2).__call__"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_what_a_function_from_python_does_and_holds_counts(case: str) -> None:
+    code, other = MEMORY[case]
+    before = in_memory(code)
+    moved = code.replace("\n", "\n\n").replace("def f(", "# a comment\ndef f(")
+    assert in_memory(moved if "def make" not in code else code).changed(before) == []
+    assert in_memory(other).changed(before) == ["reward="]
+
+
+def test_a_changed_reward_is_refused_by_name_with_both_ways_on(
+    tiny_model: Path, user: Path
+) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "task.reward=reward.py:score"))
+    rewrite(user / "helper.py", "'1'", "'2'")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for refused in (run, dry_run):
+        with pytest.raises(ValueError, match=r"^helper\.py: changed .* --rescore .* --drop-replay"):
+            refused(_config(["run.steps=3"], folder), folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    rewrite(user / "helper.py", "'2'", "'1'")
+    assert run(_config(["run.steps=3"], folder), folder).finished
+
+
+def test_stored_samples_are_scored_again(tiny_model: Path, user: Path) -> None:
+    """As they are, with the new function, before the first step; the next resume is an equal."""
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS))
+    before, counts = rewarded(folder), replayed(folder)[0]
+    assert {0.0} < set(before.values())
+    rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
+    assert run(_config([], folder), folder, "rescore").finished  # without a step
+    assert rewarded(folder) == {key: -1 - reward for key, reward in before.items()}
+    assert dict(replayed(folder)[0]) == {**dict(counts), "dropped": 0}
+    assert run(_config(["run.steps=4"], folder), folder).finished
+    assert max(rewarded(folder).values()) < 0
+    notes = [session["rewards"] for session in read(folder / SESSIONS)]
+    assert notes == ["", "stored samples scored again after a change of reward.py", ""]
+
+
+def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(
+    tiny_model: Path, user: Path
+) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "reward.max_rejected=1"))
+    before = rewarded(folder)
+    rewrite(user / "reward.py", "float(text.count('1'))", "1 / ('1' not in text)")
+    run(_config(["run.steps=3"], folder), folder, "rescore")
+    kept = [key for key, reward in before.items() if reward == 0]
+    left = [key for key, reward in before.items() if reward > 0]
+    assert kept and left and not left & rewarded(folder).keys()
+    last = [row for row in read(folder / METRICS) if "loss" in row][-1]
+    assert last["buffer/dropped"] == len(left)
+
+
+def test_a_group_is_scored_as_it_arrived(tiny_model: Path, user: Path) -> None:
+    """A reward that compares answers gets a whole group, with its repeats."""
+    folder = user / "run"
+    text = "def ones(completions, **row):\n    return [completions.count(c) for c in completions]\n"
+    (user / "reward.py").write_text(text)
+    given = ("engine=scripted", "engine.answers=['1', '1', '2', '22']", "run.steps=1")
+    run(config(tiny_model, folder, *SETTINGS, *given, "sampling.max_tokens=3"))
+    before = rewarded(folder)
+    assert max(before.values()) > 1
+    rewrite(user / "reward.py", "completions.count(c)", "10 * completions.count(c)")
+    run(_config([], folder), folder, "rescore")
+    assert rewarded(folder) == {key: 10 * reward for key, reward in before.items()}
+
+
+def test_too_many_rejections_leave_the_run_as_it_was(tiny_model: Path, user: Path) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    rewrite(user / "reward.py", "float(text.count('1'))", "1 / 0")
+    with pytest.raises(Exception, match=r"36 of 36 stored samples were rejected(.|\n)*division"):
+        run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "replay.first_fill=5"))
+    stored = rewarded(folder)
+    rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
+    run(_config(["run.steps=3"], folder), folder, "drop")
+    assert max(rewarded(folder).values()) < 0
+    steps = [row for row in read(folder / METRICS) if "loss" in row]
+    assert steps[-1]["buffer/dropped"] == len(stored)
+    assert steps[-1]["buffer/prompts"] >= 5
+
+
+@pytest.mark.parametrize("replay", ["rescore", "drop"])
+def test_groups_of_a_constant_lag_are_scored_again_or_dropped_too(
+    tiny_model: Path, user: Path, replay: Replay
+) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "runtime.lag=2"))
+    rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
+    run(_config(["run.steps=6"], folder), folder, replay)
+    rewards = [row["reward"] for row in read(folder / METRICS) if "loss" in row]
+    assert min(rewards[:2]) >= 0 > max(rewards[2:])
+
+
+def test_a_run_without_a_record_of_its_rewards_is_told_once(
+    tiny_model: Path, user: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS))
+    state = checkpoint.newest(folder / "checkpoints") / "state.json"
+    plain = json.loads(state.read_text())
+    del plain["progress"]["rewards"]
+    state.write_text(json.dumps(plain))
+    manifest = state.with_name("manifest.json")
+    digests = json.loads(manifest.read_text())
+    digests["state.json"] = checkpoint.sha256_of(state)
+    manifest.write_text(json.dumps(digests))
+    for steps in (3, 4):
+        run(_config([f"run.steps={steps}"], folder), folder)
+    assert caplog.text.count("does not say what has decided its rewards") == 1
+
+
+def test_dialogues_can_only_be_dropped(tiny_model: Path, user: Path) -> None:
+    """So can attacks on a victim, and value estimates."""
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "objective=vineppo"))
+    rewrite(user / "reward.py", "count('1')", "count('2')")
+    with pytest.raises(ValueError, match="undo that, or add --drop-replay"):
+        run(_config(["run.steps=3"], folder), folder)
+    with pytest.raises(ValueError, match="--rescore: the stored samples have value estimates"):
+        run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert run(_config(["run.steps=3"], folder), folder, "drop").finished
+
+
+def stopped(settings: Any, step: int, folder: Path | None = None, replay: Replay = "keep") -> None:
+    """Carry out a session that is stopped after a step."""
+    with open_run(settings, folder, replay=replay) as opened:
+        log: Callable[..., None] = opened.log
+
+        def logged(*arguments: Any) -> None:
+            log(*arguments)
+            opened.stop.requested = opened.step == step
+
+        opened.log = logged  # type: ignore[method-assign]
+        opened.stop.requested = opened.step == step
+        opened.train()
+
+
+def test_the_config_of_a_run_is_that_of_the_newest_session_with_a_step(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+
+    def rates() -> tuple[float, float]:
+        copy = checkpoint.newest(folder / "checkpoints") / CONFIG
+        kept = [json.loads(path.read_text()) for path in (folder / CONFIG, copy)]
+        return kept[0]["trainer"]["learning_rate"], kept[1]["trainer"]["learning_rate"]
+
+    run(config(tiny_model, folder, "run.steps=2", "trainer.learning_rate=1e-2", "eval.prompts=0"))
+    run(_config(["trainer.learning_rate=2e-2"], folder), folder)  # finished: it takes no step
+    assert rates() == (1e-2, 1e-2)
+    stopped(_config(["trainer.learning_rate=3e-2", "run.steps=5"], folder), 2, folder)
+    assert rates() == (1e-2, 1e-2)
+    stopped(_config(["trainer.learning_rate=4e-2", "run.steps=5"], folder), 3, folder)
+    assert rates() == (4e-2, 4e-2)
+    run(_config([], folder), folder)
+    sessions = read(folder / SESSIONS)
+    given = [session["config"]["trainer"]["learning_rate"] for session in sessions]
+    assert given == [1e-2, 2e-2, 3e-2, 4e-2, 4e-2]
+    assert [session["step"] for session in sessions] == [0, 2, 2, 2, 3]
