@@ -181,7 +181,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     checkpoints.wait()
 
     def refuse(path: Path, **options: Any) -> None:
-        if path.name == "step-00000001":
+        if path.name == ".step-00000001":
             raise OSError(number, os.strerror(number), str(path))
         remove(path, **options)
 
@@ -189,9 +189,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
         patched.setattr(shutil, "rmtree", refuse)
         save(checkpoints, trainer, 2)
         checkpoints.wait()
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == [".step-00000001", "step-00000002"]
     assert damage(tmp_path / "step-00000002") == {}
-    assert f"{tmp_path}/step-00000001 could not be removed ([Errno {number}]" in caplog.text
+    assert f"{tmp_path}/.step-00000001 could not be removed ([Errno {number}]" in caplog.text
     save(checkpoints, trainer, 3)
     checkpoints.wait()
     assert names(tmp_path) == ["step-00000003"]

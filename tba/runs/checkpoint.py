@@ -235,10 +235,10 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def newest(folder: Path, drop_replay: bool = False) -> Path:
+def newest(folder: Path, drop_replay: bool = False, complete: Sequence[Path] | None = None) -> Path:
     """Return the newest undamaged generation, or if allowed one with damaged replay segments."""
     without_segments = []
-    complete = generations(folder)
+    complete = generations(folder) if complete is None else complete
     if not complete:
         raise ValueError(
             f"no complete checkpoint in {folder}: nothing to resume; to start the run again, remove"

@@ -1,11 +1,12 @@
 """Choice of a checkpoint: the newest one, that of a step, or the best one."""
 
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 from tba.replay.files import SEGMENTS
 from tba.runs.checkpoint import newest
-from tba.runs.generations import damage, generations, path_of, step_of
+from tba.runs.generations import damage, generations, held, path_of, step_of
 from tba.runs.log import CHECKPOINTS, read_evaluations
 
 BEST = "best"
@@ -48,15 +49,24 @@ def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) ->
     return {path_of(run / CHECKPOINTS, step) for step in steps if step}
 
 
-def choose(run: Path, step: int | str | None = None) -> Path:
+@contextmanager
+def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
+    """Choose a checkpoint, which a run that is training does not remove meanwhile."""
+    with held(run / CHECKPOINTS) as complete:
+        yield choose(run, step, complete)
+
+
+def choose(
+    run: Path, step: int | str | None = None, complete: Sequence[Path] | None = None
+) -> Path:
     """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.
 
     Damaged segments of the replay buffer are accepted. ValueError if there is no such checkpoint,
     or if it is damaged.
     """
     if step is None:
-        return newest(run / CHECKPOINTS, drop_replay=True)
-    kept = kept_steps(run)
+        return newest(run / CHECKPOINTS, True, complete)
+    kept = kept_steps(run) if complete is None else [step_of(each) for each in complete]
     there = f"the checkpoints in {run} are those of steps {', '.join(map(str, kept)) or '(none)'}"
     number = best_step(read_scores(run), kept) if step == BEST else _number(step)
     if number is None:

@@ -4,12 +4,17 @@ A generation is written as `.step-N` and renamed to `step-N` when it is complete
 replaces is `.replaced-step-N` meanwhile.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from tba.runs.files import own_folder
 
@@ -17,6 +22,9 @@ MANIFEST = "manifest.json"
 REPLACED = ".replaced-"
 NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
+
+TRIES = 100
+"""Attempts to hold a checkpoint before its run has removed it."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +52,37 @@ def generations(folder: Path) -> list[Path]:
     return sorted((folder / name for name in complete), key=step_of)
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[list[Path]]:
+    """Return the complete checkpoints, which a run that is training does not remove meanwhile."""
+    with ExitStack() as locks:
+        for _ in range(TRIES):  # all of them may be removed between the listing and the locks
+            complete = [each for each in generations(folder) if _hold(each, locks)]
+            if complete or not generations(folder):
+                break
+        yield complete
+
+
+def _hold(generation: Path, locks: ExitStack) -> bool:
+    """Hold a checkpoint until the locks are released; False if it is being removed."""
+    manifest = generation / MANIFEST
+    try:
+        file = locks.enter_context(manifest.open("rb"))
+        free = _locks(file, fcntl.LOCK_SH)
+        return free and os.path.samestat(os.fstat(file.fileno()), manifest.stat())
+    except OSError:  # gone, or without a manifest, which is damage
+        return generation.is_dir()
+
+
+def _locks(file: IO[bytes], kind: int) -> bool:
+    """Lock a file, unless another process has; return whether that is so, or there are no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
 def saved(folder: Path) -> set[Path]:
     """Return the folders of all saves, complete or not."""
     return {p for p in folder.glob("*step-*") if NAME.fullmatch(p.name) and p.is_dir()}
@@ -67,15 +106,19 @@ def remove(generation: Path) -> None:
 
     Somebody else may remove it at the same time, and NFS keeps files that are open.
     """
+    path = generation
     try:
-        if generation.is_symlink():
-            generation.unlink()
-        else:
-            shutil.rmtree(generation)
+        if path.is_symlink():
+            return path.unlink()
+        if path.name.startswith("step-") and (path / MANIFEST).is_file():
+            with (path / MANIFEST).open("rb") as file:
+                if not _locks(file, fcntl.LOCK_EX):  # it is being read: the next save removes it
+                    return None
+                path = path.rename(path.with_name(f".{path.name}"))  # no reader finds a part of it
+        shutil.rmtree(path)
     except OSError as error:
-        if not generation.exists():
-            return
-        log.warning("%s could not be removed (%s); the next save tries again", generation, error)
+        if path.exists():
+            log.warning("%s could not be removed (%s); the next save tries again", path, error)
 
 
 def damage(generation: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from tba.models.lora import ADAPTER, SETTINGS, merged
 from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
-from tba.runs.choice import choose
+from tba.runs.choice import chosen
 from tba.runs.early import check_evaluated, check_export, check_responses
 from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
@@ -45,13 +45,13 @@ def evaluate_run(
     if reference and step is not None:
         raise ValueError("--reference evaluates the model before training; leave out --step")
     config = stored_config(run, settings)
-    generation = None if reference else choose(run, step)
-    parts = _checked(config, completions)
     model, weights, changed = config.policy.model, None, None
-    if generation is not None:
-        model = str(generation / MODEL)
-        weights = _rounded(read_model(generation), parts.config, step_of(generation))
-        changed = read_weights(generation / REFERENCE)
+    with nullcontext() if reference else chosen(run, step) as generation:
+        parts = _checked(config, completions)
+        if generation is not None:
+            model = str(generation / MODEL)
+            weights = _rounded(read_model(generation), parts.config, step_of(generation))
+            changed = read_weights(generation / REFERENCE)
     scores = _evaluate(parts, weights, changed, completions)
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
@@ -143,7 +143,8 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     check_responses(run, out)
     config = config_of(run)
     text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
-    buffer.load(choose(run, step))
+    with chosen(run, step) as generation:
+        buffer.load(generation)
     rows: dict[str, dict[str, Any]] = {}
     held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
     for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):
@@ -158,7 +159,8 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
 def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
     """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
     policy = check_export(run, out, adapter)
-    write_model(policy, choose(run, step), out, adapter)
+    with chosen(run, step) as generation:
+        write_model(policy, generation, out, adapter)
     let_others_read(out)
     return out
 

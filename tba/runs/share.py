@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, RepoUrl, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from tba.runs.card import write_card
-from tba.runs.choice import choose
+from tba.runs.choice import chosen
 from tba.runs.early import check_export
 from tba.runs.generations import step_of
 from tba.runs.offline import let_others_read, write_model
@@ -34,10 +34,10 @@ def share(
             "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
             " HF_TOKEN"
         )
-    generation = choose(run, step)
-    # before a model is merged, because the hub may refuse
-    repository = None if name is None else _create(name, private)
     with ExitStack() as closing:
+        generation = closing.enter_context(chosen(run, step))
+        # before a model is merged, because the hub may refuse
+        repository = None if name is None else _create(name, private)
         folder = out
         if folder is None:
             aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small

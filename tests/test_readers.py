@@ -1,0 +1,107 @@
+"""Readers of checkpoints beside a run that removes them: they hold what they read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from test_checkpoint import DEADLINE, Slow, save
+
+from tba.runs.checkpoint import Checkpoints
+from tba.runs.choice import choose, chosen
+from tba.runs.generations import damage, generations, held, path_of, remove, step_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def saves(folder: Path) -> Iterator[Callable[[int], None]]:
+    """Save a step and keep only that."""
+    folder.parent.mkdir()
+    trainer = Slow()
+    trainer.go.set()
+    checkpoints = Checkpoints(folder, keep=1, deadline=DEADLINE, config={})
+
+    def saved(step: int) -> None:
+        save(checkpoints, trainer, step)
+        checkpoints.wait()
+
+    yield saved
+
+
+def test_what_is_held_stays_until_it_is_released(
+    folder: Path, saves: Callable[[int], None]
+) -> None:
+    saves(1)
+    with chosen(folder.parent) as generation:
+        saves(2)
+        saves(3)
+        assert [step_of(g) for g in generations(folder)] == [1, 3]
+        assert generation == path_of(folder, 1) and damage(generation) == {}
+        with chosen(folder.parent) as newer:  # a second reader, beside the first
+            assert step_of(newer) == 3
+    saves(4)
+    assert [step_of(g) for g in generations(folder)] == [4]
+    assert {p.name for p in folder.iterdir()} == {"step-00000004"}
+
+
+def test_what_is_being_removed_is_not_chosen(folder: Path, saves: Callable[[int], None]) -> None:
+    """A part of a checkpoint is never taken for a damaged one."""
+    saves(1)
+    listed = generations(folder)
+    remove(listed[0])
+    saves(2)
+    with held(folder) as complete:
+        assert [step_of(g) for g in complete] == [2]
+        assert choose(folder.parent, None, complete) == path_of(folder, 2)
+    with pytest.raises(ValueError, match="no such checkpoint"), chosen(folder.parent, 1):
+        pass
+
+
+def test_readers_beside_saves_always_find_a_whole_checkpoint(
+    folder: Path, saves: Callable[[int], None]
+) -> None:
+    saves(1)
+    ended, steps = threading.Event(), []
+
+    def read() -> None:
+        while not ended.is_set():
+            with chosen(folder.parent) as generation:
+                assert damage(generation) == {}
+                steps.append(step_of(generation))
+
+    errors: list[BaseException] = []
+
+    def reading() -> None:
+        try:
+            read()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=reading) for _ in range(3)]
+    with ExitStack() as ending:
+        for thread in threads:
+            thread.start()
+            ending.callback(thread.join)
+        ending.callback(ended.set)
+        for step in range(2, 14):
+            saves(step)
+    assert errors == []
+    assert len(set(steps)) > 1
+
+
+def test_a_checkpoint_without_a_manifest_is_damaged_and_not_held_back(
+    folder: Path, saves: Callable[[int], None]
+) -> None:
+    saves(1)
+    (path_of(folder, 1) / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="damaged"), chosen(folder.parent):
+        pass
+    saves(2)
+    assert [step_of(g) for g in generations(folder)] == [2]
