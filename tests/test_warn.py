@@ -310,11 +310,12 @@ def test_unknown_characters_are_warned_of_at_the_start(
 def test_cut_off_responses_and_a_wrong_weight_update_are_warned_of(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The second weight update goes wrong, and the searcher is replaced."""
+    """The second weight update leaves a gap that `engine.max_logp_gap` allows."""
     settings = (
         "engine=toy.Wrong", f"engine.folder={tmp_path / 'calls'}", "engine.gap=1.0",
         f"engine.right={[0, *range(2, 20)]}", "engine.answers=['11111', '11111', '1', '2']",
         "sampling.max_tokens=3", "eval.prompts=0", "run.steps=12",
+        "engine.max_logp_gap=2", "warn.gap=0.5",
     )  # fmt: skip
     done = run(config(tiny_model, tmp_path / "run", *settings))
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]

@@ -44,7 +44,7 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
                 f" options: {key} = {named.use!r}"
             )
         options = check_options(factory, key, named.use, named.options)
-        make = partial(factory, **read_secrets(options))
+        make: Callable[[], Any] = partial(factory, **read_secrets(options))
     else:
         make = resolve(JUDGES, key, named.use, named.options).build
     with _running(key):
@@ -71,7 +71,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     return function(*[arguments[name] for name in by_place], **named)
 
 
-def _set_already(function: Callable[..., Any]) -> list[str]:
+def _set_already(function: Any) -> list[str]:
     """Return the first arguments of a method, or of a partial function, that it brings itself."""
     if isinstance(function, partial):
         count, inner = len(function.args), function.func
@@ -125,8 +125,8 @@ def _running(place: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        frames = extract_tb(error.__traceback__)
-        frames = [frame for frame in frames if not frame.filename.startswith(NOT_USERS)]
+        every = extract_tb(error.__traceback__)
+        frames = [frame for frame in every if not frame.filename.startswith(NOT_USERS)]
         at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         if isinstance(error, ModuleNotFoundError) and not frames:
             at = f"; {ADVICE}"

@@ -98,10 +98,15 @@ def _agree(pair: Sequence[Any], digits: int, unit: Fraction | None, same: bool) 
     from sympy import Expr
 
     numbers = [each for each in pair if isinstance(each, Expr) and each.is_number and each != 0]
-    if len(numbers) < 2 or not (same or unit):
+    if len(numbers) < 2:
         return same
     a, b = [number.evalf(digits) for number in numbers]
-    width = abs(a) / 10 ** (digits - 10) if same else unit / 2
+    if same:
+        width = abs(a) / 10 ** (digits - 10)
+    elif unit:
+        width = unit / 2
+    else:
+        return False
     return bool(abs(a - b) <= width) and (same or not all(n.is_rational for n in numbers))
 
 
