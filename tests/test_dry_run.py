@@ -47,6 +47,9 @@ def imports(completions, **columns):
 def broken(completions):
     return [float(c) for c in completions]
 
+def raises(completions, **columns):
+    return columns["answers"]
+
 def nothing(completions):
     return [None for c in completions]
 
@@ -82,13 +85,14 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
 
 
 def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -> None:
-    """The reward is called once, in another process, and nothing is written."""
+    """The reward is called for a dummy and for right answers, in another process."""
     _, told = dry_run(config("length"))
-    length, memory, seconds = told[3:6]
+    length, memory, seconds = told[4:7]
     assert told == [
         "first prompt, 4 tokens:",
         "0+0=",
         f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
+        "warning: reward of '0': 0.1, the answer of row train-0 itself",
         length,
         memory,
         seconds,
@@ -99,9 +103,11 @@ def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -
         r"memory of the trainer: [\d.]+ MB for .* up to [\d.]+ MB for activations", memory
     )
     assert re.match(r"time: about [\d.e-]+ s a step on cpu, without search", seconds)
-    (call,) = (tmp_path / "calls").read_text().splitlines()
-    process, completions = call.split(maxsplit=1)
-    assert completions == str([DUMMY] * 2) and not Path(f"/proc/{process}").exists()
+    calls = [call.split(maxsplit=1) for call in (tmp_path / "calls").read_text().splitlines()]
+    assert [completions for _, completions in calls] == [
+        str([text] * 2) for text in (DUMMY, "0", "2", "4")
+    ]
+    assert not any(Path(f"/proc/{process}").exists() for process, _ in calls)
     assert not (tmp_path / "run").exists()
     assert dry_run(config("slow"))[1][:5] == told[:5]
 
@@ -118,7 +124,7 @@ def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Pat
     plain = config("length", policy={"model": str(folder)})
     _, told = dry_run(plain)
     assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
-    assert told[3] == (
+    assert told[4] == (
         "note: prompts are plain text, but there is a chat template; task.chat=auto uses it"
     )
     options = {**plain.task.model_dump(), "chat": "auto"}
@@ -154,7 +160,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_warned_of(
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {**config("length").task.model_dump(), "data": str(tmp_path / "words.jsonl")}
     _, told = dry_run(config(task=task))
-    assert [line for line in told if line.startswith("warning:")] == [
+    assert [line for line in told if line.startswith("warning:")][1:] == [
         "warning: 2 of 5 prompts (40.0%) have characters that the tokenizer does not know (' ' '?'"
         " 'a' 'h' 'i' 's' 't' 'w'); more than warn.unknown_characters = 0: the policy reads '<pad>'"
         " in their place; write the prompts without them, or choose another model"
@@ -163,7 +169,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_warned_of(
         {"task": task, "warn": {"unknown_characters": 0.4}},
         {"task": config("length").task},
     ):
-        assert not [line for line in dry_run(config(**quiet))[1] if line.startswith("warning:")]
+        assert "tokenizer does not know" not in " ".join(dry_run(config(**quiet))[1])
 
 
 WRONG = {
@@ -191,9 +197,44 @@ def test_a_package_that_a_reward_lacks_is_named(config: Make) -> None:
 WARNED = {
     "broken": r"\(raised\): .*could not convert string to float",
     "nothing": r"\(none\): no reward function gave this sample a reward",
+}
+REFUSED = {
     "hangs": r"\(timeout\): the call did not return within 0\.5 s",
     "ends": r"\(died\): the scoring process ended with exit status 3",
+    "raises": r"\(raised\): (.|\n)*KeyError: 'answers'",
 }
+
+
+@pytest.mark.parametrize("reward", REFUSED)
+def test_a_reward_that_fails_for_every_answer_is_refused(
+    config: Make, reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.5)
+    words = "fails for every answer that was tried, such as 'dummy answer' and '0' "
+    with pytest.raises(ValueError, match=words + REFUSED[reward]):
+        dry_run(config(reward))
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k", "math"])
+def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
+    config: Make, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a right one is shown with its reward."""
+    rows = [{"question": f"{i}+1=", "problem": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+    table: dict[str, Any] = {"use": task}
+    if task != "arithmetic":
+        for name, part in (("own", rows[1:]), ("held", rows[:1])):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+        files = {"data": tmp_path / "own.jsonl", "held_out_data": tmp_path / "held.jsonl"}
+        table |= {name: str(path) for name, path in files.items()}
+        table |= {"prompt": "{question}" if task == "gsm8k" else "{problem}"}
+    if task == "math":
+        pytest.importorskip("math_verify")
+    chosen = config(task=table)
+    assert re.search(r"^reward of '.*': 1, the answer of row", "\n".join(dry_run(chosen)[1]), re.M)
+    monkeypatch.setattr(module, "right_answer", lambda task, row: "77777")
+    with pytest.raises(ValueError, match=r"'77777': 0, the answer of row .*correct the column"):
+        dry_run(chosen)
 
 
 @pytest.mark.parametrize("reward", WARNED)
@@ -238,9 +279,10 @@ def test_each_part_of_a_mixture_is_tried(config: Make) -> None:
     parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
     _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
     value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
-    first = ["first prompt of a, 4 tokens:", "0+0=", value]
-    second = ["first prompt of b, 6 tokens:", "0+0+0=", value]
-    assert told[:6] == first + second
+    right = "warning: reward of '0': 0.1, the answer of row {}/train-0 itself"
+    first = ["first prompt of a, 4 tokens:", "0+0=", value, right.format("a")]
+    second = ["first prompt of b, 6 tokens:", "0+0+0=", value, right.format("b")]
+    assert told[:8] == first + second
 
 
 def test_every_key_is_printed_and_reads_back(config: Make) -> None:

@@ -33,7 +33,7 @@ MISTAKES = {
     "train --gpus 2": "no option --gpus",
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
-    "train --drop-damaged-replay": "needs --resume RUN",
+    "train --drop-replay": "need --resume RUN",
     "train run.folder=used": "holds a run",
     "train run.folder=rows.jsonl": "run.folder = 'rows.jsonl' cannot be used as a folder",
     "train policy.model=./nowhere": "no such folder",

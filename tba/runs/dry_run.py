@@ -24,16 +24,25 @@ from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
 from tba.search.verdicts import Rejected, Verdict, verdict_on, within
-from tba.tasks import Prepares, part_of, tools_of
+from tba.tasks import Prepares, Task, part_of, tools_of
 from tba.tasks._memory import build_task
-from tba.tasks._rendering import Rendering
+from tba.tasks._rendering import Problems, Rendering
+from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.custom import Custom
+from tba.tasks.math import Math
 from tba.tasks.mixture import Part
+from tba.tasks.reasoning_gym import ReasoningGym
 from tba.types import Answer, Prompt
 
 SECONDS = 5.0
 """Longest call of a reward function."""
 DUMMY = "dummy answer"
+NUMBER = "1"
+"""Answer that is tried beside the dummy where none is known to be right."""
+ROWS = 4
+"""Rows whose own answers are scored."""
+FAILURES = ("raised", "timeout", "memory", "died")
+"""Reasons of rejections by which a call of the reward has failed."""
 WRONG_KIND = ("wrong_length", "not_a_number")
 """Reasons of rejections that do not depend on the answer."""
 ADVICE = "return a list with"
@@ -56,13 +65,13 @@ def dry_run(
     else:
         check_usable(resume)
         check_step(step_of(choose_stored(parts, resume, replay).generation), parts.config)
-    firsts: dict[str, Prompt] = {}
+    by_part: dict[str, list[Prompt]] = {}
     for prompt in parts.prompts:
-        firsts.setdefault(part_of(parts.task, prompt)[0], prompt)
+        by_part.setdefault(part_of(parts.task, prompt)[0], []).append(prompt)
     told = []
-    for name, prompt in firsts.items():
-        told += [*_shown(parts, name, prompt), *_scored(parts, name, prompt)]
-    if plain := [name for name, prompt in firsts.items() if _could_chat(parts, prompt)]:
+    for name, prompts in by_part.items():
+        told += [*_shown(parts, name, prompts[0]), *_scored(parts, name, prompts)]
+    if plain := [name for name, prompts in by_part.items() if _could_chat(parts, prompts[0])]:
         keys = [f"task.parts.{name}.chat=auto" if name else "task.chat=auto" for name in plain]
         what = "prompts are plain text, but there is a chat template"
         told.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
@@ -133,12 +142,13 @@ def _could_chat(parts: Parts, prompt: Prompt) -> bool:
     return plain and template is not None
 
 
-def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
-    """Return what the reward of a task, or of a part of it, says of a dummy answer.
+def _scored(parts: Parts, part: str, prompts: Sequence[Prompt]) -> list[str]:
+    """Return what the reward of a task, or of a part of it, says of a dummy and of right answers.
 
-    It is called once, in a process, without models. ValueError if the result is no reward.
+    It is called in a process, without models. ValueError if a result is no reward, if every call
+    fails, or if a task with a grader of ours finds the row's own answer wrong.
     """
-    task, table = part_of(parts.task, prompt)[1], Use(**parts.config.task.model_dump())
+    task, table = part_of(parts.task, prompts[0])[1], Use(**parts.config.task.model_dump())
     if part:
         options = {k: v for k, v in table.options["parts"][part].items() if k != "weight"}
         table = Use(**options)
@@ -146,32 +156,96 @@ def _scored(parts: Parts, part: str, prompt: Prompt) -> list[str]:
     called = task.without_models if isinstance(task, Custom) else []
     if isinstance(task, Prepares) and not called:
         return ["reward: not called, because that needs a model or a server"]
-    if isinstance(task, Custom) and len(called) < len(task.functions):
+    whole = not isinstance(task, Custom) or len(called) == len(task.functions)
+    if not whole:
         options |= {"reward": called, "reward_weights": None}
-    answer, tools = Answer(DUMMY, True), tools_of(task)
-    if tools is not None:
-        ((instance, _),) = open_all(tools, [prompt])
-        said = [{"role": "assistant", "content": DUMMY}]
-        answer = Answer(DUMMY, True, said, instance if tools.judged else None)
+    right = []
+    for row in prompts[:: -(-len(prompts) // ROWS)]:
+        text = right_answer(task, row)
+        right += [] if text is None else [(row, text)]
+    tried = [(prompts[0], DUMMY), *(right or [(prompts[0], NUMBER)])]
     plugin = resolve("tasks", "task", table.use, options)
     limits = parts.config.reward.max_memory, parts.config.runtime.start_deadline
     scorer = InProcess({"": partial(build_task, plugin, None)}, *limits)
     try:
-        verdict = asyncio.run(_call(scorer, prompt, [answer, answer]))
+        verdicts = asyncio.run(_call_all(scorer, task, tried))
     except RuntimeError as error:  # the process did not start
         if parts.config.reward.isolate == "thread":
             return [f"warning: the reward was not called: {error}"]
         raise ValueError(str(error)) from error
+    for (_, text), verdict in zip(tried, verdicts, strict=True):
+        _check_kind(text, verdict)
+    failed = [v for v in verdicts if isinstance(v, Rejected) and v.reason in FAILURES]
+    if len(failed) == len(tried):
+        texts = " and ".join(repr(text) for _, text in tried[:2])
+        what = f"the reward fails for every answer that was tried, such as {texts}"
+        raise ValueError(f"{what} ({failed[-1].reason}): {failed[-1].detail}")
+    told = [_in_words(DUMMY, verdicts[0])]
+    own = list(zip(right, verdicts[1:], strict=True)) if right and whole else []
+    low = [pair for pair in own if _is_low(task, pair[1], verdicts[0])]
+    for (row, text), verdict in (low or own)[:1]:
+        told.append(f"{_in_words(text, verdict)}, the answer of row {row.id} itself")
+    if low:
+        _refuse_wrong(task, told[-1])
+        told[-1] = f"warning: {told[-1].removeprefix('warning: ')}"
+    return told
+
+
+def right_answer(task: Task, row: Prompt) -> str | None:
+    """Return the answer that a row has in its column `answer`, as a response would give it."""
+    answer = row.columns.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return None
+    return f"\\boxed{{{answer}}}" if isinstance(task, Math) else str(answer)
+
+
+def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:
+    """Return whether a right answer gets less than one should."""
+    if isinstance(verdict, Rejected):
+        return True
+    if task.pass_reward is not None:
+        return verdict < task.pass_reward
+    return not isinstance(dummy, Rejected) and verdict <= dummy
+
+
+def _refuse_wrong(task: Task, told: str) -> None:
+    """Raise ValueError for a wrong answer in the data of a task with a grader of ours."""
+    if isinstance(task, Problems | Arithmetic | ReasoningGym):
+        raise ValueError(f"{told}; correct the column `answer`")
+
+
+def _check_kind(text: str, verdict: Verdict) -> None:
+    """Raise ValueError for a failure that does not depend on the answer."""
     if not isinstance(verdict, Rejected):
-        return [f"reward of {DUMMY!r}: {verdict:g}"]
+        return
     if verdict.reason in WRONG_KIND:
         advice = (
             "" if ADVICE in verdict.detail else f"; {ADVICE} a number or None for each completion"
         )
-        raise ValueError(f"the reward of {DUMMY!r} is no number: {verdict.detail}{advice}")
+        raise ValueError(f"the reward of {text!r} is no number: {verdict.detail}{advice}")
     if missing := MISSING.search(verdict.detail):
-        raise ValueError(f"the reward of {DUMMY!r} cannot import what it needs: {missing[0]}")
-    return [f"warning: {DUMMY!r} has no reward ({verdict.reason}): {verdict.detail}"]
+        raise ValueError(f"the reward of {text!r} cannot import what it needs: {missing[0]}")
+
+
+def _in_words(text: str, verdict: Verdict) -> str:
+    if isinstance(verdict, Rejected):
+        return f"warning: {text!r} has no reward ({verdict.reason}): {verdict.detail}"
+    return f"reward of {text!r}: {verdict:g}"
+
+
+async def _call_all(
+    scorer: InProcess, task: Task, tried: Sequence[tuple[Prompt, str]]
+) -> list[Verdict]:
+    """Score each text as an answer to its prompt."""
+    verdicts, tools = [], tools_of(task)
+    for prompt, text in tried:
+        answer = Answer(text, True)
+        if tools is not None:
+            ((instance, _),) = open_all(tools, [prompt])
+            said = [{"role": "assistant", "content": text}]
+            answer = Answer(text, True, said, instance if tools.judged else None)
+        verdicts.append(await _call(scorer, prompt, [answer, answer]))
+    return verdicts
 
 
 async def _call(scorer: InProcess, prompt: Prompt, answers: Sequence[Answer]) -> Verdict:

@@ -560,7 +560,8 @@ def test_the_key_is_in_no_file_of_a_run(
     assert summary.finished and summary.samples_trained == 16
     assert set(server.keys) == {f"Bearer {CANARY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.name for path in files if b"JUDGE_KEY" in path.read_bytes()} == {"config.json"}
+    named = {path.name for path in files if b"JUDGE_KEY" in path.read_bytes()}
+    assert named == {"config.json", "sessions.jsonl"}
     assert [path.name for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
