@@ -41,8 +41,8 @@ NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
 ROWS = 4
 """Rows whose own answers are scored."""
-FAILURES = ("raised", "timeout", "memory", "died")
-"""Reasons of rejections by which a call of the reward has failed."""
+FAILURES = ("raised", "memory", "died")
+"""Reasons by which a call has failed; a slow one may be within the deadline of the run."""
 WRONG_KIND = ("wrong_length", "not_a_number")
 """Reasons of rejections that do not depend on the answer."""
 ADVICE = "return a list with"
@@ -193,6 +193,8 @@ def _scored(parts: Parts, part: str, prompts: Sequence[Prompt]) -> list[str]:
 
 def right_answer(task: Task, row: Prompt) -> str | None:
     """Return the answer that a row has in its column `answer`, as a response would give it."""
+    if isinstance(task, ReasoningGym):
+        return task.right_answer(row)
     answer = row.columns.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return None

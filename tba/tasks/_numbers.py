@@ -56,12 +56,10 @@ class Number:
         fraction, rounded to its six or more digits. Everything else is compared exactly.
         """
         a, b = self.value, other.value
-        scaled = {a, a * 100} if other.percent and not self.percent else {a}
-        return (
-            b in scaled
-            or (self.percent and not other.percent and b * 100 == a)
-            or (self.rounds(b) or other.rounds(a))
-        )
+        pairs = [(a, b)]
+        if self.percent != other.percent:
+            pairs.append((a, b * 100) if self.percent else (a * 100, b))
+        return any(a == b or self.rounds(b) or other.rounds(a) for a, b in pairs)
 
     def rounds(self, exact: Fraction) -> bool:
         """Return whether this is a decimal that a fraction without an end is rounded to."""
@@ -78,7 +76,7 @@ def last_number(text: str) -> Number | None:
 def whole_number(text: str) -> Number | None:
     """Return the number that the text is, perhaps with a currency; None if it is something else."""
     text = _plain(text.strip().strip("$").rstrip("."))
-    text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|\^\{?\\circ\}?$", "", text.strip())
+    text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|(?:\s?[€£¥₹₽₩₪₺°]|\^\{?\\circ\}?)$", "", text.strip())
     if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
     found = NUMBER.fullmatch(text)

@@ -62,6 +62,13 @@ class ReasoningGym(Rendering):
         entry = literal_eval(prompt.columns["entry"])
         return [self._score(answer.text, entry) for answer in answers]
 
+    def right_answer(self, prompt: Prompt) -> str | None:
+        """Return the generator's own answer as a response would give it; None if it has none."""
+        answer = literal_eval(prompt.columns["entry"])["answer"]
+        if not isinstance(answer, str) or self.answer_tag is None:
+            return answer if isinstance(answer, str) else None
+        return f"<{self.answer_tag}>{answer}</{self.answer_tag}>"
+
     def _score(self, text: str, entry: dict[str, Any]) -> float:
         if self.answer_tag is not None:
             tag = re.escape(self.answer_tag)

@@ -84,6 +84,14 @@ def test_only_what_is_tagged_is_scored() -> None:
     assert rewards(gym, prompt, *texts) == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("options", [{}, {"answer_tag": "answer"}, {"scoring": "exact"}])
+def test_the_generators_own_answer_is_right(options: dict[str, Any]) -> None:
+    gym = task(**options)
+    prompt = gym.prompts()[0]
+    right = gym.right_answer(prompt)
+    assert right is not None and rewards(gym, prompt, right) == [1.0]
+
+
 @pytest.mark.parametrize("generator", ["rearc", "list_functions", "word_ladder", "knights_knaves"])
 def test_a_prompt_brings_what_its_scorer_needs(generator: str) -> None:
     """Tuples, numpy scalars, and questions that another process would make differently."""
