@@ -89,11 +89,16 @@ class Run:
         self.pace.drew(t.batch_size, self.buffer.counts["added"])
         return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
 
+    def gather(self, at_least: int) -> list[Group]:
+        """Return the groups found since the last call; fewer than `at_least` only after a stop."""
+        with search_errors("the search failed"):
+            return self.searchers.gather(at_least)
+
     def collect(self, wait: str = "waited") -> None:
         """Store what has arrived, and wait for what the next step needs; `wait` names the time."""
         for _ in range(PATIENCE):
-            with self.tracker.timed(wait), search_errors("the search failed"):
-                groups = self.searchers.gather(self._awaited())
+            with self.tracker.timed(wait):
+                groups = self.gather(self._awaited())
             self.missing = max(0, self.missing - len(groups))
             self.buffer.add(groups, now=self.step)
             if self.ending or not self._awaited():
