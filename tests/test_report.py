@@ -448,3 +448,22 @@ def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
         report([tmp_path])
     with pytest.raises(ValueError, match="no metrics yet; type"):
         report([run])
+
+
+def test_settings_are_shown_with_the_steps_that_had_them(tmp_path):
+    """Also in a comparison; a session without a step, and steps taken again, are not credited."""
+    run, other = write(tmp_path / "run"), write(tmp_path / "other")
+    config = json.loads((run / CONFIG).read_text())
+    note = "stored samples scored again after a change of rw.py"
+    rows = []
+    for step, size, rewards in ((0, 16, ""), (4, 32, ""), (9, 99, ""), (6, 64, note), (8, 64, "")):
+        trainer = {**config["trainer"], "batch_size": size}
+        own = {"step": step, "config": {**config, "trainer": trainer}, "rewards": rewards}
+        rows.append(json.dumps({**STARTED, **own}) + "\n")
+    (run / SESSIONS).write_text("".join(rows))
+    text = "16 (steps 1–4), then 32 (steps 5–6), then 64 (steps 7–12)"
+    assert f"<dt><code>trainer.batch_size</code></dt><dd>{text}</dd>" in report([run]).read_text()
+    assert f"{note} at step 6 (steps 7–12)" in report([run]).read_text()
+    assert "Settings that changed" not in report([other]).read_text()
+    compared = report([run, other], tmp_path / "both").read_text()
+    assert "Settings that changed in run" in compared and compared.count(text) == 2

@@ -20,6 +20,10 @@ WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wai
 """The metric of each step for the shares of `summary.json`."""
 
 
+Span = tuple[int, int, Mapping[str, str]]
+"""First and last step of a part of a run, and its settings as JSON, by `table.key`."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The files of a run so far. For an evaluation, the step is the version evaluated."""
@@ -33,6 +37,30 @@ class Record:
     totals: Row
     sessions: list[Row]
     warnings: list[str]
+    spans: Sequence[Span]
+    """The parts of the run whose settings differ, in order."""
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Return each setting as JSON; for one that was changed, each value with its steps."""
+        first, *later = self.spans
+        texts = {}
+        for key in dict.fromkeys(key for _, _, own in self.spans for key in own):
+            values = [(*first[:2], first[2].get(key, "–"))]
+            for begin, end, own in later:
+                value = own.get(key, "–")
+                begin, _, _ = values.pop() if values[-1][2] == value else (begin, 0, "")
+                values.append((begin, end, value))
+            told = [f"{value} (steps {begin}–{end})" for begin, end, value in values]
+            texts[key] = ", then ".join(told) if told[1:] else values[0][2]
+        return texts
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """Return the settings that were changed, and what became of stored rewards."""
+        first = self.spans[0][2]
+        varied = {key for _, _, own in self.spans for key, _ in own.items() ^ first.items()}
+        return {key: text for key, text in self.settings.items() if key in varied}
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after by label; `measures` has the score of each subset."""
@@ -58,7 +86,7 @@ class Record:
         """Return further facts by label."""
         totals, (lag_mean, lag_max) = self.totals, (self.steps[name] for name in LAG)
         return {
-            "Objective": self.config["objective"]["use"],
+            "Objective": self.settings["objective.use"].replace('"', ""),
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{totals['trainer_wait_fraction']:.2%} of the time",
             "Searchers waited": f"{totals['searcher_wait_fraction']:.2%} of the time",
@@ -110,7 +138,23 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
     evaluations["samples_generated"] = np.interp(evaluations["step"], at, generated)
     samples, totals, sessions = read(path / SAMPLES), _totals(path, steps), read(path / SESSIONS)
     warnings = list(read_warnings(path).values())  # the summary has them only at the end
-    return Record(name, colour, config, steps, evaluations, samples, totals, sessions, warnings)
+    spans = _spans(sessions, int(steps["step"].iloc[-1]), config)
+    read_so_far = config, steps, evaluations, samples, totals, sessions, warnings, spans
+    return Record(name, colour, *read_so_far)
+
+
+def _spans(sessions: Sequence[Row], newest: int, config: Row) -> Sequence[Span]:
+    """Return the parts of a run. Steps that a later session has taken again are those of it."""
+    spans, rewards = [], {}
+    for place, session in enumerate(sessions):
+        begin, note = session["step"], session.get("rewards")
+        if note:
+            rewards = {"rewards": f"{note} at step {begin}"}
+        end = min([newest, *(later["step"] for later in sessions[place + 1 :])])
+        if begin < end:
+            own = flat(session.get("config", config))
+            spans.append((begin + 1, end, {k: json.dumps(v) for k, v in own.items()} | rewards))
+    return spans or [(1, newest, {key: json.dumps(v) for key, v in flat(config).items()})]
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
@@ -167,6 +211,5 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 def _differences(records: Sequence[Record]) -> pd.DataFrame:
     """Return the config keys in which the runs differ, with a column for each run."""
-    configs = {r.name: {k: json.dumps(v) for k, v in flat(r.config).items()} for r in records}
-    keys = pd.DataFrame(configs).drop(index="run.folder").fillna("–")
+    keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
     return keys[keys.nunique(axis=1) > 1].reset_index(names="key", allow_duplicates=True)
