@@ -235,6 +235,22 @@ MEMORY = {
     "a method of an object": (
         f"{OBJECT}f = Judge(1)", f"{OBJECT}f = Judge(1)".replace("* len", "+ len"),
     ),
+    "a table of numbers": (
+        "import numpy\nx = numpy.arange(9)\nf = lambda completions: x",
+        "import numpy\nx = numpy.arange(9) + 1\nf = lambda completions: x",
+    ),
+    "the weights of a model": (
+        "import torch\nx = torch.nn.Linear(2, 3)\ntorch.nn.init.ones_(x.weight)\n"
+        "torch.nn.init.ones_(x.bias)\nf = lambda completions: x",
+        "import torch\nx = torch.nn.Linear(2, 3)\ntorch.nn.init.zeros_(x.weight)\n"
+        "torch.nn.init.ones_(x.bias)\nf = lambda completions: x",
+    ),
+    "a closure that is empty": (
+        "def make():\n    def f(completions): return x\n    if False: x = 1\n    return f\n"
+        "f = make()",
+        "def make():\n    def f(completions): return [x]\n    if False: x = 1\n    return f\n"
+        "f = make()",
+    ),
     "a bound method": (f"{OBJECT}f = Judge(1).__call__", f"{OBJECT}f = Judge(2).__call__"),
 }  # fmt: skip
 

@@ -60,5 +60,6 @@ def rescore(
             kept += [replace(group, trajectories=own)] if own else []
     finally:
         guard.close()
-    tell(f"scored {total.samples:,} stored samples again, rejected {dict(total.rejected)}")
+    rejected = ", ".join(f"{n} {reason}" for reason, n in total.rejected.items()) or "none"
+    tell(f"scored {total.samples:,} stored samples again; rejected: {rejected}")
     return tuple(kept)

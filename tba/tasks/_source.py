@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from tba.config.schema import Config
@@ -126,7 +126,12 @@ class RewardSource:
     def _held(self, value: Any, seen: dict[int, Any]) -> Any:
         """Return as JSON what an object from Python does and holds; add the files with its code."""
         again = partial(self._held, seen=seen)
-        if isinstance(value, int | float | str | bytes | None):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor) and not value.is_sparse:
+            value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        if isinstance(value, bytes):
+            return sha256(value).hexdigest()
+        if isinstance(value, int | float | str | None):
             return repr(value)
         if id(value) in seen:
             return "seen"
@@ -145,7 +150,7 @@ class RewardSource:
                 self._add_module(name)
             parts: list[Any] = [value.__name__]
             if isinstance(value, FunctionType):
-                cells = [cell.cell_contents for cell in value.__closure__ or ()]
+                cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
                 parts += [value.__defaults__, value.__kwdefaults__, cells]
                 if not has_file:
                     used = {n: value.__globals__.get(n) for n in _names(value.__code__)}
