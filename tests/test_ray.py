@@ -116,6 +116,13 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
     assert summary["searcher_wait_fraction"] < 0.25
 
 
+def test_only_the_user_enters_the_folder_of_a_private_ray(tiny_model: Path, tmp_path: Path) -> None:
+    sessions = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    with open_run(config(tiny_model, tmp_path / "run", "eval.prompts=0")):
+        folders = list(sessions.glob(f"session_*_{os.getpid()}"))
+        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]
+
+
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
     """Versions travel on the data, and after a load both sides compute the same log-probs.
 

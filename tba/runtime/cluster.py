@@ -86,6 +86,7 @@ class Connection:
             self._session, raylet = info["session_dir"], info["raylet_socket_name"]
             if self._reaper is not None:
                 self._reaper.follow(self._session)
+                Path(self._session).chmod(0o700)  # Ray lets everybody read and connect
             self._health = Health(self.calls, self._session, raylet, self._reaper)
         except BaseException as error:
             self.close()
