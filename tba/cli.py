@@ -3,6 +3,7 @@
 import difflib
 import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
 import tba
-from tba.config.messages import choices
+from tba.config.messages import choices, printable
 from tba.config.mistakes import without_table
 from tba.config.plugins import KINDS, NAMES, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load, read_toml
@@ -89,7 +90,7 @@ def train(
         from tba.runs.dry_run import dry_run as check
 
         tables, told = check(config, resume, replay)
-    print("\n".join(told), file=sys.stderr, flush=True)
+    print(printable("\n".join(told)), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
 
 
@@ -214,31 +215,40 @@ def list_plugins(
                 print(f"    {option:<18} {value['type']:<28} {default}")
 
 
+class Printable(logging.Formatter):
+    """Formats warnings, which may quote what others have written."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main() -> None:
     """Run the command. Errors in the user's input and code are printed without our traceback."""
     if sys.getfilesystemencoding() != "utf-8":  # names of files depend on the locale
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     _open_streams()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Printable())
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))
     try:
         app()
     except (ValueError, TimeoutError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
     except RuntimeError as error:
         from tba.engines import RewardError  # not above: it imports PyTorch
 
         if not isinstance(error, RewardError):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(1) from error
     except OSError as error:
         if error.filename is None and not is_full(error):
             raise
         why = f"the disk is full: {error}" if is_full(error) else error
-        print(f"error: {why}", file=sys.stderr)
+        print(f"error: {printable(str(why))}", file=sys.stderr)
         raise SystemExit(1 if is_full(error) else 2) from error
 
 

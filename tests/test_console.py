@@ -144,6 +144,11 @@ def test_a_sample_shows_the_end_of_its_prompt(live: LiveConsole) -> None:
     assert "What is 2 + 3?" in live._sample
 
 
+def test_a_sample_sends_no_escape_sequence(live: LiveConsole) -> None:
+    live.sample("1+1=", "\x1b]0;title\x07 2\u202e", 1.0)
+    assert "2" in live._sample and live._sample.isprintable()
+
+
 def test_a_resized_terminal_is_cleared(live: LiveConsole) -> None:
     live._terminal = Terminal(width=120, height=40, force_terminal=True)
     with live._terminal.capture() as captured:

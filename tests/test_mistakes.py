@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import tba
 from tba.cli import main
 from tba.config.schema import Config
+from tba.engines import RewardError
 
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
 
@@ -235,3 +237,25 @@ def test_a_mistake_from_python_is_a_value_error_of_ours(
         call()
     assert type(raised.value) is ValueError and len(str(raised.value).splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31mred \x9b2J\u202eevil\rover\x08"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError(HOSTILE), RewardError(HOSTILE), OSError(2, HOSTILE, HOSTILE)]
+)
+def test_an_error_sends_no_escape_sequence_to_the_terminal(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        logging.getLogger("tba").warning("a server sent %s", HOSTILE)
+        raise error
+
+    monkeypatch.setattr("tba.cli.app", fail)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().err
+    assert told.count("evil") == 2 + isinstance(error, OSError)
+    assert not {*told} & {"\x1b", "\x07", "\x9b", "\u202e", "\r", "\x08"}

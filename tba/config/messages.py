@@ -32,6 +32,11 @@ FEW = 6
 """Most names that a message lists."""
 
 
+def printable(text: str) -> str:
+    """Return text that others may have written, with nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
     value, first = errors[0]["input"], errors[0]["type"]

@@ -16,6 +16,7 @@ from rich.console import Group as Stack
 from rich.panel import Panel
 from rich.text import Text
 
+from tba.config.messages import printable
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
 from tba.runs.panels import EACH_REWARD, shown
@@ -186,7 +187,8 @@ class LiveConsole(Console):
         self._evaluations = [*self._evaluations, f"step {version:>6}  {line}"][-6:]
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        self._sample = f"{_end(prompt)} -> {_short(completion)}   (reward {reward:g})"
+        sample = f"{_end(prompt)} -> {_short(completion)}   (reward {reward:g})"
+        self._sample = printable(sample)
 
     def close(self) -> None:
         self._live.stop()
