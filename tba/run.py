@@ -23,7 +23,7 @@ from tba.runs.console import Console, open_console
 from tba.runs.files import is_full, write_json
 from tba.runs.generations import recover
 from tba.runs.lock import locked
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.runs.provenance import record_session
 from tba.runs.resumed import check_step, config_of
 from tba.runs.space import check_space
@@ -47,7 +47,7 @@ class Run:
     """The parts of a run, and its progress."""
 
     config: Config
-    parts: Parts
+    parts: RunSetup
     folder: Path
     trainer: Trainer
     buffer: ReplayBuffer
@@ -318,7 +318,7 @@ def open_run(
         yield _assemble(parts, folder, stored, closing)
 
 
-def _assemble(parts: Parts, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
+def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = parts.config
     stop = closing.enter_context(Stop())
@@ -370,7 +370,7 @@ def _assemble(parts: Parts, folder: Path, stored: Stored | None, closing: ExitSt
     return run
 
 
-def _describe_prompts(console: Console, parts: Parts) -> None:
+def _describe_prompts(console: Console, parts: RunSetup) -> None:
     """Show how many prompts there are, and what there is to tell about them."""
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
     console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")

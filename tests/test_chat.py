@@ -14,7 +14,7 @@ from conftest import EOS, PAD
 from talk import CHARACTERS, SIMPLE, Desk, call
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Text, load_text
+from tba.models.pretrained import Tokenizer, load_text
 from tba.search.chat import Call, Chat
 from tba.tasks._tools import describe
 from tba.types import Prompt
@@ -43,13 +43,13 @@ PARSER = {
 
 
 @pytest.fixture(scope="module")
-def text(make_model: Callable[..., Path]) -> Text:
+def text(make_model: Callable[..., Path]) -> Tokenizer:
     model = make_model(vocabulary=[PAD, EOS, *CHARACTERS], context=4096)
     return load_text(PolicyTable(model=str(model)))
 
 
 @pytest.fixture
-def chat(text: Text) -> Callable[[str], Chat]:
+def chat(text: Tokenizer) -> Callable[[str], Chat]:
     def make(template: str, **attributes: Any) -> Chat:
         tokenizer = text.tokenizer
         tokenizer.chat_template = template

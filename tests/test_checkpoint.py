@@ -16,7 +16,7 @@ from test_loop import config
 
 from tba.cli import _config
 from tba.learn.trainer import SingleTrainer
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.run import run
 from tba.runs.checkpoint import Checkpoints, Progress, damage, generations, newest
@@ -30,7 +30,7 @@ from tba.weights import Weights
 DEADLINE = 10.0
 
 
-class Tokenizer:
+class FakeTokenizer:
     """Tokenizer without files."""
 
     def save_pretrained(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ def save(checkpoints: Checkpoints, trainer: Slow, step: int) -> None:
     cursor = Cursor(selection="", state={}, outstanding=[], data="")
     checkpoints.save(
         trainer,
-        Text(Tokenizer(), 1, frozenset({1}), 0, 32, 99),
+        Tokenizer(FakeTokenizer(), 1, frozenset({1}), 0, 32, 99),
         ReplayBuffer(),
         SearchState(cursor, 0, SearchStats(), None, None),
         Progress(step, 0, 0, {}, {}),

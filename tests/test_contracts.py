@@ -26,7 +26,7 @@ from tba.engines._choose import choose
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import HasHead, Loss, uses_behavior
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
@@ -462,7 +462,7 @@ def test_objective_survives_a_policy_far_away(
 
 
 @pytest.fixture(scope="module")
-def text(wide_model: Path) -> Text:
+def text(wide_model: Path) -> Tokenizer:
     return load_text(PolicyTable(model=str(wide_model)))
 
 
@@ -512,7 +512,7 @@ TEXTS = ("1+", "22+33=", "7")
 
 
 def ask(
-    engine: Engine, text: Text, seed: int, max_tokens: int = 6, temperature: float = 1.0
+    engine: Engine, text: Tokenizer, seed: int, max_tokens: int = 6, temperature: float = 1.0
 ) -> list[list[Completion]]:
     """Seven answers to each of three prompts of different lengths."""
     return engine.generate(
@@ -526,7 +526,7 @@ def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
     return [[c.tokens.tolist() for c in cs] for cs in answers]
 
 
-def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: Text) -> None:
+def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: Tokenizer) -> None:
     first = ask(engine, text, seed=1)
     torch.rand(3)  # what else is random in the process does not matter
     state = torch.get_rng_state()
@@ -540,7 +540,7 @@ def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: T
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 6])
 def test_engine_ends_answers_with_eos_or_at_the_limit(
-    engine: Engine, text: Text, max_tokens: int
+    engine: Engine, text: Tokenizer, max_tokens: int
 ) -> None:
     answers = [ask(engine, text, seed, max_tokens) for seed in range(5)]
     assert [[len(cs) for cs in found] for found in answers] == [[7, 7, 7]] * 5
@@ -589,7 +589,7 @@ def test_engine_ends_answers_with_a_stop_string(
         assert any(s.endswith("+4=") for s in spoken)  # what follows in the token is kept
 
 
-def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:
+def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Tokenizer) -> None:
     for first, *others in tokens(ask(engine, text, seed=1, temperature=0.0)):
         assert all(other == first for other in others)
     assert tokens(ask(engine, text, seed=1, temperature=0.0)) == tokens(
@@ -597,7 +597,7 @@ def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Text) -> None:
     )
 
 
-def test_engine_gives_two_threads_what_it_gives_one(engine: Engine, text: Text) -> None:
+def test_engine_gives_two_threads_what_it_gives_one(engine: Engine, text: Tokenizer) -> None:
     alone = [tokens(ask(engine, text, seed)) for seed in range(4)]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda seed: tokens(ask(engine, text, seed)), range(4)))
@@ -605,7 +605,7 @@ def test_engine_gives_two_threads_what_it_gives_one(engine: Engine, text: Text) 
 
 
 def test_engine_loads_weights_while_it_generates(
-    make_engine: Callable[[], Engine], newer: Weights, text: Text
+    make_engine: Callable[[], Engine], newer: Weights, text: Tokenizer
 ) -> None:
     """A completion has the version that began it; later ones are those of the newer weights."""
     engine, other = make_engine(), make_engine()
@@ -623,7 +623,7 @@ def test_engine_loads_weights_while_it_generates(
 
 
 def test_transformers_loads_weights_between_two_batches(
-    wide_model: Path, text: Text, newer: Weights, monkeypatch: pytest.MonkeyPatch
+    wide_model: Path, text: Tokenizer, newer: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load waits for the batch that runs and goes before the next; random numbers continue."""
     policy = PolicyTable(model=str(wide_model))
@@ -647,7 +647,7 @@ def test_transformers_loads_weights_between_two_batches(
     assert tokens(answers)[2] == whole[2]
 
 
-def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Text) -> None:
+def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Tokenizer) -> None:
     """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
     policy = PolicyTable(model=str(wide_model))
     engines = [Transformers(policy, text, "cpu", False, batch_size=n) for n in (1, 3, 14, 256)]

@@ -20,7 +20,7 @@ from tba import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import check_files, check_model, load_model, load_text
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.types import Prompt, collate
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -239,7 +239,7 @@ TYPES = {
 }
 
 
-def toy_run(model: str, max_tokens: int) -> Parts:
+def toy_run(model: str, max_tokens: int) -> RunSetup:
     settings = ["task=toy.Ones", f"sampling.max_tokens={max_tokens}", f"policy.model={model}"]
     return check(load(None, [*settings, "runtime.use=local", "reward.isolate=thread"]))
 

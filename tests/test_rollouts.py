@@ -13,7 +13,7 @@ from toy import MAX_TOKENS, group_of_all, toy_config
 
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text, load_model, load_text
+from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import ValueRollouts
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
@@ -31,7 +31,7 @@ SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
 class Endings:
     """An engine that ends responses with the digits 1, 2, 3, ... and remembers its calls."""
 
-    text: Text
+    text: Tokenizer
     asked: list[tuple[list[str], Sampling, int]] = field(default_factory=list)
     version: int = 0
 
@@ -69,11 +69,11 @@ class Digits:
 
 
 @pytest.fixture
-def text(tiny_model: Path) -> Text:
+def text(tiny_model: Path) -> Tokenizer:
     return load_text(PolicyTable(model=str(tiny_model)))
 
 
-def group(text: Text, prompt: str, *answers: str) -> Group:
+def group(text: Tokenizer, prompt: str, *answers: str) -> Group:
     """Answers with EOS, unless they end with a dash; the reward is the answer."""
     trajectories = []
     for answer in answers:
@@ -87,7 +87,7 @@ def group(text: Text, prompt: str, *answers: str) -> Group:
 
 
 def estimate(
-    text: Text, groups: list[Group], rollouts: int, step_tokens: int
+    text: Tokenizer, groups: list[Group], rollouts: int, step_tokens: int
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine, request = Endings(text), ValueRollouts(rollouts, step_tokens)
     all_of = Rollouts(engine, text, Guard({"": Digits()}, 10.0), SAMPLING, request)
@@ -99,7 +99,7 @@ def values(group: Group) -> list[list[float]]:
     return [[] if t.value is None else t.value.tolist() for t in group.trajectories]
 
 
-def test_values_by_hand(text: Text) -> None:
+def test_values_by_hand(text: Tokenizer) -> None:
     """Steps of two tokens, two rollouts.
 
     V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122.
@@ -116,7 +116,7 @@ def test_values_by_hand(text: Text) -> None:
     assert verdicts == [121, 122]
 
 
-def test_values_of_each_token_by_hand(text: Text) -> None:
+def test_values_of_each_token_by_hand(text: Tokenizer) -> None:
     """Steps of one token, three rollouts.
 
     The state after "12" is the same for two responses, that after "1" for three.
@@ -137,7 +137,7 @@ def test_values_of_each_token_by_hand(text: Text) -> None:
     assert len(verdicts) == 3 * 4
 
 
-def test_prompts_do_not_share_states(text: Text) -> None:
+def test_prompts_do_not_share_states(text: Tokenizer) -> None:
     found, _, engine = estimate(
         text,
         [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")],
@@ -148,7 +148,9 @@ def test_prompts_do_not_share_states(text: Text) -> None:
     assert [values(g)[0][0] for g in found] == [13, 16]
 
 
-def test_rollouts_are_sampled_as_responses_are_with_what_is_left_of_the_limit(text: Text) -> None:
+def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(
+    text: Tokenizer,
+) -> None:
     """At the same temperature and from seeds of their own."""
     _, _, engine = estimate(text, [group(text, "1+", "12345-", "1")], rollouts=4, step_tokens=2)
     assert [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked] == [
@@ -159,7 +161,7 @@ def test_rollouts_are_sampled_as_responses_are_with_what_is_left_of_the_limit(te
     assert len({100, *seeds}) == 3
 
 
-def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
+def test_responses_of_one_step_need_no_rollouts(text: Tokenizer) -> None:
     (found,), verdicts, engine = estimate(
         text, [group(text, "1+", "12", "345", "6")], rollouts=4, step_tokens=4
     )
@@ -167,13 +169,13 @@ def test_responses_of_one_step_need_no_rollouts(text: Text) -> None:
     assert values(found) == [[175.5] * 3, [9.0] * 4, [178.5] * 2]
 
 
-def test_what_was_found_stays_as_it_was(text: Text) -> None:
+def test_what_was_found_stays_as_it_was(text: Tokenizer) -> None:
     before = group(text, "1+", "123", "45")
     (found,), _, _ = estimate(text, [before], rollouts=2, step_tokens=2)
     assert [replace(t, value=None) for t in found.trajectories] == list(before.trajectories)
 
 
-def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Text) -> None:
+def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Tokenizer) -> None:
     """After "8" the endings 1 and 2 cannot be scored, the third can; after "48" as well."""
     groups = [group(text, "1+", "82", "48", "12"), group(text, "2+", "81", "82")]
     found, verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=1)

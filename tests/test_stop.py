@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
+import tokenizers
+from tokenizers import decoders, models
 from toy import toy_config
 from transformers import PreTrainedTokenizerFast
 
@@ -16,18 +17,20 @@ import tba.run
 from tba.config.schema import load, parse
 from tba.config.tables import PolicyTable
 from tba.engines._stop import StopStrings, length_to_stop
-from tba.models.pretrained import Text, load_text
+from tba.models.pretrained import Tokenizer, load_text
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.parts import check
 from tba.runs.resumed import check_resumed
 
 
-def text_of(vocabulary: Sequence[str], decoder: Any) -> Text:
+def text_of(vocabulary: Sequence[str], decoder: Any) -> Tokenizer:
     """A tokenizer with these tokens, of which the first is special."""
-    words = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token="<u>"))
+    words = tokenizers.Tokenizer(
+        models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token="<u>")
+    )
     words.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=vocabulary[0])
-    return Text(tokenizer, 0, frozenset({0}), 0, 99, 999)
+    return Tokenizer(tokenizer, 0, frozenset({0}), 0, 99, 999)
 
 
 BYTES = ("<eos>", "Ã", "©", "a", "Ċ", "aĊĊ", "b")

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from talk import Desk
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.search.chat import Chat
 from tba.tasks._tools import describe
 from tba.types import Message, Prompt
@@ -100,7 +101,7 @@ class Reader:
     name: str
 
     @cached_property
-    def text(self) -> Text:
+    def text(self) -> Tokenizer:
         template, ends, others = TEMPLATES[self.name]
         return text_with(template, ends, others)
 
@@ -112,11 +113,11 @@ class Reader:
         return str(self.text.tokenizer.decode(list(tokens)))
 
 
-def text_with(template: str, ends: list[str], others: list[str]) -> Text:
+def text_with(template: str, ends: list[str], others: list[str]) -> Tokenizer:
     special = [*ends, *others]
     names = [*special, *map(chr, range(32, 127)), "\n", "é"]
     vocabulary = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
@@ -125,7 +126,7 @@ def text_with(template: str, ends: list[str], others: list[str]) -> Text:
     )
     fast.chat_template = template
     eos_ids = frozenset(range(len(ends)))
-    return Text(fast, eos_id=0, eos_ids=eos_ids, pad_id=0, context=9999, vocabulary=len(names))
+    return Tokenizer(fast, eos_id=0, eos_ids=eos_ids, pad_id=0, context=9999, vocabulary=len(names))
 
 
 READERS = {name: Reader(name) for name in TEMPLATES}

@@ -11,8 +11,9 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,7 +21,7 @@ from tba.config.schema import Config, load
 from tba.engines import EngineError
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
 from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
@@ -123,7 +124,7 @@ def completed(*responses: list[int]) -> list[Completion]:
     return [Completion(t, np.zeros(len(t), np.float32), True, 0) for t in tokens]
 
 
-def every_answer(text: Text, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
+def every_answer(text: Tokenizer, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
     """All token sequences an engine can return: ended by EOS, or cut at `max_tokens`."""
     vocabulary = range(len(text.tokenizer))
     (eos,) = text.eos_ids
@@ -134,7 +135,7 @@ def every_answer(text: Text, max_tokens: int = MAX_TOKENS) -> list[np.ndarray]:
 
 
 def group_of_all(
-    text: Text, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS
+    text: Tokenizer, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS
 ) -> Group:
     """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
     answers = every_answer(text, max_tokens)
@@ -187,7 +188,7 @@ class Enumerated:
 
 
 def enumerate_answers(
-    policy: Policy, reference: Policy, text: Text, max_tokens: int = MAX_TOKENS
+    policy: Policy, reference: Policy, text: Tokenizer, max_tokens: int = MAX_TOKENS
 ) -> list[Enumerated]:
     """For each of the toy's prompts."""
     found = []
@@ -204,7 +205,7 @@ def enumerate_answers(
     return found
 
 
-def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) -> float:
+def total_variation(policy: Policy, reference: Policy, text: Tokenizer, beta: float) -> float:
     """Largest over the prompts: distance of the policy from ref(y) exp(r(y) / beta) / Z."""
     return max(one.distance(one.target(beta)) for one in enumerate_answers(policy, reference, text))
 
@@ -212,7 +213,7 @@ def total_variation(policy: Policy, reference: Policy, text: Text, beta: float) 
 def save_model(folder: Path, layers: int = 2) -> Path:
     """Save a random model over eight characters that can represent any distribution of answers."""
     vocabulary = ["<pad>", "<eos>", *"1237+="]
-    characters = Tokenizer(
+    characters = tokenizers.Tokenizer(
         models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>")
     )
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

@@ -27,7 +27,7 @@ import torch
 from tba.config.schema import load
 from tba.learn.policy import Policy
 from tba.objectives import Objective
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Answer, Batch, Prompt, collate
 
@@ -55,7 +55,7 @@ class RightSoFar(Arithmetic):
         return [float(a.text == right if a.finished else right.startswith(a.text)) for a in answers]
 
 
-def parts_for(objective: str, k: int, max_tokens: int) -> Parts:
+def parts_for(objective: str, k: int, max_tokens: int) -> RunSetup:
     settings = [
         f"objective={objective}",
         "runtime.use=local",
@@ -71,7 +71,7 @@ def parts_for(objective: str, k: int, max_tokens: int) -> Parts:
         return check(load(None, [*settings, f"run.folder={folder}/run"]))
 
 
-def batches(parts: Parts, count: int) -> Iterator[Batch]:
+def batches(parts: RunSetup, count: int) -> Iterator[Batch]:
     searcher = parts.search_setup().build("cpu", False)
     stream = parts.prompt_stream()
     for seed in range(count):

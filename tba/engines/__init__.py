@@ -10,7 +10,7 @@ import numpy as np
 from tba.config.plugins import GIVEN
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -53,7 +53,7 @@ class Built:
     """Base of engines, with the fields that the run fills in."""
 
     policy: PolicyTable = field(metadata=GIVEN)
-    text: Text = field(metadata=GIVEN)
+    text: Tokenizer = field(metadata=GIVEN)
     device: str = field(metadata=GIVEN)
     bf16: bool = field(metadata=GIVEN)
     """Whether the trainer computes in bf16."""

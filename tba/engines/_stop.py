@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that has a part of a character, as tokens of bytes may."""
@@ -22,7 +22,7 @@ class StopStrings:
 
     possible: Bool[Tensor, " V"]
 
-    def __init__(self, text: Text, stop: Sequence[str], vocabulary: int, device: str):
+    def __init__(self, text: Tokenizer, stop: Sequence[str], vocabulary: int, device: str):
         self.stop, self._decode = tuple(stop), text.tokenizer.decode
         last = {each[-1] for each in stop} | {INCOMPLETE}
         possible, self._silent = np.zeros(vocabulary, bool), np.zeros(vocabulary, bool)
@@ -42,7 +42,7 @@ class StopStrings:
         return any(each in text for each in self.stop)
 
 
-def length_to_stop(text: Text, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
+def length_to_stop(text: Tokenizer, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
     """Return the number of tokens up to the one that completes a stop string, if there is one."""
     if not stop:
         return None

@@ -29,7 +29,7 @@ Encode = Callable[[Prompt], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Text:
+class Tokenizer:
     """A tokenizer, the tokens that end a response, and the one that pads."""
 
     tokenizer: Any
@@ -105,7 +105,7 @@ class Text:
         shown = text[: min(places, default=len(text))]
         return Answer(shown, finished or bool(places), None, None, ids, version, self.steps)
 
-    def within(self, tokens: int | None) -> "Text":
+    def within(self, tokens: int | None) -> "Tokenizer":
         """Return the text with an engine's own limit as the context, if it has one."""
         if tokens is None:
             return self
@@ -181,7 +181,7 @@ def _explained(path: str, named: str) -> Iterator[None]:
         raise ValueError(f"{named} cannot be loaded: {reason}") from error
 
 
-def load_text(policy: PolicyTable) -> Text:
+def load_text(policy: PolicyTable) -> Tokenizer:
     """Load the tokenizer of a model; ValueError if there is no such model or tokenizer."""
     tokenizer, config = load_files(policy.model, "policy.model", policy.trust_remote_code)
     eos = _token_id(tokenizer, "eos", policy.eos_token)
@@ -208,7 +208,7 @@ def load_text(policy: PolicyTable) -> Text:
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"
             )
-    return Text(
+    return Tokenizer(
         tokenizer=tokenizer,
         eos_id=eos,
         eos_ids=eos_ids,

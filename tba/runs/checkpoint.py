@@ -20,7 +20,7 @@ import numpy as np
 
 from tba.learn import Trainer
 from tba.learn.state import MODEL
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runs.files import own_folder
@@ -98,7 +98,7 @@ class Checkpoints:
     def save(
         self,
         trainer: Trainer,
-        text: Text,
+        text: Tokenizer,
         buffer: ReplayBuffer,
         search: SearchState,
         progress: Progress,

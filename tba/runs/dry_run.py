@@ -16,7 +16,7 @@ from tba.runs import log
 from tba.runs.generations import step_of
 from tba.runs.lock import check_usable
 from tba.runs.needs import needs
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.runs.resumed import check_step
 from tba.runs.stored import choose_stored
 from tba.runtime.placement import places_on_one_machine
@@ -127,7 +127,7 @@ def _holds(kind: Any, inner: type) -> bool:
     return kind is inner or any(_holds(each, inner) for each in get_args(kind))
 
 
-def _shown(parts: Parts, part: str, prompt: Prompt) -> list[str]:
+def _shown(parts: RunSetup, part: str, prompt: Prompt) -> list[str]:
     """Return a prompt as the policy reads it, special tokens included."""
     tokenizer, task = parts.text.tokenizer, part_of(parts.task, prompt)[1]
     tokens = encoder(parts.text, task)(prompt)
@@ -135,14 +135,14 @@ def _shown(parts: Parts, part: str, prompt: Prompt) -> list[str]:
     return [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
 
 
-def _could_chat(parts: Parts, prompt: Prompt) -> bool:
+def _could_chat(parts: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
     task, template = part_of(parts.task, prompt)[1], parts.text.tokenizer.chat_template
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not tools_of(task)
     return plain and template is not None
 
 
-def _scored(parts: Parts, part: str, prompts: Sequence[Prompt]) -> list[str]:
+def _scored(parts: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     """Return what the reward of a task, or of a part of it, says of a dummy and of right answers.
 
     It is called in a process, without models. ValueError if a result is no reward, if every call

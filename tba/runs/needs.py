@@ -7,7 +7,7 @@ from torch import nn
 
 from tba.config.messages import size
 from tba.learn.trainer import SingleTrainer
-from tba.runs.parts import Parts
+from tba.runs.parts import RunSetup
 from tba.runs.space import checkpoint_size
 from tba.types import collate_tokens
 from tba.weights import trained
@@ -37,7 +37,7 @@ def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
     return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
 
 
-def needs(parts: Parts, trainer: SingleTrainer, prompt: int) -> list[str]:
+def needs(parts: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
     """Return in words how long and how large a run is, whose prompts have so many tokens."""
     c, t, length = parts.config, parts.config.trainer, parts.config.sampling.max_tokens
     epochs = c.run.steps * t.groups / len(parts.prompts)
@@ -71,7 +71,7 @@ def _pass(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> f
     return seconds
 
 
-def _activations(parts: Parts, trainer: SingleTrainer, prompt: int) -> str:
+def _activations(parts: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
     """Return in words what the largest pass keeps for its backward pass."""
     c, model = parts.config, trainer.policy.model
     t, length, shape = c.trainer, c.sampling.max_tokens, model.config.get_text_config()

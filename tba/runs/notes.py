@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers.models import Unigram
 
 from tba.config.schema import Config
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.runs.warn import Sign
 from tba.types import Prompt
 
@@ -38,7 +38,7 @@ def _automatic(table: str, options: Mapping[str, Any]) -> Iterator[str]:
         yield from _automatic(f"{table}.parts.{name}", part)
 
 
-def log_doubled_bos(text: Text, encoded: Sequence[Encoded]) -> None:
+def log_doubled_bos(text: Tokenizer, encoded: Sequence[Encoded]) -> None:
     """Log how many prompts begin with two BOS tokens, as those do that have one as text."""
     two = [text.tokenizer.bos_token_id] * 2
     if doubled := sum(ids[:2].tolist() == two for _, ids in encoded):
@@ -46,7 +46,7 @@ def log_doubled_bos(text: Text, encoded: Sequence[Encoded]) -> None:
         log.warning(told, doubled, len(encoded), text.tokenizer.bos_token)
 
 
-def unknown_characters(limit: float, text: Text, encoded: Sequence[Encoded]) -> list[Sign]:
+def unknown_characters(limit: float, text: Tokenizer, encoded: Sequence[Encoded]) -> list[Sign]:
     """Return a warning if a larger share of the prompts than `limit` has unknown characters."""
     unknown = _unknown_token(text.tokenizer)
     number = None if unknown is None else text.tokenizer.convert_tokens_to_ids(unknown)

@@ -22,7 +22,7 @@ from tba.runs.choice import chosen
 from tba.runs.early import check_evaluated, check_export, check_responses
 from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.runs.resumed import config_of, stored_config
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
@@ -93,7 +93,7 @@ def _base(adapter: Path, config: Config) -> str:
     return str(base)
 
 
-def _checked(config: Config, completions: Path | None) -> Parts:
+def _checked(config: Config, completions: Path | None) -> RunSetup:
     if completions is not None and (completions.exists() or not completions.parent.is_dir()):
         raise ValueError(f"--completions {completions}: give a new file in a folder that exists")
     parts = check(config)
@@ -118,7 +118,7 @@ def _rounded(tensors: Mapping[str, Tensor], config: Config, version: int) -> Wei
 
 
 def _evaluate(
-    parts: Parts, weights: Weights | None, reference: Weights | None, completions: Path | None
+    parts: RunSetup, weights: Weights | None, reference: Weights | None, completions: Path | None
 ) -> dict[str, float]:
     """Evaluate these weights, or policy.model's own; append all answers to `completions`."""
 

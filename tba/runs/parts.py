@@ -24,7 +24,7 @@ from tba.models.kinds import check_rotary
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (
     EAGER_TOKENS,
-    Text,
+    Tokenizer,
     check_model,
     computes_in_bf16,
     load_config,
@@ -51,7 +51,7 @@ DUPLICATES = 0.01
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunSetup:
     """Parts of a run, from a config: every name resolved, every option checked, prompts read."""
 
     config: Config
@@ -60,7 +60,7 @@ class Parts:
     objective: Plugin
     selection: Plugin
     engine: type
-    text: Text
+    text: Tokenizer
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     reward_functions: Functions | bytes | None
@@ -157,7 +157,7 @@ class Parts:
         )
 
 
-def check(config: Config, memory: InMemory | None = None) -> Parts:
+def check(config: Config, memory: InMemory | None = None) -> RunSetup:
     """Resolve and check everything that a config names, before any process starts."""
     config = with_memory(config, memory)
     check_log(config.log)
@@ -198,7 +198,7 @@ def check(config: Config, memory: InMemory | None = None) -> Parts:
     lengths = sorted((ids for _, ids in encoded), key=len)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     functions = None if memory is None else to_send(memory.reward, config)
-    parts = Parts(
+    parts = RunSetup(
         config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
         held_out, functions, sets, given, (lengths[0], lengths[-1]), source_of(config, memory),
         notes, signs,
@@ -230,7 +230,7 @@ def _without_held_out(
     return [p for p, _ in pairs], [own for _, own in pairs]
 
 
-def _with_text(config: Config) -> tuple[Text, list[str], Config]:
+def _with_text(config: Config) -> tuple[Tokenizer, list[str], Config]:
     """Load the tokenizer, which decides what `chat = "auto"` means, with notes on that."""
     text = load_text(config.policy).within(config.engine.context)
     check_model(config.policy)
@@ -246,7 +246,7 @@ def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
     return task
 
 
-def _given(task: Task, text: Text) -> Sequence[Answered]:
+def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
     """Return the answers from a file, whose tokens the model must know."""
     given = task.given() if isinstance(task, Seeded) else ()
     for answer in [answer for each in given for answer in each.answers]:
@@ -324,7 +324,7 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         )
 
 
-def _check_stop(config: Config, text: Text) -> None:
+def _check_stop(config: Config, text: Tokenizer) -> None:
     """Raise ValueError for a stop string with a special token, which no decoded text contains."""
     for stop in config.sampling.stop:
         special = [token for token in text.tokenizer.all_special_tokens if token in stop]

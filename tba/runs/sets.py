@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from tba.config.messages import about
 from tba.config.schema import Config
 from tba.config.tables import Use
-from tba.models.pretrained import Encode, Text
+from tba.models.pretrained import Encode, Tokenizer
 from tba.runs.notes import Encoded
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
@@ -55,7 +55,7 @@ def evaluation_sets(
     config: Config,
     memory: InMemory | None,
     task: Task,
-    text: Text,
+    text: Tokenizer,
     trained_on: Set[bytes],
 ) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
     """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.

@@ -8,7 +8,7 @@ from tba.config.messages import size
 from tba.learn.trainer import SingleTrainer
 from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS
-from tba.runs.parts import Parts
+from tba.runs.parts import RunSetup
 from tba.weights import trained
 
 TOKEN, RESPONSE = 12, 100
@@ -17,7 +17,7 @@ TOKEN, RESPONSE = 12, 100
 log = logging.getLogger(__name__)
 
 
-def check_space(parts: Parts, folder: Path, trainer: SingleTrainer) -> None:
+def check_space(parts: RunSetup, folder: Path, trainer: SingleTrainer) -> None:
     """Raise ValueError if the disk of a run's folder has no room for a checkpoint.
 
     Warn if it may have no room for all checkpoints that the run keeps.
@@ -44,7 +44,7 @@ def check_space(parts: Parts, folder: Path, trainer: SingleTrainer) -> None:
         )
 
 
-def checkpoint_size(parts: Parts, trainer: SingleTrainer) -> int:
+def checkpoint_size(parts: RunSetup, trainer: SingleTrainer) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
     own = sum(p.nbytes for p in trained(trainer.policy.model).values())
     searcher = trainer.published_bytes if parts.config.runtime.use == "local" else 0

@@ -10,7 +10,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import STATE, Progress, newest
 from tba.runs.console import Console
 from tba.runs.log import CHECKPOINTS, Replay
-from tba.runs.parts import Parts
+from tba.runs.parts import RunSetup
 from tba.runs.resumed import check_resumed, config_of
 from tba.runs.stop import Stop
 from tba.runtime import SearchState
@@ -40,7 +40,7 @@ class Stored:
         return f"stored samples {what}{after}"
 
     def renew(
-        self, progress: Progress, search: SearchState, buffer: ReplayBuffer, parts: Parts,
+        self, progress: Progress, search: SearchState, buffer: ReplayBuffer, parts: RunSetup,
         device: str, console: Console, stop: Stop,
     ) -> tuple[Progress, SearchState]:  # fmt: skip
         """Drop the samples or score them again; return the states with what that changes in them.
@@ -67,7 +67,7 @@ class Stored:
         return progress, replace(search, held=held)
 
 
-def choose_stored(parts: Parts, run: Path, replay: Replay) -> Stored:
+def choose_stored(parts: RunSetup, run: Path, replay: Replay) -> Stored:
     """Choose the checkpoint to resume; ValueError for a change that its samples do not allow."""
     check_resumed(parts.config, config_of(run))
     generation = newest(run / CHECKPOINTS, drop_replay=replay == "drop")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.models.pretrained import Encode, Text
+from tba.models.pretrained import Encode, Tokenizer
 from tba.prompt import text_of
 from tba.tasks import Task, tools_of
 from tba.tasks._tools import Tools
@@ -52,7 +52,7 @@ class Chat:
     message describes the tools, and results are messages of the user.
     """
 
-    text: Text
+    text: Tokenizer
     tools: Tools
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Chat:
             ) from error
 
 
-def encoder(text: Text, task: Task) -> Encode:
+def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return what encodes the prompts of a task: with its tools, if it has some."""
     tools = tools_of(task)
     return text.encode if tools is None else Chat(text, tools).encode

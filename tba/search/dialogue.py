@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tba.engines import Engine
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
 from tba.tasks._tools import Tools, whole, within
@@ -82,7 +82,7 @@ class Dialogues:
     """
 
     engine: Engine
-    text: Text
+    text: Tokenizer
     tools: Tools
 
     @cached_property

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.search.result import Rejected, SearchStats
 from tba.search.searcher import SearchSetup
@@ -16,7 +16,7 @@ AT_ONCE = 16
 
 
 def rescore(
-    buffer: ReplayBuffer, held: Sequence[Group], setup: SearchSetup, text: Text, device: str,
+    buffer: ReplayBuffer, held: Sequence[Group], setup: SearchSetup, text: Tokenizer, device: str,
     tell: Callable[[str], None],
 ) -> tuple[Group, ...]:  # fmt: skip
     """Give new rewards to the buffer and to groups that are held, as a search would; return these.

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from tba.engines import Engine
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
@@ -24,7 +24,7 @@ class Rollouts:
     """Estimates the values of the states before every `request.step_tokens`-th token."""
 
     engine: Engine
-    text: Text
+    text: Tokenizer
     guard: Guard
     sampling: Sampling
     request: ValueRollouts

@@ -7,7 +7,7 @@ from math import isnan
 import numpy as np
 from jaxtyping import Float
 
-from tba.models.pretrained import Text
+from tba.models.pretrained import Tokenizer
 from tba.search.dialogue import Responses
 from tba.search.result import Rejected
 from tba.types import Prompt
@@ -33,7 +33,7 @@ Keep = Callable[[Sequence[Scored]], None]
 
 
 def scored(
-    text: Text,
+    text: Tokenizer,
     stop: Sequence[str],
     kind: tuple[str, str],
     prompts: Sequence[Prompt],
@@ -53,7 +53,7 @@ def scored(
     return answers
 
 
-def shown(text: Text, prompt: Prompt, responses: Responses, place: int) -> str:
+def shown(text: Tokenizer, prompt: Prompt, responses: Responses, place: int) -> str:
     """Return the prompt of the responses at this place, for a person to read."""
     answer = responses.answers[place][0]
     dialogue = isinstance(answer, Rejected) or answer.messages is not None

@@ -15,7 +15,7 @@ from tba.config.plugins import resolve
 from tba.engines import Closes, Engine, KnowsLogp, LendsModel, SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
-from tba.models.pretrained import Text, load_text
+from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.search.dialogue import Dialogues, Responses
 from tba.search.isolation import InProcess
@@ -140,7 +140,7 @@ class Searcher:
 
     engine: Engine
     reference: Reference
-    text: Text
+    text: Tokenizer
     guard: Guard
     setup: SearchSetup
     max_logp_gap: float

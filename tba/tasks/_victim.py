@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Text, load_text
+from tba.models.pretrained import Tokenizer, load_text
 from tba.tasks.judges._model import JudgeModel
 from tba.types import Message, Prompt
 
@@ -32,7 +32,7 @@ class Victim:
     """Tokens of prompts for which answers are generated at a time."""
 
     @cached_property
-    def text(self) -> Text:
+    def text(self) -> Tokenizer:
         """The tokenizer; ValueError if there is no such model, or no chat template."""
         try:
             text = load_text(PolicyTable(model=self.model))

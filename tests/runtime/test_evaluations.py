@@ -10,7 +10,7 @@ import pytest
 from toy import toy_config
 
 from tba.learn.trainer import SingleTrainer
-from tba.runs.parts import Parts, check
+from tba.runs.parts import RunSetup, check
 from tba.runtime.evaluations import Evaluations
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation
@@ -22,12 +22,12 @@ SETTINGS = ("task=toy.Ones", "eval.prompts=10", "eval.prompts_per_task=3", "eval
 
 
 @pytest.fixture
-def parts(toy_model: Path, tmp_path: Path) -> Parts:
+def parts(toy_model: Path, tmp_path: Path) -> RunSetup:
     return check(toy_config(toy_model, tmp_path, *SETTINGS, "eval.k=[1,5]"))
 
 
 @pytest.fixture
-def searchers(parts: Parts) -> list[Searcher]:
+def searchers(parts: RunSetup) -> list[Searcher]:
     return [parts.search_setup().build("cpu", False) for _ in range(2)]
 
 
@@ -36,7 +36,7 @@ def scores(evaluation: Evaluation) -> dict[str, float]:
 
 
 def test_scores_do_not_depend_on_who_does_which_piece(
-    parts: Parts, searchers: list[Searcher]
+    parts: RunSetup, searchers: list[Searcher]
 ) -> None:
     """One is put back, and two evaluations are under way at once."""
     setup = parts.search_setup()
@@ -65,7 +65,7 @@ def test_scores_do_not_depend_on_who_does_which_piece(
     assert (evaluations.running, evaluations.take(), evaluations.collect()) == (0, None, [])
 
 
-def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: Parts) -> None:
+def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: RunSetup) -> None:
     """However many are requested, three keep their weights, and each one ends."""
     evaluations = Evaluations(parts.search_setup())
 
@@ -86,7 +86,7 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: Parts) -> Non
 
 
 def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
-    parts: Parts, searchers: list[Searcher]
+    parts: RunSetup, searchers: list[Searcher]
 ) -> None:
     """The first and the third are done, in reverse, and the second is left out before both."""
     evaluations = Evaluations(parts.search_setup())
@@ -100,7 +100,9 @@ def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
     assert ended == [(4, False), (6, True), (2, True)]
 
 
-def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[Searcher]) -> None:
+def test_pieces_have_random_numbers_of_their_own(
+    parts: RunSetup, searchers: list[Searcher]
+) -> None:
     """Prompts at the same place of two pieces are not sampled with the same numbers."""
     setup = parts.search_setup()
     first = setup.held_out[0]
@@ -112,7 +114,7 @@ def test_pieces_have_random_numbers_of_their_own(parts: Parts, searchers: list[S
 
 
 def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
-    parts: Parts, searchers: list[Searcher]
+    parts: RunSetup, searchers: list[Searcher]
 ) -> None:
     trainer = parts.trainer("cpu")
     assert isinstance(trainer, SingleTrainer)
