@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from tba.config.tables import LoraTable, PolicyTable
 from tba.engines.transformers import Transformers
 from tba.models.pretrained import load_text
-from tba.types import Prompt, Sampling
+from tba.prompt import Prompt
+from tba.types import Sampling
 
 SEED = 1234
 PEFT_PREFIX = "base_model.model."

@@ -329,7 +329,7 @@ class Bench:
     def steps(self, shape: str, use: str) -> Steps:
         """Train, synchronously (local) or asynchronously (ray)."""
         from tba import loop
-        from tba.run import open_run
+        from tba.assemble import open_run
 
         marks: list[float] = []
         generated: list[int] = []
@@ -364,7 +364,8 @@ def sums(count: int, length: int) -> list[dict[str, str]]:
 def random_groups(groups: int, samples: int, prompt: int, answer: int) -> list[Any]:
     import numpy as np
 
-    from tba.types import Group, Prompt, Trajectory
+    from tba.prompt import Prompt
+    from tba.types import Group, Trajectory
 
     rng = np.random.default_rng(0)
     made = []

@@ -16,8 +16,9 @@ from _snapshots import Snapshots
 from _sums import Job
 
 from tba import loop
+from tba.assemble import open_run
 from tba.config.schema import Config, load
-from tba.run import Run, open_run
+from tba.run import Run
 from tba.types import Group
 
 HERE = Path(__file__).parent

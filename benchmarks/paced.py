@@ -97,7 +97,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
     import torch
 
     from tba import loop
-    from tba.run import open_run
+    from tba.assemble import open_run
 
     torch.set_num_threads(1)
     samples, times, generated = [], [], []

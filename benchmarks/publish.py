@@ -21,10 +21,12 @@ import numpy as np
 from _measure import Row, arguments, in_bf16, machine, progress, record, row
 from _shapes import SMOLLM2_135M, TINY, save_random
 
+from tba.assemble import open_run
 from tba.config.schema import Config, load
-from tba.run import Run, open_run
+from tba.prompt import Prompt
+from tba.run import Run
 from tba.runtime.bind import bind_ray
-from tba.types import Group, Prompt, Trajectory, collate
+from tba.types import Group, Trajectory, collate
 
 SECONDS = 60.0
 """Deadline of every wait."""

@@ -24,9 +24,10 @@ import numpy as np
 import psutil
 from _measure import Row, arguments, record, row, run_json
 
+from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.strategies.mixture import Mixture
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Trajectory
 
 SHAPES = ("10x100", "100x100", "1000x100", "10000x100", "1x150000", "200000x1")
 DEADLINE = 600.0

@@ -14,10 +14,10 @@ from statistics import median
 
 from _measure import arguments, progress, record, row
 
+from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard
 from tba.tasks.arithmetic import Arithmetic
-from tba.types import Answer, Prompt
 
 GROUPS, SIZE = 8, 16
 STEPS = 100

@@ -90,7 +90,7 @@ def measure(count: int, steps: int) -> dict:
     import torch
 
     from tba import loop
-    from tba.run import open_run
+    from tba.assemble import open_run
 
     torch.set_num_threads(1)
     times: list[float] = []

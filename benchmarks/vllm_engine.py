@@ -35,9 +35,10 @@ from tba.learn.policy import Policy
 from tba.learn.probe import answer
 from tba.models.lora import load_adapted
 from tba.models.pretrained import load_model, load_text
+from tba.prompt import Prompt
 from tba.runs.parts import check
 from tba.search.searcher import Searcher
-from tba.types import Prompt, Sampling, collate_tokens
+from tba.types import Sampling, collate_tokens
 from tba.weights import pack, trained
 
 PARTS = ("raw", "search", "gap", "drain")

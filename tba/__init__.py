@@ -87,7 +87,7 @@ def open_run(
     )
     with working_in(settings.run.base):
         check_start(settings, folder, memory)
-    from tba.run import open_run as opened
+    from tba.assemble import open_run as opened
 
     return opened(settings, folder, memory, replay)
 

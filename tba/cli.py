@@ -13,8 +13,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
 import tba
-from tba.config.messages import choices, printable
-from tba.config.mistakes import without_table
+from tba.config.errors import choices, printable, without_table
 from tba.config.plugins import KINDS, NAMES, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load, read_toml
 from tba.runs.base import base_of, from_here, working_in
@@ -83,7 +82,7 @@ def train(
     with working_in(config.run.base):
         check_start(config, resume)
         if not dry_run:
-            from tba.run import run
+            from tba.assemble import run
 
             run(config, resume, replay)
             return
@@ -310,7 +309,7 @@ def _described(cls: type) -> dict[str, Any]:
     for name, option in options_of(cls).items():
         is_class = isinstance(hints[name], type)
         kind = hints[name].__name__ if is_class else str(hints[name])
-        for module in ("typing.", "tba.config.keys."):
+        for module in ("typing.", "tba.config.tables."):
             kind = kind.replace(module, "")
         default = None if option.required else option.default
         options[name] = {"type": kind, "required": option.required, "default": default}

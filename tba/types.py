@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int, Int32
 from torch import Tensor
 
-from tba.prompt import Answer as Answer
-from tba.prompt import Message as Message
-from tba.prompt import Prompt as Prompt
+from tba.prompt import Prompt
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from suite import case as case
 from suite import pytest_runtest_makereport as pytest_runtest_makereport
 
-from tba.types import Batch, Group, Prompt, Trajectory, collate
+from tba.prompt import Prompt
+from tba.types import Batch, Group, Trajectory, collate
 
 # Read when transformers and datasets are imported, and when ray is: none of the above does that.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -20,8 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
+from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools, describe
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
+from tba.types import Completion, Group, Sampling, Trajectory
 
 MAX_TOKENS, MAX_TURNS, STOP = 5, 2, "1"
 SETTINGS = ("task=talk.Talk", f"sampling.max_tokens={MAX_TOKENS}", f"sampling.stop=['{STOP}']")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import tba
+from tba.assemble import run
 from tba.cli import _config, evaluate, export, train
 from tba.config.schema import load
-from tba.run import run
 from tba.runs.base import base_of, from_here, working_in
 from tba.runs.log import CONFIG, SUMMARY
 

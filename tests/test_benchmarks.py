@@ -17,7 +17,7 @@ from conftest import module_at
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
-from tba.types import Prompt
+from tba.prompt import Prompt
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tba.assemble import run
 from tba.config.schema import DEFAULT, load
 from tba.report import report
 from tba.report.charts import AXES
-from tba.run import run
 from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.panels import PANELS
 from tba.studies.results import Ledger, Trial

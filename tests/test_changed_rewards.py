@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from test_loop import config, replayed
 
+from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.replay.buffer import ReplayBuffer
-from tba.run import open_run, run
 from tba.runs import checkpoint
 from tba.runs.dry_run import dry_run
 from tba.runs.log import CONFIG, METRICS, SESSIONS, Replay, read

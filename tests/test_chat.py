@@ -15,9 +15,9 @@ from talk import CHARACTERS, SIMPLE, Desk, call
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
+from tba.prompt import Prompt
 from tba.search.chat import Call, Chat
 from tba.tasks._tools import describe
-from tba.types import Prompt
 
 KNOWING = (
     "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"

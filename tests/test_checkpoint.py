@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from test_loop import config
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
-from tba.run import run
 from tba.runs.checkpoint import Checkpoints, Progress, damage, generations, newest
 from tba.runs.log import METRICS, read
 from tba.runtime import SearchState

@@ -15,8 +15,8 @@ from test_loop import config
 from test_lora import small
 
 import tba
+from tba.assemble import open_run, run
 from tba.config.schema import load
-from tba.run import open_run, run
 from tba.runs.checkpoint import generations
 from tba.runs.choice import best_step, choose, kept_beside, path_of, step_of
 from tba.runs.log import METRICS, read

@@ -28,20 +28,12 @@ from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import HasHead, Loss, uses_behavior
+from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
 from tba.strategies import Strategy
 from tba.tasks import Task
-from tba.types import (
-    Answer,
-    Batch,
-    Completion,
-    Group,
-    Prompt,
-    Sampling,
-    Trajectory,
-    collate_tokens,
-)
+from tba.types import Batch, Completion, Group, Sampling, Trajectory, collate_tokens
 from tba.weights import Weights, pack
 
 GROUPS, SIZE = 5, 3

@@ -15,9 +15,9 @@ from conftest import EOS, PAD
 from talk import CHARACTERS, SIMPLE, call
 from test_loop import resumes_exactly
 
+from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.replay.files import load_groups
-from tba.run import run
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.parts import check

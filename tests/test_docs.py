@@ -17,7 +17,7 @@ from conftest import module_at
 from tba import loop
 from tba.config.plugins import resolve_all
 from tba.config.schema import parse
-from tba.config.watch import WarnTable
+from tba.config.tables import WarnTable
 from tba.runs.panels import PANELS
 
 ROOT = Path(__file__).parent.parent

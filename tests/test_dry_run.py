@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tba.config.plugins import find, options_of, resolve
-from tba.config.schema import PLUGGED, Config, parse
-from tba.config.tables import inner_table
+from tba.config.schema import Config, parse
+from tba.config.tables import PLUGGED, inner_table
 from tba.runs import dry_run as module
 from tba.runs.dry_run import DUMMY, dry_run
 from tba.runs.log import CHECKPOINTS, METRICS

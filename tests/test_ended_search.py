@@ -11,12 +11,12 @@ from test_loop import config
 from test_ray import conserved, run_and_keep
 from toy import Ones
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.engines import SearchError
-from tba.run import run
+from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
-from tba.types import Answer, Prompt
 
 SAMPLES = 64
 """So many that the run ends if those of one prompt are rejected."""

@@ -14,14 +14,15 @@ import torch
 from toy import Ones, toy_config
 from transformers import AutoModelForCausalLM
 
+from tba.assemble import run
 from tba.engines.transformers import Transformers
-from tba.run import run
+from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
 from tba.runs.offline import evaluate_run
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, join, pieces, stderr
 from tba.search.searcher import Searcher, task_seed
-from tba.types import Answer, Completion, Prompt, Sampling
+from tba.types import Completion, Sampling
 from tba.weights import Weights, pack
 
 SETTINGS = (

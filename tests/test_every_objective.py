@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load
 from test_loop import config, newest_files, resumes_exactly
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.plugins import names
-from tba.run import run
 from tba.runs.log import METRICS, read
 
 HEADED = {"ppo", "tb_learned_z"}

@@ -19,12 +19,13 @@ from toy import (
     toy_config,
 )
 
+from tba.assemble import open_run
 from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
-from tba.run import Run, open_run
+from tba.run import Run
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.strategies.uniform import Uniform

@@ -24,10 +24,11 @@ from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.models.pretrained import load_text
 from tba.objectives.tb import TrajectoryBalance
+from tba.prompt import Answer, Prompt
 from tba.runs.result import Result
 from tba.selections import Selection
 from tba.tasks import Task
-from tba.types import Answer, Batch, Prompt, Sampling
+from tba.types import Batch, Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -6,17 +6,15 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from transformers import TrainingArguments
 
-from tba.config.counterparts import NEAREST, NONE, PLACES, counterpart
+from tba.config.errors import NEAREST, NONE, PLACES, counterpart
 from tba.config.plugins import find, names, options_of, resolve_all
-from tba.config.schema import PLUGGED, Config, load
-from tba.config.tables import LoraTable, inner_table
+from tba.config.schema import Config, load
+from tba.config.tables import PLUGGED, LoraTable, inner_table
 from tba.runs.log import METRICS, read
 
 ROOT = Path(__file__).parent.parent
@@ -56,35 +54,8 @@ def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
     for theirs, ours in rows:
         places = dict.fromkeys(counterpart(name) or "" for name in theirs)
         assert ", ".join("" if place.startswith(NONE) else place for place in places) == ours
-    once = [name for names in PLACES.values() for name in names.split()]
+    once = [name for names in PLACES.values() for name in names]
     assert len(once) == len(set(once))
-
-
-VERL = "train_files max_response_length ppo_mini_batch_size adv_estimator total_epochs"
-PRIME_RL = "rollouts_per_example async_level max_off_policy_steps"
-
-
-def test_every_setting_of_other_packages_is_answered() -> None:
-    """What TRL's configs inherit, PEFT's, and those of verl and prime-rl that users set."""
-    peft = pytest.importorskip("peft", reason="an extra: see pyproject.toml")
-    known = {
-        name for table in Config.model_fields.values() for name in inner_table(table).model_fields
-    }
-    known |= {
-        *LoraTable.model_fields,
-        "task_type",
-        "inference_mode",
-        "revision",
-        "base_model_name_or_path",
-    }
-    for given in (TrainingArguments, peft.LoraConfig):
-        names = {field.name for field in fields(given)} - known
-        if given is peft.LoraConfig:
-            names = {
-                name for name in names if name.startswith(("lora_", "use_", "bias", "modules"))
-            }
-        assert [name for name in sorted(names) if counterpart(name) is None] == []
-    assert [name for name in f"{VERL} {PRIME_RL}".split() if counterpart(name) is None] == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +103,7 @@ def test_every_counterpart_is_a_key() -> None:
 
 @pytest.mark.slow
 def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
-    """Arguments of GRPOConfig and of GRPOTrainer, and of the calls of the page."""
+    """Arguments of GRPOConfig and of GRPOTrainer, which the page names."""
     code = (
         "import inspect, json, trl\n"
         "given = [inspect.signature(f).parameters for f in (trl.GRPOConfig, trl.GRPOTrainer)]\n"
@@ -140,8 +111,8 @@ def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
     )
     command = [python_with_trl(), "-c", code]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True)
-    known = json.loads(done.stdout.splitlines()[-1])
-    assert [name for name in known if counterpart(name) is None and name != "args"] == []
+    known = {*json.loads(done.stdout.splitlines()[-1]), "resume_from_checkpoint"}
+    assert [name for theirs, _ in table() for name in theirs if name not in known] == []
 
 
 @pytest.mark.slow

@@ -15,14 +15,13 @@ import pytest
 from test_loop import ENVIRONMENT, as_settings, config
 from test_ray import wait_until
 
+from tba.assemble import check_memory, run
 from tba.cli import _config
-from tba.run import run
 from tba.runs.checkpoint import newest
 from tba.runs.generations import files_of
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.runs.space import checkpoint_size
-from tba.runtime.opening import check_memory
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from toy import toy_config
 
-import tba.run
+import tba.assemble
 from tba.config.plugins import names
 from tba.runs.log import METRICS, read
 
@@ -48,7 +48,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
-    tba.run.run(
+    tba.assemble.run(
         toy_config(
             toy_model,
             tmp_path / "run",

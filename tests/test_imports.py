@@ -19,6 +19,7 @@ LEVELS = [
     {"runs"},
     {"loop"},
     {"run"},
+    {"assemble"},
     {"studies"},
     {"report"},
     {"cli"},

@@ -11,9 +11,9 @@ import pytest
 from test_loop import config
 from toy import Ones
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load, read_json
-from tba.run import run
 from tba.runs.log import CONFIG, METRICS, SAMPLES, Journal, read, read_evaluations, rewind
 from tba.runs.offline import export_run
 

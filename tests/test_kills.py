@@ -12,8 +12,8 @@ import pytest
 from test_checkpoint import names
 from test_loop import config
 
+from tba.assemble import run
 from tba.cli import _config
-from tba.run import run
 from tba.runs.generations import damage, generations
 from tba.runs.offline import export_run
 

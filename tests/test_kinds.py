@@ -20,8 +20,9 @@ from tba import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import check_files, check_model, load_model, load_text
+from tba.prompt import Prompt
 from tba.runs.parts import RunSetup, check
-from tba.types import Prompt, collate
+from tba.types import collate
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 LAYER = "model.layers.0.mlp.up_proj.weight"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_loop import config
 
+from tba.assemble import run
 from tba.report import report
-from tba.run import run
 from tba.runs.files import own, write_whole
 from tba.runs.lock import LOCK, check_usable, locked
 from tba.runs.log import CONFIG, METRICS, SAMPLES, SESSIONS, SUMMARY, WARNINGS

@@ -15,10 +15,10 @@ import pytest
 from test_loop import config
 
 import tba
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.engines import EngineError
-from tba.run import run
 from tba.runs.checkpoint import newest
 from tba.search import isolation
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from test_loop import ENVIRONMENT, config
 
-from tba.run import open_run, run
+from tba.assemble import open_run, run
 from tba.runs.dry_run import dry_run
 from tba.runs.lock import LOCK, UNNAMED, check_usable, locked
 

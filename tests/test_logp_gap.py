@@ -8,9 +8,9 @@ import pytest
 import test_loop
 import test_ray
 
+from tba.assemble import open_run, run
 from tba.config.schema import Config, load
 from tba.engines import EngineError
-from tba.run import open_run, run
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.search.searcher import LogpGapError

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 import tba
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import Config, load, parse
 from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
-from tba.run import run
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run, export_run

@@ -20,6 +20,7 @@ from test_policy import make
 from toy import BETA, completed, enumerate_answers, toy_config
 from transformers import AutoConfig
 
+from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
@@ -37,7 +38,6 @@ from tba.models.lora import (
 )
 from tba.models.pretrained import load_model
 from tba.objectives import Head
-from tba.run import open_run, run
 from tba.runs.checkpoint import newest
 from tba.runs.offline import evaluate_run, export_run
 from tba.runs.parts import check

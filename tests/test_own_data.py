@@ -12,16 +12,16 @@ import pytest
 from conftest import EOS, PAD
 from talk import CHARACTERS
 
+from tba.assemble import run
 from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
-from tba.run import run
+from tba.prompt import Answer, Message, Prompt
 from tba.runs.log import SAMPLES, read
 from tba.runs.notes import log_doubled_bos
 from tba.runs.parts import check
 from tba.runs.resumed import check_resumed
 from tba.tasks.custom import Custom
-from tba.types import Answer, Message, Prompt
 
 BOS = "<bos>"
 CHAT = (

@@ -17,18 +17,19 @@ from test_loop import config, resumes_exactly
 from test_ray import config as ray_config
 from test_ray import run_and_keep
 
-import tba.run
+import tba.assemble
+from tba.assemble import open_run
 from tba.cli import _config
 from tba.config.schema import load, parse
 from tba.engines import SearchError
+from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
-from tba.run import open_run
 from tba.runs.log import METRICS, read, stored
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchStats
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Trajectory
 from tba.weights import Source, Weights
 
 NEW = [(0, 0)]
@@ -152,7 +153,7 @@ def fed(
 ) -> Callable[..., tuple[Fed, list[dict[str, Any]]]]:
     """Carry out an asynchronous run beside such searchers; return these, and rows of its steps."""
     folder = tmp_path / "run"
-    monkeypatch.setattr(tba.run, "open_places", lambda *_: (Place("cpu"), None))
+    monkeypatch.setattr(tba.assemble, "open_places", lambda *_: (Place("cpu"), None))
 
     def carry_out(
         *settings: str, resume: bool = False, **options: Any
@@ -166,7 +167,7 @@ def fed(
             opened.append(Fed(job, search, trainer, step, stopping, **options))
             return opened[0]
 
-        monkeypatch.setattr(tba.run, "open_searchers", open_searchers)
+        monkeypatch.setattr(tba.assemble, "open_searchers", open_searchers)
         small = ("runtime.use=ray", "eval.prompts=0", "checkpoint.every=0", *settings)
         given = _config(list(settings), folder) if resume else config(tiny_model, folder, *small)
         with open_run(given, folder if resume else None) as run:

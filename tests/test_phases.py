@@ -12,7 +12,7 @@ import pytest
 import test_loop
 import test_ray
 
-from tba.run import run
+from tba.assemble import run
 from tba.runs.console import FIRST_LINE, Console
 from tba.runtime.evaluations import Evaluations
 from tba.search.result import Evaluation

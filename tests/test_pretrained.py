@@ -17,7 +17,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from tba.config.tables import PolicyTable
 from tba.models import pretrained
 from tba.models.pretrained import check_model, load_text
-from tba.types import Prompt
+from tba.prompt import Prompt
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -14,7 +14,8 @@ from test_trainer import trainer
 from tba.engines import Built
 from tba.engines.transformers import Transformers
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
-from tba.types import Batch, Group, Prompt, Trajectory, collate
+from tba.prompt import Prompt
+from tba.types import Batch, Group, Trajectory, collate
 
 PROMPT = prompt_length(block=128)
 

@@ -15,8 +15,9 @@ import pytest
 from test_contracts import answered
 from test_loop import config, resumes_exactly
 
+from tba.assemble import run
 from tba.cli import _config
-from tba.run import run
+from tba.prompt import Prompt
 from tba.runs import checkpoint
 from tba.runs.parts import check
 from tba.search.prompts import PromptStream
@@ -24,7 +25,6 @@ from tba.selections import Selection
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty
 from tba.selections.uniform import Uniform
-from tba.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", "x") for i in range(7)]
 

@@ -11,7 +11,7 @@ import torch
 from toy import toy_config
 from transformers import AutoModelForCausalLM
 
-import tba.run
+import tba.assemble
 from tba.runs.log import SAMPLES, SESSIONS, read
 from tba.runs.provenance import without_secrets
 
@@ -26,11 +26,11 @@ def test_each_session_of_a_run_is_recorded(
 ) -> None:
     """The second is not in a git repository."""
     folder = tmp_path / "run"
-    tba.run.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
+    tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
     monkeypatch.setattr("sys.argv", ["/bin/tba", "train", "--resume", "a b"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    tba.run.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=2"), resume=folder)
+    tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=2"), resume=folder)
     first, second = read(folder / SESSIONS)
     assert (first["step"], second["step"]) == (0, 1)
     assert second["command"] == "tba train --resume 'a b'" and second["commit"] is None
@@ -42,7 +42,7 @@ def test_each_session_of_a_run_is_recorded(
 
 
 def test_a_stored_group_has_each_of_its_completions_once(toy_model: Path, tmp_path: Path) -> None:
-    tba.run.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
+    tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
     rows = read(tmp_path / "run" / SAMPLES)
     assert {(row["step"], row["kind"], row["prompt"]) for row in rows} == {
         (1, "train", rows[0]["prompt"])

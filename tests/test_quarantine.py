@@ -10,14 +10,14 @@ import pytest
 import test_ray
 from test_loop import config
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.engines import SearchError
-from tba.run import run
+from tba.prompt import Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
 from tba.search.prompts import Cursor, PromptStream
 from tba.selections.cyclic import Cyclic
-from tba.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(5)]
 

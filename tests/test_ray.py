@@ -21,17 +21,18 @@ import pytest
 from test_loop import ENVIRONMENT, as_settings
 from toy import Given
 
-import tba.run
+import tba.assemble
+from tba.assemble import open_run
 from tba.cli import _config
 from tba.config.schema import Config, load
 from tba.engines import SearchError
+from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.run import Run, open_run
+from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runs.offline import evaluate_run
 from tba.runtime.bind import bind_ray
-from tba.types import Prompt
 from tba.weights import read_weights
 
 
@@ -342,7 +343,7 @@ def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
 ) -> None:
     broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
     with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
-        tba.run.run(broken)
+        tba.assemble.run(broken)
 
 
 @pytest.mark.fault

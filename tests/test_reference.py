@@ -12,10 +12,11 @@ from toy import completed, toy_config
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
+from tba.prompt import Prompt
 from tba.runs.parts import check
 from tba.search.reference import Reference
 from tba.search.searcher import Searcher
-from tba.types import Group, Prompt, collate
+from tba.types import Group, collate
 from tba.weights import Weights, pack
 
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 8])]

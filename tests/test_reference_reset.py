@@ -11,9 +11,9 @@ import torch
 from test_loop import config, newest_files, replayed
 from toy import log_probs
 
+from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import SearchError
-from tba.run import open_run, run
 from tba.runs.log import METRICS, read
 from tba.runtime.local import LocalSearchers
 from tba.types import Group, collate

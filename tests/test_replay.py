@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.strategies import Columns, Strategy
 from tba.strategies._draw import LARGE, by_count, by_weight
@@ -15,7 +16,7 @@ from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Trajectory
 
 LOST = ("evicted_per_prompt", "evicted_capacity", "evicted_reference", "dropped")
 

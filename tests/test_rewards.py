@@ -17,6 +17,7 @@ import torch
 from test_loop import config, without_clock
 
 import tba
+from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out
@@ -24,7 +25,6 @@ from tba.search.rejections import RejectionMonitor
 from tba.search.result import Rejected, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.tasks import NEAR_DUPLICATE
-from tba.types import Answer, Prompt
 
 ANSWERS = ("one", "two", "three", "four", "five")
 DEADLINE = 0.2

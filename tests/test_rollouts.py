@@ -15,13 +15,14 @@ from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import ValueRollouts
+from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.parts import check
 from tba.search.result import Rejected, SearchResult
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
+from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 
 SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)

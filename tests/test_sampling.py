@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from toy import toy_config
 
+from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.engines._choose import choose
 from tba.engines._vllm_checks import check_sampling
-from tba.run import run
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor

@@ -12,12 +12,12 @@ import pytest
 from test_loop import config
 from toy import Ones
 
+from tba.assemble import run
 from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
 from tba.config.secrets import is_secret
 from tba.config.tables import Use
 from tba.report import report
-from tba.run import run
 from tba.runs.share import share
 from tba.search.verdicts import rejection
 from tba.tasks._rewards import reward_function

@@ -13,13 +13,13 @@ from test_loop import config
 from toy import Ones
 
 import tba
-from tba.run import run
+from tba.assemble import run
+from tba.prompt import Prompt
 from tba.runs.console import Console
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run
 from tba.runs.parts import check
 from tba.search.result import Evaluation
-from tba.types import Prompt
 
 MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3")
 

@@ -23,7 +23,7 @@ from test_lora import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
-from tba.run import run
+from tba.assemble import run
 from tba.runs.card import _metadata, _model_name, _texts, _without_places
 from tba.runs.checkpoint import generations
 from tba.runs.log import METRICS, read

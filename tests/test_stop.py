@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from toy import toy_config
 from transformers import PreTrainedTokenizerFast
 
-import tba.run
+import tba.assemble
 from tba.config.schema import load, parse
 from tba.config.tables import PolicyTable
 from tba.engines._stop import StopStrings, length_to_stop
@@ -92,7 +92,7 @@ def test_a_run_reads_answers_up_to_the_stop_string(tiny_model: Path, tmp_path: P
     few += ["sampling.max_tokens=9", "eval.prompts=1", "log.sample_every=1", "task=toy.Ones"]
     vine = ["objective=vineppo", "objective.step_tokens=1", "objective.rollouts=1"]
     config = toy_config(tiny_model, tmp_path / "run", *texts, *few, *vine)
-    with tba.run.open_run(config) as run:
+    with tba.assemble.open_run(config) as run:
         run.train()
     rows = read(tmp_path / "run" / SAMPLES)
     assert {row["kind"] for row in rows} == {"train", "eval"}

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from toy import Ones
 
+from tba.prompt import Answer, Prompt
 from tba.runs.lock import locked
 from tba.runs.log import read
 from tba.runtime.placement import available_cores
 from tba.studies.results import FAILED, read_ledger, write_results
 from tba.studies.study import Study, check_study, read_study
 from tba.studies.sweep import INTERRUPTED, Sweep, prepare, sweep
-from tba.types import Answer, Prompt
 
 STEPS = 40
 BASE = """

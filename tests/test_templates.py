@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tba.models.pretrained import Tokenizer
+from tba.prompt import Message, Prompt
 from tba.search.chat import Chat
 from tba.tasks._tools import describe
-from tba.types import Message, Prompt
 
 TOOLS = describe("talk:Desk", Desk, 8, 1.0)
 

@@ -12,9 +12,10 @@ from talk import CLOSING, Desk, call
 from test_dialogues import config, model, replies, searched
 
 from tba.config.schema import Config
+from tba.prompt import Answer
 from tba.runs.parts import check
 from tba.search.dialogue import CHARACTERS
-from tba.types import Answer, Sampling
+from tba.types import Sampling
 
 __all__ = ["config", "model"]  # fixtures
 LARGE = 50_000_000

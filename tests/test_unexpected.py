@@ -18,13 +18,14 @@ from test_loop import ENVIRONMENT, as_settings, config
 from test_rewards import ANSWERS, Asynchronous, Scored, judge, reasons
 from toy import Ones
 
-from tba.config.messages import DEEPEST
+from tba.assemble import run
+from tba.config.errors import DEEPEST
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
+from tba.prompt import Answer, Prompt
 from tba.replay.files import load_groups, save_groups
-from tba.run import run
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
@@ -35,7 +36,7 @@ from tba.tasks import WrongLength
 from tba.tasks._data import checked, rows
 from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
-from tba.types import Answer, Group, Prompt
+from tba.types import Group
 
 # Rewards
 

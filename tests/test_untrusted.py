@@ -13,11 +13,11 @@ import torch
 from test_loop import config, newest_files, without_clock
 from toy import Ones
 
+from tba.assemble import open_run
+from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
-from tba.run import open_run
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
-from tba.types import Answer
 
 REWARD = r"""
 import locale, os, random, re, signal, sys, tempfile, threading, time, warnings

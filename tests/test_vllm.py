@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines import EngineError, vllm
@@ -33,7 +34,6 @@ from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, RESPONSE, prompt_length
 from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
-from tba.run import run
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.types import Completion, Sampling, collate_tokens

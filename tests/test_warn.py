@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from test_loop import config
 
+from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import load
 from tba.replay.buffer import STEPS, ReplayBuffer
-from tba.run import open_run, run
 from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
 from tba.runs.summary import Tracker
 from tba.runs.warn import FIRST, WINDOW, Sign, Warnings

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import module_at
 
+from tba.prompt import Answer
 from tba.studies.sweep import read_study
-from tba.types import Answer
 
 ROOT = Path(__file__).parent.parent
 WrongSums = module_at(ROOT / "studies" / "off_policy" / "wrong_rewards.py").WrongSums

@@ -22,9 +22,10 @@ from tba.engines import EngineError
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer, Prompt
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory, collate
+from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 
 MAX_TOKENS = 2

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tba.config.plugins import GIVEN
-from tba.types import Group, Prompt
+from tba.prompt import Prompt
+from tba.types import Group
 
 
 @dataclass

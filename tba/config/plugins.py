@@ -18,12 +18,10 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from tba.config.counterparts import NEAREST
-from tba.config.messages import about, choices, explain, no_null
-from tba.config.mistakes import elsewhere
-from tba.config.schema import PLUGGED, Config
+from tba.config.errors import NEAREST, about, choices, elsewhere, explain, no_null
+from tba.config.schema import Config
 from tba.config.secrets import is_secret, read_secrets
-from tba.config.tables import Positive, Use
+from tba.config.tables import PLUGGED, Positive, Use
 
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""

@@ -17,12 +17,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, model_validator
 
 from tba.config import tables
-from tba.config.keys import PLUGGED as PLUGGED
-from tba.config.messages import check_depth
-from tba.config.mistakes import explain_mistake, without_table
+from tba.config.errors import check_depth, explain_mistake, without_table
 from tba.config.secrets import check_secrets
-from tba.config.tables import Table, Use, decay_of
-from tba.config.watch import LogTable, WarnTable
+from tba.config.tables import PLUGGED, Table, Use, decay_of
 
 Parsed = TypeVar("Parsed", bound=Table)
 ONE_GROUP_EACH = {"prompts_per_task": 1, "concurrent_searches": 16}
@@ -53,8 +50,8 @@ class Config(Table):
     reward: tables.RewardTable = tables.RewardTable()
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
-    log: LogTable = LogTable()
-    warn: WarnTable = WarnTable()
+    log: tables.LogTable = tables.LogTable()
+    warn: tables.WarnTable = tables.WarnTable()
 
     def __init__(self, **plain: Any):
         try:

@@ -1,27 +1,88 @@
 """The tables of a config: every key with its type, default and meaning."""
 
-from typing import Annotated, Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from tba.config.keys import Beta as Beta
-from tba.config.keys import Betas as Betas
-from tba.config.keys import Count as Count
-from tba.config.keys import Finite as Finite
-from tba.config.keys import OneOrMore as OneOrMore
-from tba.config.keys import Positive as Positive
-from tba.config.keys import PositiveFloat as PositiveFloat
-from tba.config.keys import PositiveShare as PositiveShare
-from tba.config.keys import Share as Share
-from tba.config.keys import Table as Table
-from tba.config.keys import Texts as Texts
-from tba.config.keys import Use as Use
-from tba.config.keys import inner_table as inner_table
-from tba.config.keys import key as key
-from tba.config.sampling import SamplingTable as SamplingTable
+from tba.config.secrets import check_secrets
 
 LOGP_NOISE_FP32, LOGP_NOISE_BF16 = 0.01, 0.3
 """Mean differences of log-probs, in nats, that rounding may explain."""
+OFF = {"top_p": 1.0, "top_k": 0}
+"""Settings that change which tokens are chosen, but not the log-probs; the value without effect."""
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse lists
+Range = Annotated[tuple[Finite, Finite], Field(strict=False)]
+
+PLUGGED = {
+    "task": "tasks",
+    "engine": "engines",
+    "objective": "objectives",
+    "strategy": "strategies",
+    "selection": "selections",
+}
+"""The tables that name a plug-in, and the folder of each."""
+
+
+def _single(value: Any) -> Any:
+    return (value,) if isinstance(value, int | str) else value
+
+
+OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
+Word = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Word, ...], BeforeValidator(_single), Field(strict=False)]
+
+
+class Table(BaseModel):
+    """A frozen table without unknown keys. Values are not converted, except integers to floats."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        hide_input_in_errors=True,  # it may be a secret
+    )
+
+
+def inner_table(field: FieldInfo) -> type[Table] | None:
+    """Return the table that a field holds, which may be optional; None if it holds a value."""
+    for kind in get_args(field.annotation) or (field.annotation,):
+        if isinstance(kind, type) and issubclass(kind, Table):
+            return kind
+    return None
+
+
+def key(default: Any, meaning: str) -> Any:
+    """Return a field with a default and a description for docs/configuration.md."""
+    return Field(default, description=meaning)
+
+
+class Use(Table):
+    """A plug-in by name, with its options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    use: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_secrets(cls, plain: Any) -> Any:
+        check_secrets("", plain)
+        return plain
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
 
 
 class EngineTable(Use):
@@ -133,6 +194,48 @@ class PolicyTable(Table):
     chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, such as {enable_thinking = false}; docs/tasks.md"
     )
+
+
+class SamplingTable(Table):
+    samples: Positive = key(20, "S, responses to sample per prompt; at least trainer.group_size")
+    temperature: PositiveFloat = key(
+        1.0, "sampling temperature; all log-probs are of the distribution at this temperature"
+    )
+    top_p: PositiveShare = key(
+        1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
+    )
+    top_k: Count = key(
+        0, "choose from the k most likely tokens only; 0: from all; log-probs as for top_p"
+    )
+    max_tokens: Positive = key(128, "maximum length of a response, EOS included")
+    truncated: Literal["keep", "reject"] | float = key(
+        "keep",
+        "training responses that max_tokens cuts off; keep: score them like others; reject: do not"
+        " train on them, and count them; a number: their reward, without a call of the task",
+    )
+    stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
+    explore: Range | None = key(
+        None,
+        "range to draw the temperature of a search task from; log-probs stay at `temperature`",
+    )
+    explore_share: PositiveShare = key(0.5, "share of the search tasks whose temperature is drawn")
+
+    @field_validator("truncated", mode="before")
+    @classmethod
+    def keep_reject_or_a_reward(cls, value: Any) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in ("keep", "reject") or (number and isfinite(value)):
+            return value
+        raise ValueError(
+            f"sampling.truncated = {value!r}: write keep, reject, or a number, which is the reward"
+            " of such a response"
+        )
+
+    @property
+    def reshaped(self) -> dict[str, Any]:
+        """The settings by which tokens are chosen unlike their log-probs say, with their values."""
+        given = {name: getattr(self, name) for name in OFF}
+        return {name: value for name, value in given.items() if value != OFF[name]}
 
 
 class ReplayTable(Table):
@@ -293,3 +396,49 @@ class CheckpointTable(Table):
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
     deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")
+
+
+class LogTable(Table):
+    console: Literal["auto", "live", "plain", "off"] = key(
+        "auto", "console output; auto: live on a terminal, plain lines elsewhere"
+    )
+    tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
+    wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
+    wandb_project: str = key("tba", "name of the project in Weights & Biases and in trackio")
+    trackio: bool = key(
+        False, "log to trackio as well, a local dashboard (pip install -e '.[trackio]')"
+    )
+    sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")
+
+
+class WarnTable(Table):
+    equal_rewards: Share = key(
+        0.5, "warn if a larger share of the groups has equal rewards; 1: never"
+    )
+    cut_off: Share = key(
+        0.2, "warn if a larger share of the responses reaches sampling.max_tokens; 1: never"
+    )
+    reuse: PositiveFloat = key(
+        0.05,
+        "warn if the trainer waits for new samples in a larger share of the time, over 50 steps"
+        " (ray, without runtime.lag); inf: never",
+    )
+    ess: Share = key(
+        0.5, "warn if the effective sample size is a smaller share of the group; 0: never"
+    )
+    kl: PositiveFloat = key(
+        10.0,
+        "warn if kl/k3 is more than this times its median over the first 50 steps, and above 0.01;"
+        " inf: never",
+    )
+    gap: PositiveFloat | None = key(
+        None,
+        "warn if log-probs of an engine and the trainer differ by more after a weight update, in"
+        " nats; default: engine.max_logp_gap; inf: never",
+    )
+    unknown_characters: Share = key(
+        0.0,
+        "warn if a larger share of the prompts has characters that the tokenizer does not know;"
+        " 1: never",
+    )
+    warmup: bool = key(True, "warn if a model is trained without trainer.warmup_steps")

@@ -6,9 +6,8 @@ from typing import Literal
 
 import torch
 
-from tba.config.sampling import OFF
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
+from tba.config.tables import OFF, PolicyTable
 from tba.models.pretrained import load_config
 
 SUPPORTED = "0.32"

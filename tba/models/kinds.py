@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 
-from tba.config.messages import size
+from tba.config.errors import size
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")

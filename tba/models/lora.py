@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tba.config.messages import choices
+from tba.config.errors import choices
 from tba.config.tables import LoraTable, PolicyTable
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained

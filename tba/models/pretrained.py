@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from tba.config.messages import about
+from tba.config.errors import about
 from tba.config.tables import PolicyTable
 from tba.models import model_path as model_path
 from tba.models.kinds import check_causal, check_content
 from tba.models.template import render
-from tba.types import Answer, Completion, Message, Prompt, Trajectory
+from tba.prompt import Answer, Message, Prompt
+from tba.types import Completion, Trajectory
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 

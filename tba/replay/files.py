@@ -10,8 +10,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tba.prompt import Prompt
 from tba.replay.segments import Segment, file_name
-from tba.types import Group, Prompt, Trajectory
+from tba.types import Group, Trajectory
 
 FOLDER = "replay"
 SEGMENTS = f"{FOLDER}/segments"

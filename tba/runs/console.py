@@ -16,7 +16,7 @@ from rich.console import Group as Stack
 from rich.panel import Panel
 from rich.text import Text
 
-from tba.config.messages import printable
+from tba.config.errors import printable
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
 from tba.runs.panels import EACH_REWARD, shown

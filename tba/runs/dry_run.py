@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tba.config.plugins import JUDGES, find, options_of, resolve
-from tba.config.schema import PLUGGED, Config
-from tba.config.tables import Use
+from tba.config.schema import Config
+from tba.config.tables import PLUGGED, Use
+from tba.prompt import Answer, Prompt
 from tba.runs import log
 from tba.runs.generations import step_of
 from tba.runs.lock import check_usable
@@ -32,7 +33,6 @@ from tba.tasks.custom import Custom
 from tba.tasks.math import Math
 from tba.tasks.mixture import Part
 from tba.tasks.reasoning_gym import ReasoningGym
-from tba.types import Answer, Prompt
 
 SECONDS = 5.0
 """Longest call of a reward function."""

@@ -6,9 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tba.config.plugins import check_unimported, resolve
-from tba.config.schema import PLUGGED, Config
-from tba.config.tables import PolicyTable, Use
-from tba.config.watch import LogTable
+from tba.config.schema import Config
+from tba.config.tables import PLUGGED, LogTable, PolicyTable, Use
 from tba.models import model_path
 from tba.runs.lock import check_usable
 from tba.runs.log import check_unused, folder_of

@@ -5,7 +5,7 @@ import time
 import numpy as np
 from torch import nn
 
-from tba.config.messages import size
+from tba.config.errors import size
 from tba.learn.trainer import SingleTrainer
 from tba.runs.parts import RunSetup
 from tba.runs.space import checkpoint_size

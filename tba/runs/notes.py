@@ -9,8 +9,8 @@ from tokenizers.models import Unigram
 
 from tba.config.schema import Config
 from tba.models.pretrained import Tokenizer
+from tba.prompt import Prompt
 from tba.runs.warn import Sign
-from tba.types import Prompt
 
 Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""

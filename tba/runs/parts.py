@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
-from tba.config.sampling import OFF
 from tba.config.schema import Config
+from tba.config.tables import OFF
 from tba.engines import CachesPrompts, Checked, KnowsLogp
 from tba.learn.policy import Policy
 from tba.learn.probe import LONGEST_BLOCK, RESPONSE, first_probe, prompt_length
@@ -31,6 +31,7 @@ from tba.models.pretrained import (
     load_text,
 )
 from tba.objectives import head_of, uses_behavior, value_rollouts_of
+from tba.prompt import Prompt
 from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets, kept
@@ -44,7 +45,7 @@ from tba.strategies import Strategy
 from tba.tasks import Answered, HasParts, LeavesOut, Prepares, SamplesAgain, Seeded, Task, tools_of
 from tba.tasks._memory import Functions, InMemory, build_task, to_send, with_memory
 from tba.tasks._source import RewardSource, source_of
-from tba.types import Prompt, Sampling
+from tba.types import Sampling
 
 DUPLICATES = 0.01
 """Largest share of the training prompts that may be held out as well."""

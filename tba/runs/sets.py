@@ -4,10 +4,11 @@ import logging
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from tba.config.messages import about
+from tba.config.errors import about
 from tba.config.schema import Config
 from tba.config.tables import Use
 from tba.models.pretrained import Encode, Tokenizer
+from tba.prompt import Prompt
 from tba.runs.notes import Encoded
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
@@ -15,7 +16,6 @@ from tba.search.searcher import EvaluationSet
 from tba.tasks import HasParts, Prepares, SamplesAgain, Task, part_of, tools_of
 from tba.tasks._memory import InMemory, named_task
 from tba.tasks._rendering import Rendering
-from tba.types import Prompt
 
 
 def kept(

@@ -4,7 +4,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from tba.config.messages import size
+from tba.config.errors import size
 from tba.learn.trainer import SingleTrainer
 from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from tba.engines import Drains, SearchError
+from tba.prompt import Prompt
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Transport
 
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import ray
 
 from tba.config.tables import RuntimeTable
+from tba.prompt import Prompt
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece
-from tba.types import Prompt
 from tba.weights import Sent, Transport
 
 SEARCH, CONTROL = "search", "control"

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tba.engines import EngineError
+from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult
 from tba.search.searcher import Searcher, task_seed
-from tba.types import Group, Prompt
+from tba.types import Group
 from tba.weights import Source, Weights
 
 Done = TypeVar("Done")

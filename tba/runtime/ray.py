@@ -15,6 +15,7 @@ from copy import deepcopy
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.engines import EngineError, SearchError
+from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
@@ -26,7 +27,7 @@ from tba.runtime.publisher import Publisher
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, task_seed
-from tba.types import Group, Prompt
+from tba.types import Group
 from tba.weights import Sent, Source, Weights
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from tba.models.pretrained import Encode, Tokenizer
-from tba.prompt import text_of
+from tba.prompt import Message, Prompt, text_of
 from tba.tasks import Task, tools_of
 from tba.tasks._tools import Tools
-from tba.types import Message, Prompt
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FORM = '{"name": ..., "arguments": {...}}'

@@ -12,10 +12,11 @@ import numpy as np
 
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
 from tba.tasks._tools import Tools, whole, within
-from tba.types import Answer, Completion, Message, Prompt, Sampling
+from tba.types import Completion, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
 CHARACTERS, LEAST = 16, 1000

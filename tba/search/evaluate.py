@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from tba.prompt import Prompt
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.scored import Keep, scored
 from tba.search.searcher import Searcher, SearchSetup, task_seed
 from tba.tasks import Itemized, part_of
-from tba.types import Completion, Prompt, Sampling
+from tba.types import Completion, Sampling
 
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""

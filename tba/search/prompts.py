@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 from tba.engines import RewardError
+from tba.prompt import Prompt
 from tba.search.quarantine import Quarantine
 from tba.selections import Selection
 from tba.selections._interleaved import Interleaved
-from tba.types import Group, Prompt
+from tba.types import Group
 
 PATIENCE = 1000
 """Times in a row that a selection may choose only prompts in quarantine."""

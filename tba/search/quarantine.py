@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
 
+from tba.prompt import Prompt
 from tba.search.verdicts import DIED, Rejected, Verdict
-from tba.types import Prompt
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from jaxtyping import Float32
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.objectives import ValueRollouts
+from tba.prompt import Answer
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
 from tba.search.verdicts import judged_before
-from tba.types import Answer, Completion, Group, Sampling, Trajectory
+from tba.types import Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
 """Index of a group, and the response tokens so far."""

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Float
 
 from tba.models.pretrained import Tokenizer
+from tba.prompt import Prompt
 from tba.search.dialogue import Responses
 from tba.search.result import Rejected
-from tba.types import Prompt
 
 
 @dataclass(frozen=True)

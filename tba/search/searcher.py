@@ -17,6 +17,7 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
+from tba.prompt import Answer, Prompt
 from tba.search.dialogue import Dialogues, Responses
 from tba.search.isolation import InProcess
 from tba.search.quarantine import ended_process
@@ -27,7 +28,7 @@ from tba.search.rollouts import Rollouts
 from tba.search.verdicts import judged_before
 from tba.tasks import Answered, Itemized, Task, tools_of
 from tba.tasks._memory import Functions, InMemory, build_task
-from tba.types import Answer, Completion, Group, Prompt, Sampling, Trajectory
+from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
 
 LONGEST_CALL = 0.25

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tba.prompt import Prompt
 from tba.selections import Selection
-from tba.types import Group, Prompt
+from tba.types import Group
 
 
 @dataclass

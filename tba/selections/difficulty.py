@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tba.config.keys import Positive, Range, Share
+from tba.config.tables import Positive, Range, Share
 from tba.prompt import Prompt
 from tba.selections import Counted
 

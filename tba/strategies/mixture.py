@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from tba.config.keys import Positive, PositiveFloat, Share
+from tba.config.tables import Positive, PositiveFloat, Share
 from tba.strategies import Columns, Strategy
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int32
 
-from tba.config.keys import Positive
+from tba.config.tables import Positive
 from tba.strategies import Columns
 from tba.strategies._draw import by_count, pick
 

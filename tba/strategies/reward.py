@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from tba.config.keys import PositiveFloat
+from tba.config.tables import PositiveFloat
 from tba.strategies import Columns
 from tba.strategies._draw import by_weight, pick
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from tba.config.messages import about
+from tba.config.errors import about
 from tba.config.plugins import resolve_all
-from tba.config.schema import PLUGGED, Config, assign_all, override_all, parse, parse_as, read_toml
-from tba.config.tables import Positive, Table
+from tba.config.schema import Config, assign_all, override_all, parse, parse_as, read_toml
+from tba.config.tables import PLUGGED, Positive, Table
 from tba.studies.results import SEED, Settings, Trial, phrase
 
 READ = ("policy", "task", "engine", "sampling", "eval", "selection")

@@ -238,7 +238,7 @@ def work() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())  # the processes of the run read nothing here
     sys.path[:] = job["paths"]  # the plug-ins of the study are found where the sweep found them
-    from tba.run import run
+    from tba.assemble import run
 
     config = parse(job["config"])
     folder = Path(config.run.folder)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
-from tba.config.messages import about
+from tba.config.errors import about
 from tba.prompt import Answer, Prompt
 from tba.tasks._tools import Tools
 

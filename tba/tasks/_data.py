@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.messages import DEEPEST, about
+from tba.config.errors import DEEPEST, about
 
 Rows = list[dict[str, Any]]
 

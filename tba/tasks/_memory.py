@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from tba.config.messages import about
+from tba.config.errors import about
 from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
 from tba.config.secrets import read_secrets

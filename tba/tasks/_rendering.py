@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tba.config.keys import Count, Positive
-from tba.config.messages import about
+from tba.config.errors import about
+from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks._data import Rows, require, rows
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
+from tba.prompt import Message, Prompt
 from tba.tasks.judges._model import JudgeModel
-from tba.types import Message, Prompt
 
 
 @dataclass

@@ -9,8 +9,8 @@ from inspect import isawaitable
 from itertools import chain
 from typing import Any
 
-from tba.config.keys import Count, Positive, PositiveFloat, Use
 from tba.config.plugins import GIVEN
+from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed, number
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names

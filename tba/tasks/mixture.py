@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tba.config.keys import Finite, Use
-from tba.config.messages import about
+from tba.config.errors import about
+from tba.config.tables import Finite, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import (
     HasParts,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.config.messages import choices
+from tba.config.errors import choices
 from tba.prompt import Answer, Prompt
 from tba.tasks._rendering import Rendering
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from jaxtyping import Float
 
-from tba.config.keys import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
-from tba.config.messages import about
+from tba.config.errors import about
+from tba.config.tables import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, PassesOn, Scorer, Scores, WrongLength
 from tba.tasks._data import rows, without_errors

@@ -17,10 +17,10 @@ from suite import Case, cases, forked
 from test_checkpoint import Slow, names
 from test_loop import as_settings, config, end_alike
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.replay.buffer import ReplayBuffer
-from tba.run import run
 from tba.runs.checkpoint import FORMAT, STATE, Checkpoints, newest, restore
 from tba.runs.generations import damage, files_of, generations
 from tba.runs.log import CHECKPOINTS

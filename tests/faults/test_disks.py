@@ -15,8 +15,8 @@ import pytest
 from suite import Case, carry_out, cases, forked, until
 from test_loop import as_settings, config
 
+from tba.assemble import run
 from tba.cli import _config
-from tba.run import run
 from tba.runs.checkpoint import newest
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS

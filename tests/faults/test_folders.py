@@ -14,9 +14,9 @@ import pytest
 from suite import FORKS, Case, carry_out, cases, forked, source_nodes, until
 from test_loop import as_settings, config
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.report import report
-from tba.run import run
 from tba.runs.generations import generations
 from tba.runs.lock import LOCK
 from tba.runs.log import CHECKPOINTS, METRICS, read
@@ -26,7 +26,7 @@ REFUSED = 7
 
 def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
     """Carry out a run when all have started; leave with a code of its own if refused."""
-    import tba.run  # before the start
+    import tba.assemble  # before the start
 
     start.wait(60)
     try:
@@ -34,7 +34,7 @@ def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
     except ValueError as error:
         assert "is in use by process" in str(error) or "holds a run already" in str(error)
         os._exit(REFUSED)
-    assert tba.run
+    assert tba.assemble
 
 
 @cases(22, full=25, quick=1)

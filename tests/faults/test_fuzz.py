@@ -25,8 +25,8 @@ from test_prompts import PROMPTS, ids, stream_of
 from test_replay import group, is_conserved, trajectory
 
 from tba.config.plugins import names, resolve_all, with_defaults
-from tba.config.schema import DEFAULT, PLUGGED, Config, load, parse
-from tba.config.tables import inner_table
+from tba.config.schema import DEFAULT, Config, load, parse
+from tba.config.tables import PLUGGED, inner_table
 from tba.replay.buffer import ReplayBuffer
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty

@@ -16,11 +16,11 @@ from test_isolation import reasons
 from test_loop import config
 from test_report import data
 
+from tba.assemble import open_run
 from tba.cli import _config
 from tba.config.schema import parse
 from tba.prompt import Answer, Prompt
 from tba.report import report
-from tba.run import open_run
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard

@@ -19,11 +19,11 @@ from test_loop import as_settings, config
 from test_replay import is_conserved
 from toy import count
 
+from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import EngineError
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
-from tba.run import open_run, run
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.search.searcher import LogpGapError

@@ -18,6 +18,7 @@ from test_rewards import Asynchronous, Scored, judge, reasons
 from test_trainer import parameters, trainer
 from torch import Tensor
 
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.plugins import Plugin
 from tba.config.tables import PolicyTable
@@ -27,7 +28,6 @@ from tba.models.pretrained import load_model
 from tba.objectives import Loss
 from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
-from tba.run import run
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS
 from tba.runs.parts import check

@@ -14,11 +14,11 @@ import test_ray
 from suite import Case, cases, source_nodes
 from test_loop import config, end_alike, newest_files, replayed
 
+from tba.assemble import run
 from tba.cli import _config
-from tba.run import run
+from tba.prompt import Prompt
 from tba.runs.generations import generations, path_of
 from tba.runs.log import CHECKPOINTS, METRICS, read
-from tba.types import Prompt
 
 STEPS = 30
 CONFIGS: dict[str, tuple[str, ...]] = {

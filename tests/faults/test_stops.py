@@ -12,8 +12,8 @@ import torch
 from suite import Case, carry_out, cases, forked, until
 from test_loop import as_settings, config, newest_files, replayed
 
+from tba.assemble import run
 from tba.cli import _config
-from tba.run import run
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.runs.stop import LEAVE

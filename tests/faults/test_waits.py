@@ -18,9 +18,9 @@ from test_isolation import guard_of, judge, misbehaving, reasons
 from test_loop import config
 from toy import Given
 
+from tba.assemble import open_run
 from tba.engines import EngineError
 from tba.engines._batch import Batch
-from tba.run import open_run
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.lock import locked
 from tba.runs.parts import check

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from tba.prompt import Prompt
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
-from tba.types import Prompt
 from tba.weights import Sent, SharedLock, Weights
 
 SECONDS = 20

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tba.prompt import Prompt
 from tba.runtime.deadline import STOPPED, Calls, Clock
 from tba.runtime.handle import PUBLICATIONS, Handle, Kind, Task
 from tba.runtime.placement import Place
-from tba.types import Prompt
 from tba.weights import Sent
 
 

@@ -8,10 +8,11 @@ from itertools import count
 import numpy as np
 from toy import Given
 
+from tba.prompt import Prompt
 from tba.runtime import LaggedSearchers, Searchers, SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import Evaluation, SearchStats
-from tba.types import Group, Prompt
+from tba.types import Group
 from tba.weights import Source, Weights
 
 

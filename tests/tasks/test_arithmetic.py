@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tba.prompt import Answer, Prompt
 from tba.tasks.arithmetic import Arithmetic, is_held_out
-from tba.types import Answer, Prompt
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])

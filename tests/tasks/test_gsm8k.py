@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tba.config.plugins import resolve
+from tba.prompt import Answer, Prompt
 from tba.tasks._numbers import last_number
 from tba.tasks.gsm8k import Gsm8k
-from tba.types import Answer, Prompt
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
 

@@ -24,12 +24,12 @@ import pytest
 import tba
 from tba.config.plugins import JUDGES, resolve
 from tba.config.schema import load
+from tba.prompt import Answer, Prompt
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
 from tba.tasks.judges import _server, http
 from tba.tasks.judges._server import JudgeError, _retry_after
 from tba.tasks.judges.http import Http
-from tba.types import Answer, Prompt
 
 CANARY = "sk-canary-3f9b2c"
 

@@ -27,6 +27,7 @@ from transformers import (
 import tba
 from tba.config.plugins import resolve
 from tba.config.schema import load
+from tba.prompt import Answer, Prompt
 from tba.runs.parts import check
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
@@ -36,7 +37,6 @@ from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel
 from tba.tasks.judges.classifier import Classifier
 from tba.tasks.judges.guard import GuardModel
-from tba.types import Answer, Prompt
 
 VOCABULARY = [PAD, EOS, "<|user|>", "<|assistant|>", *string.digits, *string.ascii_letters]
 VOCABULARY += [*" +=?.:|<>\n"]

@@ -12,11 +12,11 @@ import pytest
 
 from tba.config.plugins import resolve
 from tba.config.schema import load
+from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
 from tba.tasks.math import Math, last_boxed
-from tba.types import Answer, Prompt
 
 PAIRS: dict[str, list[tuple[str, str, bool]]] = {
     "fractions": [

@@ -12,15 +12,15 @@ import pytest
 from test_contracts import answered
 from test_loop import config, resumes_exactly
 
+from tba.assemble import run
 from tba.config.plugins import resolve
-from tba.run import run
+from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.runs.summary import by_part
 from tba.search.prompts import PromptStream
 from tba.tasks import part_of
 from tba.tasks.mixture import Mixture
-from tba.types import Answer, Prompt
 
 MIXED = (
     "task=mixture", "task.parts.ones.use=toy.Ones", "task.parts.ones.weight=3",

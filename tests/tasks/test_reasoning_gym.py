@@ -12,9 +12,9 @@ from test_loop import config
 
 from tba.config.plugins import resolve
 from tba.config.schema import load
+from tba.prompt import Answer, Prompt
 from tba.runs.parts import check
 from tba.tasks.reasoning_gym import ReasoningGym
-from tba.types import Answer, Prompt
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared/data/procedural/two_number_sums.train.jsonl"
@@ -156,7 +156,7 @@ def test_the_task_runs(make_model: Any, tmp_path: Path) -> None:
 
     from conftest import VOCABULARY
 
-    from tba.run import run
+    from tba.assemble import run
 
     letters = [*string.ascii_letters, " ", ":", "-"]
     model = make_model(vocabulary=[*VOCABULARY, *letters], context=128)

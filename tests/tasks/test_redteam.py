@@ -18,10 +18,11 @@ import torch
 from test_loop import config
 from transformers import AutoTokenizer
 
+from tba.assemble import open_run
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
+from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.run import open_run
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.parts import check
 from tba.strategies.mixture import Mixture
@@ -29,7 +30,7 @@ from tba.tasks import NEAR_DUPLICATE, Answered
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._victim import Victim
 from tba.tasks.redteam import GROUP, RedTeam
-from tba.types import Answer, Group, Prompt, Trajectory, collate
+from tba.types import Group, Trajectory, collate
 
 JUDGES = '''
 """Judges that know a harm for each attack, whatever the victim answers."""

@@ -12,8 +12,8 @@ import pytest
 
 from tba.config.plugins import resolve
 from tba.config.schema import load
+from tba.prompt import Answer
 from tba.tasks import Prepares, Task
-from tba.types import Answer
 
 REWARDS = '''
 from dataclasses import dataclass, field

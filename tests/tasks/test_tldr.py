@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tba.prompt import Answer, Prompt
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
 from tba.tasks import Measured, Task
 from tba.tasks.tldr import Tldr, query_of
-from tba.types import Answer, Prompt
 
 JUDGES = '''
 import asyncio

@@ -14,13 +14,13 @@ from test_loop import config, resumes_exactly
 
 import tba
 from tba.config.plugins import Plugin, resolve
+from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard
 from tba.search.verdicts import Rejected
 from tba.tasks import Task
 from tba.tasks._call import TrainerState, metric_names
-from tba.types import Answer, Prompt
 
 REWARDS = """
 calls = []

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from test_loop import config
 
+from tba.assemble import run
 from tba.config.plugins import resolve
-from tba.run import run
+from tba.prompt import Answer, Prompt
 from tba.runs.parts import check
 from tba.search.rewards import Guard
 from tba.tasks.verifiers import Verifiers
-from tba.types import Answer, Prompt
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from tba.config.keys import Count, Positive, PositiveFloat
+from tba.config.tables import Count, Positive, PositiveFloat
 from tba.tasks._tools import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 from tba.tasks.judges._answers import Classified, Completed

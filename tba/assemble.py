@@ -1,0 +1,190 @@
+"""Assembly of a run: its config is checked, its parts are built, its searchers started."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tba.config.errors import size
+from tba.config.schema import Config
+from tba.learn.trainer import SingleTrainer
+from tba.replay.buffer import Pace, ReplayBuffer
+from tba.run import Run
+from tba.runs import checkpoint, log
+from tba.runs.base import working_in
+from tba.runs.choice import read_scores
+from tba.runs.console import Console, open_console
+from tba.runs.files import write_json
+from tba.runs.generations import recover
+from tba.runs.lock import locked
+from tba.runs.parts import RunSetup, check
+from tba.runs.resumed import check_step, config_of
+from tba.runs.space import check_space
+from tba.runs.stop import Stop
+from tba.runs.stored import Stored, choose_stored
+from tba.runs.summary import Summary, Tracker
+from tba.runs.warn import Warnings
+from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.tasks._memory import InMemory
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+def open_places(
+    config: Config, tell: Callable[[str], None], closing: ExitStack
+) -> "tuple[Place, Cluster | None]":
+    """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
+    if config.runtime.use == "local":
+        return places_on_one_machine(config.runtime)[0], None
+    tell("starting Ray")
+    from tba.runtime.bind import bind_ray
+
+    bind_ray(config.runtime.address)
+    from tba.runtime.cluster import open_cluster
+
+    cluster = open_cluster(config.runtime, config.engine.gpus)
+    closing.callback(cluster.connection.close)
+    closing.enter_context(cluster.trainer.taken())
+    return cluster.trainer, cluster
+
+
+def open_searchers(
+    job: SearchJob, place: Place, cluster: "Cluster | None", trainer: SingleTrainer,
+    stopping: Callable[[], bool], search: SearchState, step: int,
+) -> Searchers:  # fmt: skip
+    """Open the searchers of the runtime, with the weights that they had at this step."""
+    searchers: Searchers
+    bf16 = trainer.policy.autocast
+    if cluster is not None:
+        from tba.runtime.crew import PUBLISHED
+        from tba.runtime.ray import RaySearchers
+
+        copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation
+        check_memory(trainer.published_bytes, copies, cluster.room())
+        newest = trainer.weights(version=step) if step or job.setup.held_out else None
+        searchers = RaySearchers(job, cluster, bf16, stopping, search, newest)
+    else:
+        job.tell("loading the models of the searcher")
+        from tba.runtime.local import LocalSearchers
+
+        every, version = job.settings.publish_every, search.weights and search.weights.version
+        # a run on Ray saves none, and a publication may have failed
+        if (version is None and step >= every) or (step and step % every == 0 and version != step):
+            search = replace(search, weights=trainer.weights(version=step))
+        searchers = LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
+    behind = (job.settings.lag or 0) * job.batch_groups
+    if behind or search.held:
+        return LaggedSearchers(searchers, behind, search.held)
+    return searchers
+
+
+def check_memory(each: int, copies: int, room: int) -> None:
+    """Warn if so many publications of `each` bytes may not fit into memory."""
+    if each * copies > room:
+        logger.warning(
+            "%d publications of the weights, which may be on their way at once, take %s, but there"
+            " are %s of memory for them; use fewer searchers, publish bf16 (engine.dtype=bf16), or"
+            " train adapters (policy.lora)",
+            *(copies, size(each * copies), size(room)),
+        )
+
+
+def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep") -> Summary:
+    """Carry out a whole run. ValueError before anything starts if the config cannot work."""
+    with open_run(config, resume, None, replay) as opened:
+        return opened.train()
+
+
+@contextmanager
+def open_run(
+    config: Config, resume: Path | None = None, memory: InMemory | None = None,
+    replay: log.Replay = "keep",
+) -> Iterator[Run]:  # fmt: skip
+    """Open a run: check its config, load its parts, start its searchers; close them at the end."""
+    resume = resume and resume.resolve()
+    with ExitStack() as closing:
+        closing.enter_context(working_in(config.run.base))
+        stored = None
+        if resume is None:
+            parts = check(config, memory)
+            folder = log.folder_of(parts.config)
+            closing.enter_context(locked(folder))
+            log.check_unused(folder)
+            (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
+            write_json(folder / log.CONFIG, log.stored(parts.config))
+        else:
+            folder, _ = resume, config_of(resume)
+            closing.enter_context(locked(folder))  # first: a second process is refused at once
+            parts = check(config, memory)
+            recover(folder / log.CHECKPOINTS)
+            stored = choose_stored(parts, folder, replay)
+        yield _assemble(parts, folder, stored, closing)
+
+
+def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
+    """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
+    c = parts.config
+    stop = closing.enter_context(Stop())
+    console = open_console(c, stop.print)
+    closing.callback(console.close)
+    console.note(f"run folder: {folder}")
+    place, cluster = open_places(c, console.phase, closing)
+    stop.install()  # Ray has replaced the signal handlers with its own
+    if place.device == "cpu":
+        reuse_memory()
+    console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
+    trainer = parts.trainer(place.device, is_new=stored is None)
+    check_space(parts, folder, trainer)
+    buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
+    stream, tracker = parts.prompt_stream(), Tracker()
+    rng = np.random.default_rng([c.run.seed, 7])
+    progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
+    if stored is not None:
+        progress, search = checkpoint.restore(stored.generation, trainer, buffer)
+        check_step(progress.step, c)
+        stream.seek(search.cursor)
+        told = parts, place.device, console, stop
+        progress, search = stored.renew(progress, search, buffer, *told)
+        log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
+        tracker.resume(progress.counts, search.stats)
+        rng.bit_generator.state = progress.rng
+    _describe_prompts(console, parts)
+    saves, table = folder / log.CHECKPOINTS, c.checkpoint
+    before = config_of(folder).nested()
+    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, before)
+    closing.enter_context(checkpoints)
+    limit = c.engine.logp_gap_limit(trainer.policy.autocast)
+    earlier = log.read(folder / log.METRICS), log.read_warnings(folder)
+    warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *earlier)
+    journal = log.Journal(folder, c, progress.step)
+    closing.callback(journal.close)
+    pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
+    setup, groups = parts.search_setup(), c.trainer.groups
+    job = SearchJob(setup, stream, c.runtime, groups, c.run.seed, console.phase)
+    opened = job, place, cluster, trainer, lambda: stop.requested
+    searchers = open_searchers(*opened, search, progress.step)
+    closing.callback(searchers.close)
+    run = Run(
+        c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
+        warnings, stop, progress.step, pace, progress.missing, progress.step, progress.evaluating,
+        read_scores(folder),
+    )  # fmt: skip
+    run.begin("" if stored is None else stored.note, trainer.policy.model)
+    return run
+
+
+def _describe_prompts(console: Console, parts: RunSetup) -> None:
+    """Show how many prompts there are, and what there is to tell about them."""
+    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
+    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
+    for note in parts.notes:
+        console.note(f"note: {note}")

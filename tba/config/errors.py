@@ -1,0 +1,241 @@
+"""Error messages about a config: what is wrong in it, and what to write instead."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from tba.config.secrets import masked
+from tba.config.tables import PLUGGED, Table, inner_table
+
+_OTHERS = tomllib.loads(Path(__file__).with_name("trl.toml").read_text("utf-8"))
+"""Names of settings in other packages, as docs/from_trl.md has them."""
+NEAREST: dict[str, str] = _OTHERS["nearest"]
+"""What to type for objectives of other packages, by their names."""
+PLACES: dict[str, list[str]] = _OTHERS["places"]
+"""Names of settings in other packages, by the place of the same setting here."""
+NONE = "none"
+"""Beginning of the place of a setting without counterpart, before the reason if there is one."""
+FROM_TRL = "docs/from_trl.md"
+KEYS = "docs/configuration.md"
+EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+"""Expected kind of value, by the type of pydantic's error."""
+GIVEN = {bool: "a boolean", int: "an integer", float: "a decimal number", str: "text"}
+GIVEN |= {list: "a list", dict: "a table", type(None): "null"}
+
+DEEPEST = 64
+"""Most levels of lists and tables in a config or a data set."""
+
+
+FEW = 6
+"""Most names that a message lists."""
+
+
+def printable(text: str) -> str:
+    """Return text that others may have written, with nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def explain(name: str, *errors: ErrorDetails) -> str:
+    """Return an error message for a value, from pydantic's error, or its errors for a union."""
+    value, first = errors[0]["input"], errors[0]["type"]
+    given = "null" if value is None else repr(value)
+    if first == "missing":
+        return f"{name} is missing"
+    expected = []
+    for error in errors:
+        literal = error["type"] == "literal_error"
+        kind = error["ctx"]["expected"] if literal else EXPECTED.get(error["type"])
+        if kind is None:
+            return f"{name} = {given}: {reason(error)}"
+        expected.append(kind)
+    message = f"{name} = {given}: expected {' or '.join(expected)}"
+    if first == "literal_error" and isinstance(value, str):
+        return message
+    message += f", got {GIVEN.get(type(value), type(value).__name__)}"
+    return f"{message}: remove the quotes" if _is_quoted(value) else message
+
+
+def reason(error: ErrorDetails) -> str:
+    """Return pydantic's own message, or that of the ValueError that a validator raised."""
+    return error["msg"].removeprefix("Value error, ")
+
+
+def no_null(key: str, default: Any) -> str:
+    """Return an error message for null as the value of a key that is not optional."""
+    typed = default if isinstance(default, str) and default else json.dumps(default)
+    return f"{key} cannot be null; leave it out, or type {key}={typed}, which is its default"
+
+
+def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
+    """Return the end of an error message about an unknown name: the nearest one, and all.
+
+    If there are more than a few, `all_of_them` says where they are listed, after the nearest ones.
+    """
+    known = list(known)
+    is_long = all_of_them is not None and len(known) > FEW
+    close = difflib.get_close_matches(name, known, n=3 if is_long else 1)
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    full = all_of_them if is_long else f"known: {', '.join(known) or 'none'}"
+    return f"{nearest}; {full}"
+
+
+def _is_quoted(value: object) -> bool:
+    """Return whether a value is text that would be another kind of value without quotes."""
+    try:
+        return isinstance(value, str) and json.loads(value) is not None
+    except (ValueError, RecursionError):
+        return False
+
+
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Begin the message of a ValueError within the block with the place that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {masked(str(error))}") from error
+
+
+def check_depth(what: str, value: object, levels: int = DEEPEST) -> None:
+    """Raise ValueError, which begins with `what`, if lists and tables are nested too deeply.
+
+    What walks through them, such as a copy or an encoder, needs several calls for each level.
+    """
+    if not isinstance(value, dict | list | tuple):
+        return
+    if levels == 0:  # at the latest for a list that holds itself
+        raise ValueError(f"{what} is nested more than {DEEPEST} levels deep; flatten it")
+    for inner in value.values() if isinstance(value, dict) else value:
+        check_depth(what, inner, levels - 1)
+
+
+def size(number: float) -> str:
+    """Return a number of bytes in GB or MB."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
+
+
+def counterpart(name: str) -> str | None:
+    """Return what a setting of other packages is called here; None if the name is unknown."""
+    for place, names in PLACES.items():
+        if name in names:
+            return place
+    return NONE if name.startswith(tuple(_OTHERS["groups"])) else None
+
+
+def explain_mistake(model: type[Table], error: ErrorDetails) -> str:
+    """Return an error message, from pydantic's error about a `model`, whose fields are tables."""
+    path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        keys = [".".join(key) for key in _keys(path, error["input"]) if counterpart(key[-1])]
+        told = [f"unknown key {key!r}: {elsewhere(model, key)}" for key in keys]
+        return "\n".join(told) or _unknown_key(model, path)
+    if error["input"] is None:
+        return _null(model, path, error)
+    if error["type"] == "value_error":
+        return reason(error)
+    if error["type"] == "model_type":
+        hint = f"write a table, [{where}], with its keys"
+        if where in PLUGGED:
+            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+        return f"{where} = {error['input']!r}: {hint}"
+    return explain(where, error)
+
+
+def elsewhere(model: type[Table], where: str, options: Collection[str] = ()) -> str:
+    """Return in words what a key that is not in its table is called; "" if that is not known.
+
+    `options` are those of the plug-in that the table names.
+    """
+    table, _, name = where.rpartition(".")
+    place = counterpart(name)
+    if place is not None and place.startswith(NONE):
+        return f"{name} has no counterpart here{place.removeprefix(NONE)}; {FROM_TRL} says more"
+    if place is None:
+        place = " or ".join(_places(model).get(name, ()))
+    own = place.removeprefix(f"{table}.")
+    of_other_plugin = own != place and own.isidentifier() and own not in options
+    if not place or (table in PLUGGED and of_other_plugin):
+        return ""
+    return f"{name} is {place} here"
+
+
+def without_table(model: type[Table], name: str, text: str) -> str:
+    """Return what to write for `name=text`, which names no table; "" if that is not known."""
+    places = _places(model)
+    if name not in places and (words := elsewhere(model, name)):
+        return words
+    close = difflib.get_close_matches(name, places, n=1)
+    meant = [f"`{place}={text}`" for place in places[close[0]]] if close else []
+    return f"did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _places(model: type[Table]) -> dict[str, list[str]]:
+    """Return where each key is, as `table.key`."""
+    places: dict[str, list[str]] = {}
+    for table, holder in model.model_fields.items():
+        inner = inner_table(holder)
+        for key in inner.model_fields if inner else ():
+            if key != "use":
+                places.setdefault(key, []).append(f"{table}.{key}")
+    return places
+
+
+def _keys(path: Sequence[str], value: object) -> Iterator[Sequence[str]]:
+    """Yield the path of each key in a table, or the path itself if the value is none."""
+    if not isinstance(value, Mapping) or not value:
+        yield path
+        return
+    for name, inner in value.items():
+        yield from _keys([*path, str(name)], inner)
+
+
+def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
+    """Return an error message with what the key is called, or with the nearest ones."""
+    *tables, name = path
+    table = model
+    for each in tables:
+        table = inner_table(table.model_fields[each]) or table
+    where = ".".join(path)
+    if place := elsewhere(model, where):
+        return f"unknown key {where!r}: {place}"
+    known = [field.alias or key for key, field in table.model_fields.items()]
+    what = f"the keys of [{'.'.join(tables)}]" if tables else "all tables and keys"
+    return f"unknown key {where!r}{choices(name, known, f'{KEYS} lists {what}')}"
+
+
+def _null(model: type[Table], path: Sequence[str], error: ErrorDetails) -> str:
+    """Return an error message for null as the value of a key that is not optional."""
+    where, table = ".".join(path), model
+    if path[1:] == ["use"] and path[0] in PLUGGED:
+        return no_null(path[0], model.model_fields[path[0]].default.use)
+    for each in path[:-1]:
+        field = table.model_fields.get(each)
+        inner = field and inner_table(field)
+        if inner is None:
+            return explain(where, error)
+        table = inner
+    by_name = {field.alias or key: field for key, field in table.model_fields.items()}
+    field = by_name.get(path[-1])
+    if field is None or field.is_required():  # a value in a list has no field
+        return explain(where, error)
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Table):
+        return f"{where} cannot be null; leave the table out for its defaults"
+    return no_null(where, default)
