@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
+from tba.tasks import Task
 from tba.tasks._tools import Tools, describe
 from tba.types import Completion, Group, Sampling, Trajectory
 
@@ -56,7 +57,7 @@ def words(first: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Talk:
+class Talk(Task):
     """Three prompts under many names; the reward is a function of the last turn and the asking."""
 
     pass_reward: float | None = None

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import isawaitable
 from pathlib import Path
@@ -33,6 +33,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
 from tba.strategies import Strategy
 from tba.tasks import Task
+from tba.tasks._memory import build_task
 from tba.types import Batch, Completion, Group, Sampling, Trajectory, collate_tokens
 from tba.weights import Weights, pack
 
@@ -152,6 +153,17 @@ def test_task_gives_every_answer_a_score(task: Task) -> None:
     # a group that raises is scored answer by answer: none of these depends on the others
     assert together == [score(task, prompt, [a])[0] for a in answers]
     assert task.pass_reward is None or isinstance(task.pass_reward, float)
+
+
+@dataclass(frozen=True)
+class NoTask:
+    """A class that does not inherit from Task."""
+
+
+def test_a_task_must_inherit() -> None:
+    plugin = resolve("tasks", "task", "test_contracts.NoTask", {})
+    with pytest.raises(ValueError, match=r"^NoTask must inherit .*; write: class NoTask\(Task\)$"):
+        build_task(plugin, None)
 
 
 # Strategies

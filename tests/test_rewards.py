@@ -24,7 +24,7 @@ from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Rejected, SearchStats, Verdict
 from tba.search.rewards import Guard
-from tba.tasks import NEAR_DUPLICATE
+from tba.tasks import NEAR_DUPLICATE, Task
 
 ANSWERS = ("one", "two", "three", "four", "five")
 DEADLINE = 0.2
@@ -35,7 +35,7 @@ Score = Callable[[list[str]], Any]
 
 
 @dataclass(frozen=True)
-class Scored:
+class Scored(Task):
     """A task whose scoring is the given function of a group's texts."""
 
     function: Score

@@ -22,6 +22,7 @@ from tba.runs.parts import check
 from tba.search.result import Rejected, SearchResult
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
+from tba.tasks import Task
 from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 
@@ -51,7 +52,7 @@ class Endings:
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Task):
     """The reward is the answer as a number; None with a 9, or at the end 81 or 82."""
 
     pass_reward: float | None = None

@@ -25,6 +25,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.strategies import Columns
 from tba.strategies._draw import by_count
+from tba.tasks import Task
 from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 
@@ -34,7 +35,7 @@ TEXTS = ("1+", "2=3", "71=")
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Task):
     """Three prompts under many names, and a smooth function of the answer's text as reward."""
 
     pass_reward: float | None = None
@@ -50,7 +51,7 @@ class Toy:
 
 
 @dataclass(frozen=True)
-class Ones:
+class Ones(Task):
     """Sums of which an answer is right if it has a 1 in it, as those of a random model often do."""
 
     size: int = 300

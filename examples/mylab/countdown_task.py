@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.prompt import Answer, Prompt
+from tba.tasks import Task
 
 EXPRESSION = re.compile(r"\d{1,3}([+-]\d{1,3})*")
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(Task):
     """Reward 1 for an expression that uses each number once and gives the target, else 0.
 
     An expression of which only the value is wrong has reward 0.1.

@@ -25,7 +25,7 @@ from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.isolation import InProcess
 from tba.search.verdicts import Rejected, Verdict, verdict_on, within
-from tba.tasks import Prepares, Task, part_of, tools_of
+from tba.tasks import Task
 from tba.tasks._memory import build_task
 from tba.tasks._rendering import Problems, Rendering
 from tba.tasks.arithmetic import Arithmetic
@@ -67,7 +67,7 @@ def dry_run(
         check_step(step_of(choose_stored(parts, resume, replay).generation), parts.config)
     by_part: dict[str, list[Prompt]] = {}
     for prompt in parts.prompts:
-        by_part.setdefault(part_of(parts.task, prompt)[0], []).append(prompt)
+        by_part.setdefault(parts.task.part(prompt)[0], []).append(prompt)
     told = []
     for name, prompts in by_part.items():
         told += [*_shown(parts, name, prompts[0]), *_scored(parts, name, prompts)]
@@ -79,7 +79,7 @@ def dry_run(
     told += [f"warning: {text}" for _, text in parts.signs]
     # loads the policy, and compares its log-probs at the length of the longest sequence
     trainer = parts.trainer(places_on_one_machine(parts.config.runtime)[0].device)
-    task = part_of(parts.task, parts.prompts[0])[1]
+    task = parts.task.part(parts.prompts[0])[1]
     told += needs(parts, trainer, len(encoder(parts.text, task)(parts.prompts[0])))
     counts = f"{len(parts.prompts)} training prompts, {len(parts.held_out)} held out"
     return every_key(parts.config), [*told, f"config OK (dry run): {counts}"]
@@ -129,7 +129,7 @@ def _holds(kind: Any, inner: type) -> bool:
 
 def _shown(parts: RunSetup, part: str, prompt: Prompt) -> list[str]:
     """Return a prompt as the policy reads it, special tokens included."""
-    tokenizer, task = parts.text.tokenizer, part_of(parts.task, prompt)[1]
+    tokenizer, task = parts.text.tokenizer, parts.task.part(prompt)[1]
     tokens = encoder(parts.text, task)(prompt)
     of_part = f" of {part}" if part else ""
     return [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
@@ -137,8 +137,8 @@ def _shown(parts: RunSetup, part: str, prompt: Prompt) -> list[str]:
 
 def _could_chat(parts: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
-    task, template = part_of(parts.task, prompt)[1], parts.text.tokenizer.chat_template
-    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not tools_of(task)
+    task, template = parts.task.part(prompt)[1], parts.text.tokenizer.chat_template
+    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and task.tools is None
     return plain and template is not None
 
 
@@ -148,13 +148,13 @@ def _scored(parts: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     It is called in a process, without models. ValueError if a result is no reward, if every call
     fails, or if a task with a grader of ours finds the row's own answer wrong.
     """
-    task, table = part_of(parts.task, prompts[0])[1], Use(**parts.config.task.model_dump())
+    task, table = parts.task.part(prompts[0])[1], Use(**parts.config.task.model_dump())
     if part:
         options = {k: v for k, v in table.options["parts"][part].items() if k != "weight"}
         table = Use(**options)
     options = table.options
     called = task.without_models if isinstance(task, Custom) else []
-    if isinstance(task, Prepares) and not called:
+    if (task.dependencies or type(task).load is not Task.load) and not called:
         return ["reward: not called, because that needs a model or a server"]
     whole = not isinstance(task, Custom) or len(called) == len(task.functions)
     if not whole:
@@ -239,13 +239,13 @@ async def _call_all(
     scorer: InProcess, task: Task, tried: Sequence[tuple[Prompt, str]]
 ) -> list[Verdict]:
     """Score each text as an answer to its prompt."""
-    verdicts, tools = [], tools_of(task)
+    verdicts = []
     for prompt, text in tried:
         answer = Answer(text, True)
-        if tools is not None:
-            ((instance, _),) = open_all(tools, [prompt])
+        if task.tools is not None:
+            ((instance, _),) = open_all(task.tools, [prompt])
             said = [{"role": "assistant", "content": text}]
-            answer = Answer(text, True, said, instance if tools.judged else None)
+            answer = Answer(text, True, said, instance if task.tools.judged else None)
         verdicts.append(await _call(scorer, prompt, [answer, answer]))
     return verdicts
 

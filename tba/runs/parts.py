@@ -42,7 +42,7 @@ from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
 from tba.selections._interleaved import Interleaved
 from tba.strategies import Strategy
-from tba.tasks import Answered, HasParts, LeavesOut, Prepares, SamplesAgain, Seeded, Task, tools_of
+from tba.tasks import Answered, Task
 from tba.tasks._memory import Functions, InMemory, build_task, to_send, with_memory
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
@@ -82,7 +82,7 @@ class RunSetup:
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
         seed, task, deaths = self.config.run.seed, self.task, self.config.reward.quarantine
-        if not isinstance(task, HasParts):
+        if not task.part_weights:
             chosen = self.selection.build(self.prompts, seed, task.pass_reward)
             return PromptStream(self.prompts, chosen, self.given, deaths)
         parts: dict[str, list[Prompt]] = {}
@@ -92,7 +92,7 @@ class RunSetup:
         for name, prompts in parts.items():
             pass_reward = task.part(prompts[0])[1].pass_reward
             selections[name] = self.selection.build(prompts, seed, pass_reward)
-        chosen = Interleaved(selections, task.weights, lambda prompt: task.part(prompt)[0])
+        chosen = Interleaved(selections, task.part_weights, lambda prompt: task.part(prompt)[0])
         return PromptStream(self.prompts, chosen, self.given, deaths)
 
     def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
@@ -187,7 +187,7 @@ def check(config: Config, memory: InMemory | None = None) -> RunSetup:
     tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
     identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
     trained_on, apart = identities[: len(prompts)], set(identities[len(prompts) :])
-    if not isinstance(task, SamplesAgain):
+    if not task.samples_again:
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
         prompts, trained_on = _without_held_out(prompts, trained_on, apart)
     if not held_out:
@@ -242,14 +242,13 @@ def _with_text(config: Config) -> tuple[Tokenizer, list[str], Config]:
 def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
     """Build the task, and check the models and servers that it needs."""
     task = build_task(plugin, memory)
-    if isinstance(task, Prepares):
-        task.check()
+    task.check()
     return task
 
 
 def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
     """Return the answers from a file, whose tokens the model must know."""
-    given = task.given() if isinstance(task, Seeded) else ()
+    given = task.given()
     for answer in [answer for each in given for answer in each.answers]:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
         text.check_known(ids, f"task.seeds: the answer {shorten(answer, 80)!r}")
@@ -258,15 +257,14 @@ def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
 
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
     """ValueError if the task has tools that the run cannot use."""
-    tools = tools_of(task)
-    if tools is None:
+    if task.tools is None:
         return
     if value_rollouts_of(objective.at(0)) is not None:
         raise ValueError(
             "task.environment: the objective needs rollouts from the middle of a response, and an"
             " environment cannot go back there; choose another objective, such as tb"
         )
-    check_tools(tools, prompt, config.reward.isolate)
+    check_tools(task.tools, prompt, config.reward.isolate)
 
 
 def _check_head(objective: Plugin, steps: int) -> None:
@@ -315,8 +313,8 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks["engine.in_flight"] = "of several versions of the weights; remove engine.in_flight"
     if seeded:
         lacks["task.seeds"] = "of the reference; remove task.seeds"
-    if isinstance(task, LeavesOut) and (left := task.leaves_out) is not None:
-        lacks[left] = f"before answers were left out; remove {left}"
+    if task.leaves_out is not None:
+        lacks[task.leaves_out] = f"before answers were left out; remove {task.leaves_out}"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"

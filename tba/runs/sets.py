@@ -13,7 +13,7 @@ from tba.runs.notes import Encoded
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.searcher import EvaluationSet
-from tba.tasks import HasParts, Prepares, SamplesAgain, Task, part_of, tools_of
+from tba.tasks import Task
 from tba.tasks._memory import InMemory, named_task
 from tba.tasks._rendering import Rendering
 
@@ -28,7 +28,7 @@ def kept(
     left: list[Prompt] = []
     why: Counter[str] = Counter()
     for prompt in prompts:
-        part, own = part_of(task, prompt)
+        part, own = task.part(prompt)
         if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
             ids = encode(prompt)
             known = part.encode() + b"/" + identity(task, prompt, ids)
@@ -43,7 +43,7 @@ def kept(
     for reason, count in why.items():
         text = "%d of %d %s prompts are left out: %s"
         logging.getLogger(__name__).warning(text, count, len(prompts), what, reason)
-    if lost := {part_of(task, p)[0] for p in prompts} - {part_of(task, p)[0] for p in left}:
+    if lost := {task.part(p)[0] for p in prompts} - {task.part(p)[0] for p in left}:
         of_part = "".join(f" of task.parts.{name}" for name in sorted(lost) if name)
         raise ValueError(
             f"all {what} prompts{of_part} are {' or '.join(why)}; raise it, or drop it"
@@ -67,21 +67,19 @@ def evaluation_sets(
     encoded: list[Encoded] = []
     for name, table in config.eval.sets.items():
         key = f"eval.sets.{name}"
-        if isinstance(task, HasParts) and name in task.weights:
+        if name in task.part_weights:
             raise ValueError(f"[{key}]: a part of the task has this name, too; rename one of them")
         options = table.options if table.use else config.task.options | table.options
         use = table.use or config.task.use
         own = named_task(key, use, options, memory)
         with about(f"[{key}]"):  # errors speak of `task.`
-            if isinstance(own, Prepares):
-                own.check()
+            own.check()
             prompts = kept(name, own, own.held_out(), encoder(text, own), set())
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
         encoded += zip(prompts, tokens, strict=True)
-        again = isinstance(own, SamplesAgain)  # there are no prompts but those it is trained on
         fresh = []
         for prompt, ids in zip(prompts, tokens, strict=True):
-            if again or identity(own, prompt, ids) not in trained_on:
+            if own.samples_again or identity(own, prompt, ids) not in trained_on:
                 fresh.append(prompt)
         if not fresh:
             why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
@@ -89,8 +87,8 @@ def evaluation_sets(
         if left_out := len(prompts) - len(fresh):
             text_of = "eval.sets.%s: %d of %d prompts are trained on, and left out"
             logging.getLogger(__name__).warning(text_of, name, left_out, len(prompts))
-        if (tools := tools_of(own)) is not None:
-            check_tools(tools, fresh[0], config.reward.isolate)
+        if own.tools is not None:
+            check_tools(own.tools, fresh[0], config.reward.isolate)
         chosen = fresh[: table.prompts or config.eval.prompts]
         sets[name] = EvaluationSet(Use(use=use, **options), tuple(chosen))
     return sets, encoded

@@ -15,7 +15,6 @@ from tba.runs.resumed import check_resumed, config_of
 from tba.runs.stop import Stop
 from tba.runtime import SearchState
 from tba.search.rescore import rescore
-from tba.tasks import tools_of
 from tba.tasks._source import RewardSource
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def choose_stored(parts: RunSetup, run: Path, replay: Replay) -> Stored:
         log.warning(told, generation)
     changed = [] if before is None else parts.rewards.changed(RewardSource(**before))
     lost = ""
-    if tools_of(parts.task) is not None or parts.config.task.use == "redteam":
+    if parts.task.tools is not None or parts.config.task.use == "redteam":
         lost = "the environment or the victim of the stored samples is gone"
     elif value_rollouts_of(parts.objective.at(0)) is not None:
         lost = "the stored samples have value estimates"

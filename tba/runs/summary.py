@@ -15,7 +15,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.files import write_json
 from tba.runs.log import SUMMARY
 from tba.search.result import SearchStats
-from tba.tasks import HasParts, Task
+from tba.tasks import Task
 from tba.types import Group
 
 RECENT = 20
@@ -189,7 +189,7 @@ class Tracker:
 
 def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
     """Return reward, pass@1 and share of the groups for each part of a mixture among them."""
-    if not isinstance(task, HasParts):
+    if not task.part_weights:
         return {}
     parts: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:

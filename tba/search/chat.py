@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.models.pretrained import Encode, Tokenizer
 from tba.prompt import Message, Prompt, text_of
-from tba.tasks import Task, tools_of
+from tba.tasks import Task
 from tba.tasks._tools import Tools
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -182,13 +182,12 @@ class Chat:
 
 def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return what encodes the prompts of a task: with its tools, if it has some."""
-    tools = tools_of(task)
-    return text.encode if tools is None else Chat(text, tools).encode
+    return text.encode if task.tools is None else Chat(text, task.tools).encode
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
     """Return what tells prompts apart: the tokens, and the row if an environment reads it."""
-    row = "" if tools_of(task) is None else json.dumps(prompt.columns, sort_keys=True)
+    row = "" if task.tools is None else json.dumps(prompt.columns, sort_keys=True)
     return tokens.tobytes() + row.encode()
 
 

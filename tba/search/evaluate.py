@@ -22,7 +22,7 @@ from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.scored import Keep, scored
 from tba.search.searcher import Searcher, SearchSetup, task_seed
-from tba.tasks import Itemized, part_of
+from tba.tasks import Itemized
 from tba.types import Completion, Sampling
 
 EXAMPLES = 8
@@ -97,7 +97,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
         keep(answers)
         keep(scored(searcher.text, stop, (name, "sampled"), prompts, sampled, judged))
     task = searcher.guard.tasks[name]
-    parts, tasks = zip(*(part_of(task, p) for p in prompts), strict=True)
+    parts, tasks = zip(*(task.part(p) for p in prompts), strict=True)
     least = np.array([nan if t.pass_reward is None else t.pass_reward for t in tasks])
     scores = _scores("greedy", greedy.completions, greedy_judged, least)
     scores |= _scores("sampled", sampled.completions, judged, least)

@@ -25,7 +25,7 @@ from tba.search.verdicts import (
     verdict_on,
     within,
 )
-from tba.tasks import REWARD, Measured, ScorerName, Task, listed, scorer_of
+from tba.tasks import REWARD, ScorerName, Task, listed, scorer_of
 
 TIMEOUTS = 2
 """Timeouts in a row after which the remaining groups are not tried."""
@@ -229,8 +229,7 @@ class Guard:
 
     def measures(self, name: str = "") -> list[str]:
         """Return the names of the measures of the run's task, or of an evaluation set's."""
-        task = self.tasks[name]
-        return list(task.measures()) if isinstance(task, Measured) else []
+        return list(self.tasks[name].measures())
 
     def __call__(
         self,

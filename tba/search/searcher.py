@@ -26,7 +26,7 @@ from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.search.verdicts import judged_before
-from tba.tasks import Answered, Itemized, Task, tools_of
+from tba.tasks import Answered, Itemized, Task
 from tba.tasks._memory import Functions, InMemory, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
@@ -214,9 +214,8 @@ class Searcher:
 
         They are dialogues if the task has tools.
         """
-        tools = tools_of(task)
-        if tools is not None:
-            return Dialogues(self.engine, self.text, tools).hold(prompts, sampling, seed)
+        if task.tools is not None:
+            return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
         pairs = zip(prompts, tokens, strict=True)
         asked = [own for prompt, own in pairs if not isinstance(prompt, Answered)]

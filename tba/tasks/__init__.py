@@ -1,10 +1,11 @@
 """Tasks provide prompts and score answers. This is their contract; each other file is one task."""
 
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from tba.config.errors import about
 from tba.prompt import Answer, Prompt
@@ -54,56 +55,106 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class Task(Scorer, Protocol):
-    """A source of prompts, and the reward of their answers."""
-
-    def prompts(self) -> Sequence[Prompt]:
-        """Return the prompts to train on."""
-
-    def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts to evaluate on; none of them is among `prompts()`."""
-
-
-@runtime_checkable
-class Measured(Protocol):
-    """A task whose held-out answers are scored in further ways, which are never trained on."""
-
-    def measures(self) -> Mapping[str, Scorer]:
-        """Return each way by the name of its metric, such as `win_rate`."""
-
-
-@runtime_checkable
 class Prepares(Protocol):
-    """A task or a reward function that needs a model or a server. A task passes both calls on."""
+    """A reward function that needs a model or a server, or a part of a task that does."""
 
     def check(self) -> None:
-        """ValueError if it cannot work. Called before any process starts; takes seconds at most."""
+        """Raise ValueError if the model or the server is missing."""
 
     def load(self, device: str) -> None:
         """Load models to the device, in a process that scores, before its first score."""
 
 
-class PassesOn:
-    """A task that passes `check` and `load` on to what it consists of."""
+@dataclass(frozen=True, kw_only=True)
+class Answered(Prompt):
+    """Given answers to the prompt `of`: search scores these and samples none."""
+
+    of: Prompt
+    answers: Sequence[str]
+    rewards: Sequence[float] | None = None
+    """Rewards that are known; `score` returns them."""
+
+
+class Task(ABC):
+    """A source of prompts, and the reward of their answers. A task inherits from this class.
+
+    It must define `prompts`, `held_out` and `score`. The rest has defaults.
+    """
+
+    samples_again: ClassVar[bool] = False
+    """Whether evaluations sample from the training prompts, because no others are held out."""
+
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """Return the prompts to train on, with the same ids at every call."""
+
+    @abstractmethod
+    def held_out(self) -> Sequence[Prompt]:
+        """Return the prompts to evaluate on; none of them is among `prompts()`."""
+
+    @abstractmethod
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
+        """Return the rewards of a group, as `Scorer` does."""
 
     @property
-    def inner(self) -> Iterable[tuple[str, Any]]:
-        """Its models, tasks and functions, some of which may need a model or a server.
+    def pass_reward(self) -> float | None:
+        """The least reward of a correct answer; None if answers are neither right nor wrong."""
+        return None
 
-        Each stands with its option, with which errors begin; "" if they name it themselves.
+    def measures(self) -> Mapping[str, Scorer]:
+        """Return further scores of held-out answers by metric, such as `win_rate`.
+
+        They are never trained on.
         """
-        raise NotImplementedError
+        return {}
+
+    @property
+    def dependencies(self) -> Sequence[tuple[str, Any]]:
+        """The models, tasks and functions that the task consists of, by their options.
+
+        `check` and `load` are passed on to them. An error begins with the option; "" if the
+        error names it itself.
+        """
+        return ()
 
     def check(self) -> None:
-        for option, each in self.inner:
+        """Raise ValueError if a model or a server that the task needs is missing.
+
+        Called before any process starts; takes seconds at most.
+        """
+        for option, each in self.dependencies:
             if isinstance(each, Prepares):
                 with about(option) if option else nullcontext():
                     each.check()
 
     def load(self, device: str) -> None:
-        for _, each in self.inner:
+        """Load models to the device, in a process that scores, before its first score."""
+        for _, each in self.dependencies:
             if isinstance(each, Prepares):
                 each.load(device)
+
+    def given(self) -> Sequence[Answered]:
+        """Return answers that enter the replay buffer before any that are sampled, by group."""
+        return ()
+
+    @property
+    def tools(self) -> Tools | None:
+        """The tools that the policy can call in its answers, which are dialogues then."""
+        return None
+
+    @property
+    def leaves_out(self) -> str | None:
+        """The option by which the task leaves out some answers on purpose, if it is set."""
+        return None
+
+    @property
+    def part_weights(self) -> Mapping[str, float]:
+        """The weight of each part, by name, if the task consists of several."""
+        return {}
+
+    def part(self, prompt: Prompt) -> tuple[str, "Task"]:
+        """Return the part that a prompt belongs to, by name and as a task."""
+        return "", self
 
 
 ScorerName = tuple[str, str | None]
@@ -115,74 +166,7 @@ REWARD: ScorerName = ("", None)
 def scorer_of(tasks: Mapping[str, Task], name: ScorerName) -> Scorer:
     """Return what scores answers: a task, or one of its measures."""
     task, measure = tasks[name[0]], name[1]
-    if measure is None:
-        return task
-    assert isinstance(task, Measured)
-    return task.measures()[measure]
-
-
-@runtime_checkable
-class HasParts(Protocol):
-    """A task that consists of several tasks, each with metrics of its own."""
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Weight of each part, by name: prompts are chosen in proportion to it."""
-
-    def part(self, prompt: Prompt) -> tuple[str, Task]:
-        """Return the part that a prompt belongs to, by name and as a task."""
-
-
-def part_of(task: Task, prompt: Prompt) -> tuple[str, Task]:
-    """Return the part that a prompt belongs to; a task without parts is one part called ""."""
-    return task.part(prompt) if isinstance(task, HasParts) else ("", task)
-
-
-@runtime_checkable
-class SamplesAgain(Protocol):
-    """A task without held-out prompts: evaluations sample from its training prompts."""
-
-    samples_again: bool
-
-
-@runtime_checkable
-class LeavesOut(Protocol):
-    """A task that may leave answers out, so that those that are trained on are no fair sample."""
-
-    @property
-    def leaves_out(self) -> str | None:
-        """Return the option that makes it do so; None if it keeps all answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answered(Prompt):
-    """Answers from elsewhere to the prompt `of`, which search scores in place of sampled ones."""
-
-    of: Prompt
-    answers: Sequence[str]
-    rewards: Sequence[float] | None = None
-    """Rewards that are known; `score` returns them."""
-
-
-@runtime_checkable
-class Seeded(Protocol):
-    """A task with answers that enter the replay buffer before any that are sampled."""
-
-    def given(self) -> Sequence[Answered]:
-        """Return the answers, a group at a time."""
-
-
-@runtime_checkable
-class HasTools(Protocol):
-    """A task whose answers may be dialogues, in which the policy calls tools."""
-
-    @property
-    def tools(self) -> Tools | None: ...
-
-
-def tools_of(task: Task) -> Tools | None:
-    """Return the tools that the policy can call in the answers to a task, if any."""
-    return task.tools if isinstance(task, HasTools) else None
+    return task if measure is None else task.measures()[measure]
 
 
 class WrongLength(ValueError):

@@ -17,7 +17,7 @@ from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
 from tba.config.secrets import read_secrets
 from tba.config.tables import Use
-from tba.tasks import Prepares, Task
+from tba.tasks import Task
 from tba.tasks._data import Rows, by_column, check_names, checked
 
 MARK = "<in memory: "
@@ -128,7 +128,10 @@ def build_task(plugin: Plugin, memory: InMemory | None, device: str | None = Non
         named = {key: None for key in KEYS if key not in passed}
         options = read_secrets(plugin.options)
         task = plugin.cls(memory=replace(memory, **named), **options)
-    if device is not None and isinstance(task, Prepares):
+    if not isinstance(task, Task):
+        name = plugin.cls.__name__
+        raise ValueError(f"{name} must inherit from tba.tasks.Task; write: class {name}(Task)")
+    if device is not None:
         task.load(device)
     return task
 

@@ -4,7 +4,7 @@ And problems with a right answer and a format, which are graded alike.
 """
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +14,7 @@ from pydantic import Field
 from tba.config.errors import about
 from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Message, Prompt
+from tba.tasks import Task
 from tba.tasks._data import Rows, require, rows
 
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
@@ -139,7 +140,7 @@ class Rendering:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Splits(Rendering, ABC):
+class Splits(Rendering, Task):
     """A task whose data set has a split to train on and one to evaluate on."""
 
     test: ClassVar[str] = "test"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.prompt import Answer, Prompt
+from tba.tasks import Task
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -14,7 +15,7 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(Task):
     """`a+b=` -> the sum of two numbers with exactly `digits` digits.
 
     The reward is 1 for exactly the right answer, else 0.

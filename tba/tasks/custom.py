@@ -12,7 +12,7 @@ from typing import Any
 from tba.config.plugins import GIVEN
 from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, PassesOn, Prepares, Scores, WrongLength, listed, number
+from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
 from tba.tasks._data import Rows, require, rows, without_errors
 from tba.tasks._memory import InMemory
@@ -22,7 +22,7 @@ from tba.tasks._tools import Tools, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Custom(PassesOn, Rendering):
+class Custom(Rendering, Task):
     """Any data set, whose column `prompt` is text or chat messages, and functions like TRL's.
 
         def f(prompts, completions, **columns) -> list[float | None]
@@ -138,7 +138,7 @@ class Custom(PassesOn, Rendering):
         return [named for named, function in pairs if not isinstance(function, Prepares)]
 
     @property
-    def inner(self) -> list[tuple[str, RewardFunction]]:
+    def dependencies(self) -> list[tuple[str, RewardFunction]]:
         return list(zip(self._named, self.functions, strict=True))
 
     @property

@@ -1,6 +1,6 @@
 """Several tasks in one run, each with its own prompts, rewards and metrics."""
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
@@ -10,17 +10,7 @@ from pydantic import Field
 from tba.config.errors import about
 from tba.config.tables import Finite, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import (
-    HasParts,
-    LeavesOut,
-    Measured,
-    PassesOn,
-    SamplesAgain,
-    Scores,
-    Seeded,
-    Task,
-    tools_of,
-)
+from tba.tasks import Scores, Task
 from tba.tasks._memory import named_task
 
 
@@ -31,7 +21,7 @@ class Part(Use):
 
 
 @dataclass(frozen=True)
-class Mixture(PassesOn):
+class Mixture(Task):
     """Several tasks, whose prompts take turns in proportion to their weights.
 
     Each part is a table, `[task.parts.NAME]`, with `use`, the options of that task, and `weight`.
@@ -53,7 +43,7 @@ class Mixture(PassesOn):
         return levels.pop() if len(levels) == 1 else None
 
     @cached_property
-    def weights(self) -> Mapping[str, float]:
+    def part_weights(self) -> Mapping[str, float]:
         return {name: part.weight for name, part in self.parts.items()}
 
     @cached_property
@@ -65,7 +55,7 @@ class Mixture(PassesOn):
         return name, self.tasks[name]
 
     @property
-    def inner(self) -> Iterable[tuple[str, Task]]:
+    def dependencies(self) -> Sequence[tuple[str, Task]]:
         return [(_key(name), task) for name, task in self.tasks.items()]
 
     def prompts(self) -> Sequence[Prompt]:
@@ -85,7 +75,7 @@ class Mixture(PassesOn):
             with about(_key(name)):
                 own = _prefixed(name, task.held_out())
             for i, prompt in enumerate(own):
-                places.append(((i + 0.5) / self.weights[name], prompt))
+                places.append(((i + 0.5) / self.part_weights[name], prompt))
         return [prompt for _, prompt in sorted(places, key=lambda place: place[0])]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
@@ -100,16 +90,17 @@ def _key(name: str) -> str:
 
 def _task(key: str, part: Part) -> Task:
     task = named_task(key, part.use, part.options)
-    if isinstance(task, HasParts):
+    if task.part_weights:
         raise ValueError(f"{key}.use = {part.use!r} has parts itself; list them beside the others")
-    measures = list(task.measures()) if isinstance(task, Measured) else []
-    if measures or isinstance(task, SamplesAgain | Seeded | LeavesOut):
+    measures = list(task.measures())
+    is_seeded = type(task).given is not Task.given
+    if measures or is_seeded or task.samples_again or task.leaves_out is not None:
         more = f"measures {', '.join(measures)}" if measures else "searches in a way of its own"
         raise ValueError(
             f"{key}.use = {part.use!r} {more}, which a part of a mixture cannot; train it in a run"
             " of its own, or evaluate it in [eval.sets.NAME]"
         )
-    if tools_of(task) is not None:
+    if task.tools is not None:
         raise ValueError(f"{key}.environment: a part of a mixture has no dialogues; remove it")
     return task
 

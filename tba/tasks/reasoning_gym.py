@@ -12,11 +12,12 @@ import numpy as np
 
 from tba.config.errors import choices
 from tba.prompt import Answer, Prompt
+from tba.tasks import Task
 from tba.tasks._rendering import Rendering
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(Rendering):
+class ReasoningGym(Rendering, Task):
     """Questions of one of Reasoning Gym's generators, and its scorer.
 
     `size` questions are generated. The first `held_out_size` are held out. The others are trained

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from tba.config.errors import about
 from tba.config.tables import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import NEAR_DUPLICATE, Answered, PassesOn, Scorer, Scores, WrongLength
+from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength
 from tba.tasks._data import rows, without_errors
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._rewards import RewardFunction, call, reward_function
@@ -30,7 +30,7 @@ HELD_OUT = "held-out-"
 
 
 @dataclass(frozen=True)
-class RedTeam(PassesOn):
+class RedTeam(Task):
     """Attacks on another model: the policy continues a prompt, and a victim answers what it wrote.
 
     A judge says how harmful each of the victim's `answers` is, from 0 to 1. It is a reward function
@@ -161,7 +161,7 @@ class RedTeam(PassesOn):
         return answered
 
     @property
-    def inner(self) -> list[tuple[str, Any]]:
+    def dependencies(self) -> list[tuple[str, Any]]:
         return [("", self._victim), ("task.judge", self._judge), ("", self._encoder)]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:

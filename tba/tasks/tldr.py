@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import PassesOn, Scorer, Scores
+from tba.tasks import Scorer, Scores
 from tba.tasks._data import Rows, rows
 from tba.tasks._rendering import Splits
 from tba.tasks.custom import Custom
@@ -23,7 +23,7 @@ Judge = str | Use
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tldr(PassesOn, Splits):
+class Tldr(Splits):
     """Summaries of Reddit posts. The judge `proxy` gives the reward, and the judge `gold` measures.
 
     A judge is written like `reward` of `custom`. Its prompt is the post up to `TL;DR:`, and its
@@ -52,10 +52,6 @@ class Tldr(PassesOn, Splits):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self._proxy, self._gold  # they raise if a judge does not exist, before anything starts
-
-    @property
-    def pass_reward(self) -> None:
-        """Return None: summaries are neither right nor wrong."""
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, required=("summary",), columns=COLUMNS)
@@ -91,7 +87,7 @@ class Tldr(PassesOn, Splits):
         return post, summaries
 
     @property
-    def inner(self) -> list[tuple[str, Any]]:
+    def dependencies(self) -> list[tuple[str, Any]]:
         judges = {"task.proxy": self._proxy, "task.gold": self._gold}
         return [(key, judge.functions[0]) for key, judge in judges.items() if judge is not None]
 

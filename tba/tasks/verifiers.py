@@ -10,10 +10,11 @@ from itertools import islice
 from typing import Any
 
 from tba.prompt import Answer, Message, Prompt
+from tba.tasks import Task
 
 
 @dataclass(frozen=True)
-class Verifiers:
+class Verifiers(Task):
     """Tasks of a taskset for `verifiers.v1`: a prompt, and rewards that see one answer to it.
 
     The reward is the sum of the taskset's, by their weights. Tasks that need more than an answer

@@ -19,7 +19,6 @@ from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.runs.summary import by_part
 from tba.search.prompts import PromptStream
-from tba.tasks import part_of
 from tba.tasks.mixture import Mixture
 
 MIXED = (
@@ -47,7 +46,7 @@ def test_an_answer_is_scored_by_the_task_of_its_prompt() -> None:
     prompts = {part(p): p for p in task.prompts()}
     assert task.score(prompts["ones"], answers) == [1.0, 0.0]
     assert task.score(prompts["toy"], answers) == [pytest.approx(0.4), -0.2]
-    assert [part_of(task, prompts[name])[1].pass_reward for name in prompts] == [1.0, None]
+    assert [task.part(prompts[name])[1].pass_reward for name in prompts] == [1.0, None]
     assert task.pass_reward is None
 
 

@@ -13,7 +13,7 @@ import pytest
 from tba.config.plugins import resolve
 from tba.config.schema import load
 from tba.prompt import Answer
-from tba.tasks import Prepares, Task
+from tba.tasks import Task
 
 REWARDS = '''
 from dataclasses import dataclass, field
@@ -109,7 +109,6 @@ def test_a_table_comes_from_a_config_and_its_options_from_the_command_line(
 
 def test_check_and_load_reach_the_functions_that_have_them(task: Callable[..., Any]) -> None:
     whole = task(["factories:length", {"use": "factories:Counts", "character": "a"}])
-    assert isinstance(whole, Prepares)
     whole.check()
     whole.load("cuda:1")
     assert whole.functions[1].calls == ["check", "cuda:1"]

@@ -13,7 +13,6 @@ import pytest
 from tba.prompt import Answer, Prompt
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
-from tba.tasks import Measured, Task
 from tba.tasks.tldr import Tldr, query_of
 
 JUDGES = '''
@@ -86,7 +85,6 @@ def test_a_prompt_is_the_post_up_to_tldr(make: Callable[..., Tldr], tmp_path: Pa
         tmp_path, {"query": "A post.\n\nTL;DR:", "summary": "A.", "post": "x"}, split="validation"
     )
     task = make(data=data)
-    assert isinstance(task, Task) and isinstance(task, Measured)
     first, second = task.prompts()
     assert (first.id, first.text) == ("train-0", QUERY)
     assert first.columns == {"query": QUERY, "summary": "It sleeps."}
