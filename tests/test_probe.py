@@ -11,7 +11,7 @@ import pytest
 from conftest import VOCABULARY
 from test_trainer import trainer
 
-from tba.engines import Built
+from tba.engines import Engine
 from tba.engines.transformers import Transformers
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.prompt import Prompt
@@ -47,7 +47,7 @@ def test_short_prompts_are_repeated_until_the_probe_fills_a_block(groups: list[G
 
 
 @dataclass
-class Silent(Built):
+class Silent(Engine):
     """Engine that does not say whether it keeps prompts."""
 
     version: int = 0

@@ -31,7 +31,7 @@ from tba.engines._batch import Batch
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
-from tba.learn.probe import LONGEST_BLOCK, RESPONSE, prompt_length
+from tba.learn.probe import RESPONSE, prompt_length
 from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
 from tba.runs.log import METRICS, read
@@ -43,7 +43,7 @@ installed = pytest.mark.skipif(
     find_spec("vllm") is None,
     reason="vLLM is not installed here; make test-vllm runs this in another environment",
 )
-PROMPT = prompt_length(LONGEST_BLOCK)
+PROMPT = prompt_length(VLLM.longest_block)
 TEMPERATURE, SAMPLES = 0.7, 6
 
 

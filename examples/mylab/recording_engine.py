@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.engines import Built
+from tba.engines import Engine
 from tba.engines.transformers import Transformers
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
 @dataclass
-class Recording(Built):
+class Recording(Engine):
     """Generates with transformers, and appends each completion to `file` as a line of JSON."""
 
     file: str = "completions.jsonl"

@@ -1,9 +1,10 @@
 """Engines generate completions. This module is their contract; each other file is one engine."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,48 +16,8 @@ from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Generates completions with some version of the policy's weights.
-
-    Both methods may be called from several threads at once: an actor runs several searches
-    side by side, and newer weights arrive while completions are being generated. Every
-    completion carries the version of the weights that began it.
-    """
-
-    version: int
-    """Version of the weights that the next completion will begin with."""
-
-    def generate(
-        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
-    ) -> list[list[Completion]]:
-        """Return `sampling.samples` completions of each prompt's tokens.
-
-        The same seed and weights give the same completions. Temperature 0 is greedy. Log-probs are
-        those at `sampling.temperature`, also where others are chosen (`explore`, `top_k`).
-        """
-
-    def load_weights(self, weights: Weights) -> float | None:
-        """Load all weights or raise, leaving the old ones in place.
-
-        Returns the mean absolute difference between the engine's and the trainer's log-probs of
-        `weights.probe`, in nats, or None if there is nothing to compare.
-        """
-
-
 class SearchError(RuntimeError):
     """Search cannot go on. The run is saved before it ends."""
-
-
-@dataclass
-class Built:
-    """Base of engines, with the fields that the run fills in."""
-
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Tokenizer = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
-    """Whether the trainer computes in bf16."""
 
 
 class RewardError(SearchError):
@@ -67,60 +28,80 @@ class EngineError(SearchError):
     """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
 
 
-@runtime_checkable
-class Closes(Protocol):
-    """Engine that holds memory or threads until it is closed."""
+@dataclass
+class Engine(ABC):
+    """Generates completions with some version of the policy's weights. Engines inherit from it.
 
-    def close(self) -> None:
-        """End the engine and every call to it. It may be called twice."""
+    An engine must define `version`, `generate` and `load_weights`. The rest has defaults. The run
+    fills in the fields of this class; the other fields of an engine are its options.
 
+    All methods may be called from several threads at once: an actor runs several searches
+    side by side, and newer weights arrive while completions are being generated. Every
+    completion carries the version of the weights that began it.
+    """
 
-@runtime_checkable
-class Checked(Protocol):
-    """An engine class with requirements that are checked before any process starts."""
+    policy: PolicyTable = field(metadata=GIVEN)
+    text: Tokenizer = field(metadata=GIVEN)
+    device: str = field(metadata=GIVEN)
+    bf16: bool = field(metadata=GIVEN)
+    """Whether the trainer computes in bf16."""
+
+    longest_block: ClassVar[int] = 128
+    """Tokens of a block of the prefix cache, on the device where it is longest; 0 without a cache.
+
+    The probe of a weight update has a prompt longer than a block, so that a stale block shows.
+    """
+    own_reference = False
+    """Whether the reference's log-probs are the engine's own, and no reference model is loaded."""
+    model: Any = field(default=None, init=False)
+    """Model that the engine lends to the reference of a LoRA run: one model instead of two.
+
+    It is from `tba.models.lora.load_adapted`; None if the engine lends none.
+    """
+    drained: float = field(default=0.0, init=False)
+    """Seconds that newer weights have waited for running completions to end, in all."""
+
+    @classmethod
+    def defaults(cls, config: Config) -> Mapping[str, Any]:
+        """Return the settings of `[runtime]` that suit the engine where the config has none."""
+        return {}
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """ValueError, which says what to do, if the engine cannot work with this config."""
+        """Raise ValueError, which says what to do, if the engine cannot work with this config.
 
+        Called before any process starts.
+        """
 
-@runtime_checkable
-class CachesPrompts(Protocol):
-    """An engine class that declares the block size of its prefix cache.
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights that the next completion will begin with."""
 
-    The probe of a weight update has a prompt longer than a block, so that a stale block shows. For
-    engines that declare nothing, it is as long as for vLLM.
-    """
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        """Return `sampling.samples` completions of each prompt's tokens.
 
-    longest_block: int
-    """Tokens of a block, on the device where it is longest; 0 if nothing is kept."""
+        The same seed and weights give the same completions. Temperature 0 is greedy. Log-probs are
+        those at `sampling.temperature`, also where others are chosen (`explore`, `top_k`).
+        """
 
+    @abstractmethod
+    def load_weights(self, weights: Weights) -> float | None:
+        """Load all weights or raise, leaving the old ones in place.
 
-@runtime_checkable
-class Drains(Protocol):
-    """Engine that lets running completions end before it loads newer weights."""
-
-    drained: float
-    """Seconds that newer weights have waited for that, in all."""
-
-
-@runtime_checkable
-class KnowsLogp(Protocol):
-    """Engine that does not depend on the weights, and can take the place of the reference."""
-
-    own_reference: bool
-    """Whether it does: the reference's log-probs are its own, and no reference model is loaded."""
-
-
-@runtime_checkable
-class LendsModel(Protocol):
-    """Engine that lends its model to the reference of a LoRA run: one model instead of two."""
-
-    model: Any
-    """Model from `tba.models.lora.load_adapted`."""
+        Returns the mean absolute difference between the engine's and the trainer's log-probs of
+        `weights.probe`, in nats, or None if there is nothing to compare.
+        """
 
     def lend(self) -> AbstractContextManager[None]:
-        """Hold the model while nothing is generated and no weights arrive.
+        """Hold `model` while nothing is generated and no weights arrive.
 
         Meanwhile the reference may disable the adapter.
         """
+        return nullcontext()
+
+    def close(self) -> None:
+        """End the engine and every call to it. It may be called twice."""

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from tba.engines import Built
+from tba.engines import Engine
 from tba.engines._stop import length_to_stop
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
 @dataclass
-class Scripted(Built):
+class Scripted(Engine):
     """Draws uniformly from `answers` after a pause; a greedy completion is the first answer.
 
     The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
-from tba.engines import Built
+from tba.engines import Engine
 from tba.engines._choose import choose
 from tba.engines._prompt_cache import decoder, run_prompts
 from tba.engines._stop import StopStrings
@@ -28,7 +28,7 @@ DROP = 1 / 8
 
 
 @dataclass
-class Transformers(Built):
+class Transformers(Engine):
     """Generates up to `batch_size` responses at once; each prompt runs once for all its samples.
 
     Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
@@ -44,7 +44,6 @@ class Transformers(Built):
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where that is faster (see `policy.autocast`), else fp32."""
     version: int = field(default=0, init=False)
-    drained: float = field(default=0.0, init=False)
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -60,7 +59,7 @@ class Transformers(Built):
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
-        self.model: Any = load_placed(self.policy, self.device, bf16, dtype)
+        self.model = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
         self._stop: StopStrings | None = None  # those of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone

@@ -5,16 +5,16 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from tba.config.schema import Config
-from tba.engines import Built, EngineError
+from tba.engines import Engine, EngineError
 from tba.engines._batch import Batch, Output, Request, Stepper
 from tba.engines._vllm_checks import check_vllm
 from tba.models.lora import empty_adapted, write_adapter
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class VLLM(Built):
+class VLLM(Engine):
     """Generates up to `max_num_seqs` responses at once; the searches of a process share the batch.
 
     A search returns its groups together. On Ray, 16 searches of one prompt each run at once by
@@ -50,7 +50,6 @@ class VLLM(Built):
     Four run at once; responses with a fifth wait for the first.
     """
 
-    longest_block: ClassVar[int] = 128
     block_size: Literal[16, 32, 64, 128] | None = None
     """Tokens of a block of the prefix cache; default: 32 on a CPU, and vLLM's choice on a GPU. The
     samples of a prompt share the whole blocks of it."""
@@ -80,7 +79,13 @@ class VLLM(Built):
     this, and from before the temperature, which must then be 1."""
     deadline: float = 1800.0
     """Seconds for any single call, queueing included."""
-    drained: float = field(default=0.0, init=False)
+
+    @classmethod
+    def defaults(cls, config: Config) -> Mapping[str, Any]:
+        """Return many searches of one prompt: each group arrives as soon as it is complete."""
+        if config.runtime.use == "local":
+            return {}
+        return {"prompts_per_task": 1, "concurrent_searches": 16}
 
     @classmethod
     def check(cls, config: Config) -> None:

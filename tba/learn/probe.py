@@ -10,7 +10,6 @@ from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import Probe
 
 PROMPT, RESPONSE = 16, 16  # tokens of a probe; prompts are longer for engines that cache them
-LONGEST_BLOCK = 128  # tokens of a block of such a cache, if nothing is known: vLLM's on a CPU
 
 
 def prompt_length(block: int) -> int:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +12,9 @@ import torch
 from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF
-from tba.engines import CachesPrompts, Checked, KnowsLogp
+from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.learn.probe import LONGEST_BLOCK, RESPONSE, first_probe, prompt_length
+from tba.learn.probe import RESPONSE, first_probe, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
 from tba.models.acceleration import check_compiler, compile_layers
@@ -60,7 +59,7 @@ class RunSetup:
     strategy: Strategy
     objective: Plugin
     selection: Plugin
-    engine: type
+    engine: type[Engine]
     text: Tokenizer
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -113,8 +112,7 @@ class RunSetup:
         if c.trainer.compile:
             warm_up(policy, self.text.context)
         policy.check_lengths(self.extremes, c.sampling.max_tokens)
-        engine: Any = self.engine
-        block = engine.longest_block if isinstance(engine, CachesPrompts) else LONGEST_BLOCK
+        block = self.engine.longest_block
         # as long as the longest sequence: positions may depend on that
         longest = len(self.extremes[1]) + c.sampling.max_tokens - RESPONSE
         return SingleTrainer(
@@ -132,8 +130,8 @@ class RunSetup:
 
     def _most_at_first(self, bf16: bool) -> float:
         """Return the largest mean |log(pi / ref)| a token, in nats, before the first step."""
-        engine, options = self.engine, self.config.engine.options
-        if isinstance(engine, KnowsLogp) and options.get("own_reference", engine.own_reference):
+        options = self.config.engine.options
+        if options.get("own_reference", self.engine.own_reference):
             return math.inf  # its reference is no model
         return 0.05 if bf16 else 0.01
 
@@ -165,8 +163,9 @@ def check(config: Config, memory: InMemory | None = None) -> RunSetup:
     config = with_defaults(config)
     plugins = resolve_all(config)
     objective, engine = plugins.objective, plugins.engine.cls
-    if isinstance(engine, Checked):
-        engine.check(config)
+    if not issubclass(engine, Engine):
+        raise ValueError(f"engine = {config.engine.use!r}: the class must inherit Engine")
+    engine.check(config)
     _check_head(objective, config.run.steps)
     text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.engines import Drains, SearchError
+from tba.engines import SearchError
 from tba.prompt import Prompt
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
@@ -129,21 +129,19 @@ class SearcherActor:
     def _load(self, weights: Sent) -> None:
         if weights.version == self._searcher.engine.version:
             return
-        started, drained = time.perf_counter(), self._drained()
+        engine = self._searcher.engine
+        started = time.perf_counter()
+        drained_before = engine.drained
         try:
             gap = self._searcher.load_weights(self._transport.receive(weights))
         except SearchError as error:
             self._wrong = error
             raise
-        drained = self._drained() - drained
+        drained = engine.drained - drained_before
         with self._counting:
             self._unreported.seconds["drain"] += drained
             self._unreported.seconds["load_weights"] += time.perf_counter() - started - drained
             self._unreported.measured(gap)
-
-    def _drained(self) -> float:
-        engine = self._searcher.engine
-        return engine.drained if isinstance(engine, Drains) else 0.0
 
     def _refuse_wrong(self) -> None:
         """Raise the error of a failed weight update, also to searches that began before it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tba.config import tables
 from tba.config.plugins import resolve
-from tba.engines import Closes, Engine, KnowsLogp, LendsModel, SearchError
+from tba.engines import Engine, SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import Tokenizer, load_text
@@ -118,10 +118,10 @@ class SearchSetup:
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
-        if isinstance(engine, KnowsLogp) and engine.own_reference:
+        if engine.own_reference:
             return EngineReference()
         temperature, budget = self.sampling.temperature, self.token_budget
-        if self.policy.lora is not None and isinstance(engine, LendsModel):
+        if self.policy.lora is not None and engine.model is not None:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
         policy = Policy(load_placed(self.policy, device, bf16), temperature, bf16)
         if self.policy.lora is None:
@@ -166,8 +166,7 @@ class Searcher:
     def close(self) -> None:
         """End the engine, and the processes that score."""
         self.guard.close()
-        if isinstance(self.engine, Closes):
-            self.engine.close()
+        self.engine.close()
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         """Sample and score S responses of each prompt; no group if all were rejected.

@@ -39,6 +39,7 @@ class Versioned:
     """Engine or reference of which only the version matters."""
 
     version: int = 0
+    drained: float = 0.0
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
