@@ -8,8 +8,6 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tba.config.errors import size
 from tba.config.schema import Config
 from tba.learn.trainer import SingleTrainer
@@ -31,6 +29,7 @@ from tba.runs.summary import Summary, Tracker
 from tba.runs.warn import Warnings
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.streams import Use, generator
 from tba.tasks._memory import InMemory
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
     check_space(parts, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
-    rng = np.random.default_rng([c.run.seed, 7])
+    rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     if stored is not None:
         progress, search = checkpoint.restore(stored.generation, trainer, buffer)

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "prompt", "config"},
+    {"types", "prompt", "config", "streams"},
     {"weights", "objectives", "strategies", "engines", "tasks", "selections", "models"},
     {"learn", "replay"},
     {"search"},

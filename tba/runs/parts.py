@@ -41,6 +41,7 @@ from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
 from tba.selections._interleaved import Interleaved
 from tba.strategies import Strategy
+from tba.streams import Use, seed_of
 from tba.tasks import Answered, Task
 from tba.tasks._memory import Functions, InMemory, build_task, to_send, with_memory
 from tba.tasks._source import RewardSource, source_of
@@ -80,17 +81,21 @@ class RunSetup:
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
-        seed, task, deaths = self.config.run.seed, self.task, self.config.reward.quarantine
+        task = self.task
+        seed = self.config.run.seed
+        deaths = self.config.reward.quarantine
         if not task.part_weights:
-            chosen = self.selection.build(self.prompts, seed, task.pass_reward)
+            own = seed_of(seed, Use.SELECTION, 0)
+            chosen = self.selection.build(self.prompts, own, task.pass_reward)
             return PromptStream(self.prompts, chosen, self.given, deaths)
         parts: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             parts.setdefault(task.part(prompt)[0], []).append(prompt)
         selections = {}
-        for name, prompts in parts.items():
+        for place, (name, prompts) in enumerate(parts.items()):
             pass_reward = task.part(prompts[0])[1].pass_reward
-            selections[name] = self.selection.build(prompts, seed, pass_reward)
+            own = seed_of(seed, Use.SELECTION, place)
+            selections[name] = self.selection.build(prompts, own, pass_reward)
         chosen = Interleaved(selections, task.part_weights, lambda prompt: task.part(prompt)[0])
         return PromptStream(self.prompts, chosen, self.given, deaths)
 
@@ -100,9 +105,9 @@ class RunSetup:
         In a new run, its first step checks that the reference is the policy.
         """
         c = self.config
-        torch.manual_seed(c.run.seed)  # a checkpoint has this generator's state
+        torch.manual_seed(seed_of(c.run.seed, Use.TORCH))  # a checkpoint has this generator's state
         bf16 = computes_in_bf16(c.policy, device)
-        model = load_placed(c.policy, device, bf16, seed=c.run.seed)
+        model = load_placed(c.policy, device, bf16, seed=seed_of(c.run.seed, Use.ADAPTER))
         if c.trainer.compile:
             compile_layers(model)
         if c.policy.gradient_checkpointing:

@@ -14,7 +14,8 @@ from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult
-from tba.search.searcher import Searcher, task_seed
+from tba.search.searcher import Searcher
+from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Source, Weights
 
@@ -80,7 +81,7 @@ class LocalSearchers:
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def _search(self, prompts: list[Prompt]) -> SearchResult:
-        seed = task_seed(self._job.seed, self._tasks)
+        seed = seed_of(self._job.seed, Use.SEARCH, self._tasks)
         return self._do(lambda searcher: searcher.search(prompts, seed))
 
     def _do(self, work: Callable[[Searcher], Done]) -> Done:

@@ -26,7 +26,8 @@ from tba.runtime.handle import POLL, Handle, Starter, Task, deadlines, ended, re
 from tba.runtime.publisher import Publisher
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.searcher import LogpGapError, task_seed
+from tba.search.searcher import LogpGapError
+from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Sent, Source, Weights
 
@@ -227,7 +228,10 @@ class RaySearchers:
             handle = self._crew.least_busy_first()[0]
             if len(handle.work()) >= self._stream.most(self._in_flight):
                 return
-            prompts, seed = self._stream.take(count), task_seed(self._job.seed, self._number)
+            prompts, seed = (
+                self._stream.take(count),
+                seed_of(self._job.seed, Use.SEARCH, self._number),
+            )
             self._number += 1
             weights = None if self._settings.lag is None else self._crew.newest  # exactly these
             handle.search(prompts, seed, weights, self._crew.reference())

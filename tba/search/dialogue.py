@@ -15,6 +15,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
+from tba.streams import Use, seed_of
 from tba.tasks._tools import Tools, whole, within
 from tba.types import Completion, Sampling
 
@@ -92,7 +93,7 @@ class Dialogues:
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Responses:
         """Answer each prompt in `sampling.samples` dialogues."""
-        seeds = count(seed)  # another one for each generation
+        seeds = (seed_of(seed, Use.GENERATION, call) for call in count())
         groups = self._open(prompts, sampling)
         everyone = list(chain(*groups))
         tokens = [group[0].prompt for group in groups]

@@ -21,7 +21,8 @@ from tba.search.dialogue import Responses
 from tba.search.reference import Reference
 from tba.search.result import Evaluation, Example, Rejected, Verdict
 from tba.search.scored import Keep, scored
-from tba.search.searcher import Searcher, SearchSetup, task_seed
+from tba.search.searcher import Searcher, SearchSetup
+from tba.streams import Use, seed_of
 from tba.tasks import Itemized
 from tba.types import Completion, Sampling
 
@@ -86,7 +87,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     started = time.perf_counter()
     setup, settings = searcher.setup, searcher.setup.evaluation
     name, first, prompts = pieces(setup)[number]
-    seed = task_seed(settings.seed, number)
+    seed = seed_of(settings.seed, Use.EVALUATION, number)
     limit, stop = setup.sampling.max_tokens, setup.sampling.stop
     one = Sampling(1, 0.0, limit, stop=stop)
     greedy, greedy_judged, verdicts = _answer(searcher, name, prompts, one, seed)

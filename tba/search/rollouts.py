@@ -14,6 +14,7 @@ from tba.prompt import Answer
 from tba.search.result import Rejected, Verdict
 from tba.search.rewards import Guard
 from tba.search.verdicts import judged_before
+from tba.streams import Use, seed_of
 from tba.types import Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
@@ -75,7 +76,8 @@ class Rollouts:
         contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in starts]
         max_tokens = self.sampling.max_tokens - start
         sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
-        endings = self.engine.generate(contexts, sampling, seed + start)
+        own = seed_of(seed, Use.ROLLOUT, start)
+        endings = self.engine.generate(contexts, sampling, own)
         answers = []
         for head, of_state in zip(heads, endings, strict=True):
             endings_of = [self._answer(head, ending) for ending in of_state]

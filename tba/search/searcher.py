@@ -26,6 +26,7 @@ from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts
 from tba.search.verdicts import judged_before
+from tba.streams import Use, generator, seed_of
 from tba.tasks import Answered, Itemized, Task
 from tba.tasks._memory import Functions, InMemory, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
@@ -130,11 +131,6 @@ class SearchSetup:
         return AdapterReference(policy, budget, lambda: lock)
 
 
-def task_seed(seed: int, task: int) -> int:
-    """Return the random seed of a task, which does not depend on where the task runs."""
-    return int(np.random.SeedSequence([seed, task]).generate_state(1, np.uint64)[0] >> 1)
-
-
 @dataclass(frozen=True)
 class Searcher:
     """Turns prompts into scored groups with reference log-probs: the trainer holds one model."""
@@ -218,7 +214,8 @@ class Searcher:
         tokens = [self.text.encode(p) for p in prompts]
         pairs = zip(prompts, tokens, strict=True)
         asked = [own for prompt, own in pairs if not isinstance(prompt, Answered)]
-        sampled = iter(self.engine.generate(asked, sampling, seed) if asked else [])
+        own = seed_of(seed, Use.GENERATION, 0)
+        sampled = iter(self.engine.generate(asked, sampling, own) if asked else [])
         completions, answers, stop = [], [], sampling.stop
         for p in prompts:
             group = self._given(p) if isinstance(p, Answered) else next(sampled)
@@ -228,7 +225,8 @@ class Searcher:
 
     def _sampling(self, seed: int) -> Sampling:
         """Return how a search samples; its seed decides at which temperature, if it explores."""
-        setup, rng = self.setup, np.random.default_rng([seed, 1])
+        setup = self.setup
+        rng = generator(seed, Use.EXPLORATION)
         if setup.explore is None or rng.random() >= setup.explore_share:
             return setup.sampling
         low, high = setup.explore

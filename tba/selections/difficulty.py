@@ -40,7 +40,7 @@ class Difficulty(Counted):
             )
 
     def choose(self, count: int) -> list[Prompt]:
-        rng = np.random.default_rng([self.seed, self._chosen, 2])
+        rng = np.random.default_rng([self.seed, self._chosen])
         self._chosen += count
         size = min(len(self.prompts), count * self.candidates)
         pool = rng.choice(len(self.prompts), size, replace=False)

@@ -11,6 +11,6 @@ class Uniform(Counted):
     """Prompts drawn uniformly, with replacement."""
 
     def choose(self, count: int) -> list[Prompt]:
-        rng = np.random.default_rng([self.seed, self._chosen, 1])
+        rng = np.random.default_rng([self.seed, self._chosen])
         self._chosen += count
         return [self.prompts[i] for i in rng.integers(len(self.prompts), size=count)]
