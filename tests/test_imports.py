@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "prompt", "config", "streams"},
+    {"types", "prompt", "config", "streams", "child"},
     {"weights", "objectives", "strategies", "engines", "tasks", "selections", "models"},
     {"learn", "replay"},
     {"search"},

@@ -118,10 +118,12 @@ def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_user_enters_the_folder_of_a_private_ray(tiny_model: Path, tmp_path: Path) -> None:
-    sessions = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    home = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
     with open_run(config(tiny_model, tmp_path / "run", "eval.prompts=0")):
-        folders = list(sessions.glob(f"session_*_{os.getpid()}"))
-        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]
+        (session,) = home.glob(f"tba-*/ray/session_*_{os.getpid()}")
+        folder = session.parent.parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
 
 
 def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from tba.tasks._memory import InMemory, build_task, with_memory
 SMALL = 20e6
 """Most bytes of data that are read twice, to find mistakes in them early."""
 IMPORT_TORCH = ("objectives", "engines")
-SOCKET, LONGEST = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
-"""What Ray adds to its temporary folder, before the process id; bytes of the longest path."""
+SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
+"""Socket of a private Ray below the temporary folder, without the process id at its end."""
+LONGEST = 107
+"""Bytes of the longest path of a socket."""
 VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model")
 
 

@@ -3,7 +3,7 @@
 import atexit
 import logging
 import os
-import shutil
+import secrets
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tba.child import MARK, Child, clean_up
 from tba.config.tables import RuntimeTable
 from tba.engines import EngineError
 from tba.runtime import placement
@@ -23,7 +24,6 @@ from tba.runtime.deadline import Calls, ClusterLostError
 from tba.runtime.health import Health
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.runtime.reaper import Reaper
 from tba.weights import Sent, Weights
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -73,21 +73,14 @@ class Connection:
     def __init__(self, settings: RuntimeTable):
         self.calls = Calls(settings.cluster_deadline)
         self._health: Health | None = None
-        self._reaper: Reaper | None = None
-        self._session = ""
+        self._private = PrivateRay(settings.searchers) if settings.address is None else None
         start: partial[Any] = partial(ray.init, address=settings.address, **QUIET)
-        if settings.address is None:
-            folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-            self._reaper = Reaper(Path(folder) / "ray")  # first: a kill may come at any time
-            start = partial(_start_private, settings.searchers)
+        if self._private is not None:
+            start = partial(self._private.start)
         try:
             context: Any = self.calls.within(settings.start_deadline, "start", start)
             info = context.address_info
-            self._session, raylet = info["session_dir"], info["raylet_socket_name"]
-            if self._reaper is not None:
-                self._reaper.follow(self._session)
-                Path(self._session).chmod(0o700)  # Ray lets everybody read and connect
-            self._health = Health(self.calls, self._session, raylet, self._reaper)
+            self._health = Health(self.calls, info["session_dir"], info["raylet_socket_name"])
         except BaseException as error:
             self.close()
             if isinstance(error, ClusterLostError) and settings.address is None:
@@ -102,24 +95,65 @@ class Connection:
         """Leave a cluster, or end the private Ray with all of its processes."""
         if self._health is not None:
             self._health.close()
-        steps = [self._leave, self._clean_up]
-        if self.calls.lost:
-            steps.reverse()  # what does not answer is killed first
         with ExitStack() as closing:
             closing.callback(self.calls.close)
-            for step in reversed(steps):
-                closing.callback(step)
+            if self._private is not None:
+                closing.callback(self._private.remove)  # Ray makes its folder anew while it leaves
+                if self.calls.lost:
+                    self._private.kill()  # what does not answer is killed first
+            seconds = LEAVING_LOST if self.calls.lost else LEAVING
+            if not self.calls.attempt(seconds, ray.shutdown):
+                atexit.unregister(ray.shutdown)  # it would be waited for again
 
-    def _leave(self) -> None:
-        seconds = LEAVING_LOST if self.calls.lost else LEAVING
-        if not self.calls.attempt(seconds, ray.shutdown):
-            atexit.unregister(ray.shutdown)  # it would be waited for again
-        if self._reaper is not None and self._session:
-            shutil.rmtree(self._session, ignore_errors=True)  # Ray makes it again while it leaves
 
-    def _clean_up(self) -> None:
-        if self._reaper is not None:
-            self._reaper.finish()
+class PrivateRay:
+    """Ray on loopback, in a folder that only this user enters. A watcher ends it after a kill.
+
+    Ray's agents outlive a driver that ended by SIGKILL.
+    """
+
+    def __init__(self, searchers: int):
+        self._searchers = searchers
+        self._mark = secrets.token_hex(8)
+        home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        self._folder = Path(home).absolute() / f"tba-{secrets.token_hex(4)}"
+        watched = self._mark, str(self._folder), os.getpid()
+        self._watcher = Child("tba.child:clean_up_after_parent", *watched)  # a kill may come now
+        self._folder.mkdir(mode=0o700)
+
+    def start(self) -> Any:
+        """Start Ray, whose processes inherit a mark, and return its context."""
+        # searchers choose their device themselves: Ray must not hide the GPUs from them
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # at Ray's default of 15, any other program on its core starves a searcher
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        before = os.environ.get(MARK, "")
+        os.environ[MARK] = self._mark
+        try:
+            return ray.init(
+                "local",
+                num_cpus=self._searchers,
+                include_dashboard=False,
+                _temp_dir=str(self._folder / "ray"),  # Ray lets everybody enter this one
+                # when the object store dies, it ends every process that waits for it, and nothing
+                # is saved
+                _system_config={
+                    "max_direct_call_object_size": INLINE,
+                    "task_rpc_inlined_bytes_limit": INLINE,
+                },
+                **QUIET,
+            )
+        finally:
+            os.environ[MARK] = before
+
+    def kill(self) -> None:
+        """Kill all processes of this Ray."""
+        clean_up(self._mark, self._folder, spared=os.getpid())
+
+    def remove(self) -> None:
+        """Kill what is left of this Ray, and remove its folder."""
+        self.kill()
+        self._watcher.kill()
 
 
 @dataclass
@@ -188,14 +222,3 @@ def _share(settings: RuntimeTable, each: int) -> tuple[Place, list[Place], float
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Place(device), searchers, share, reservation
-
-
-def _start_private(searchers: int) -> Any:
-    # searchers choose their device themselves: Ray must not hide the GPUs from them
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # at Ray's default of 15, any other program on its core starves a searcher
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # when the object store dies, it ends every process that waits for it, and nothing is saved
-    inline = {"max_direct_call_object_size": INLINE, "task_rpc_inlined_bytes_limit": INLINE}
-    own: dict[str, Any] = {"include_dashboard": False, "num_cpus": searchers}
-    return ray.init("local", _system_config=inline, **own, **QUIET)

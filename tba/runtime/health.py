@@ -7,20 +7,16 @@ from typing import Any
 import psutil
 
 from tba.runtime.deadline import Calls
-from tba.runtime.reaper import Reaper
 
 EVERY = 0.5
 """Seconds between two looks."""
 
 
 class Health:
-    """Thread that tells `calls` when a process of Ray has died, or has been stopped for too long.
+    """Thread that tells `calls` when a process of Ray has died or has been stopped too long."""
 
-    It also starts the watcher of the run again if that is killed.
-    """
-
-    def __init__(self, calls: Calls, session: str, raylet: str, reaper: Reaper | None):
-        self._calls, self._reaper = calls, reaper
+    def __init__(self, calls: Calls, session: str, raylet: str):
+        self._calls = calls
         self._processes = processes_of_ray(session, raylet)
         self._stopped: dict[str, float] = {}
         """Seconds for which each process has been seen stopped, by its name."""
@@ -42,8 +38,6 @@ class Health:
     def _watch(self) -> None:
         while not self._closing.wait(EVERY):
             self.check()
-            if self._reaper is not None:
-                self._reaper.keep()
 
     def _look(self, patience: float) -> None:
         for name, process in self._processes.items():

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from suite import Case, alive, cases, command_of, until
 from test_loop import ENVIRONMENT, as_settings
-from test_lost_ray import HOME
+from test_lost_ray import HOME, WATCHER
 from test_ray import children, config, conserved, run_and_keep
 
 from tba.cli import _config
@@ -51,7 +51,7 @@ VICTIMS: dict[str, Callable[[Sequence[str]], bool]] = {
     "GCS": lambda command: command[0].endswith("gcs_server"),
     "agent": named("agent.py", "runtime_env/agent/main.py"),
     "searcher": named("ray::SearcherActor"),
-    "watcher": named("reaper.py"),
+    "watcher": named(WATCHER),
 }
 NOTICED = {
     "raylet": "NOTICED: its raylet",
@@ -90,7 +90,7 @@ class Started:
     def left(self) -> list[psutil.Process | Path]:
         """Return what is left of the run."""
         memory = [path for path in self.memory if path.exists()]
-        sessions = HOME.glob(f"session_*_{self.process.pid}")
+        sessions = HOME.glob(f"tba-*/ray/session_*_{self.process.pid}")
         return [*alive([*self.processes]), *memory, *sessions]
 
     def victim(self, name: str) -> list[psutil.Process]:

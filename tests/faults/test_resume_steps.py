@@ -122,7 +122,6 @@ WALL_CLOCK = {
     "tba/runs/lock.py": "since when a folder is held, to be read by a person",
     "tba/runs/log.py": "the name of a new folder",
     "tba/runs/provenance.py": "when a session began, to be read by a person",
-    "tba/runtime/reaper.py": "names of Ray's session folders, which have the time of their start",
     "tba/tasks/judges/_server.py": "a server's Retry-After that is a date, within a deadline",
 }
 

@@ -1,0 +1,104 @@
+"""A child process ends with its parent, and with all that it has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tba.child import MARK, Child, clean_up, kill_with_parent, wait_for_parent
+
+SECONDS = 20.0
+"""Deadline of every wait in these tests."""
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def waits(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+def hang(file: str, kernel: bool) -> None:
+    """Start a process in a session of its own, write its number to the file, and work on."""
+    started = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    Path(file).write_text(f"{os.getpid()} {started.pid}")
+    if kernel:
+        kill_with_parent()
+    else:
+        threading.Thread(target=lambda: (wait_for_parent(), os._exit(3)), daemon=True).start()
+    time.sleep(60)
+
+
+def parent(file: str, kernel: bool) -> None:
+    Child("test_child:hang", file, kernel)
+    time.sleep(60)
+
+
+def numbers(file: Path) -> list[int]:
+    assert waits(lambda: file.exists() and len(file.read_text().split()) == 2)
+    return [int(word) for word in file.read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, kernel: bool) -> None:
+    file = tmp_path / "pids"
+    middle = Child("test_child:parent", str(file), kernel)
+    pid, started = numbers(file)
+    time.sleep(0.5)  # until it waits
+    os.kill(middle.process.pid, signal.SIGKILL)
+    assert waits(lambda: gone(pid))
+    middle.kill()
+    os.kill(started, signal.SIGKILL)
+
+
+def test_a_kill_ends_what_the_child_has_started(tmp_path: Path) -> None:
+    child = Child("test_child:hang", str(tmp_path / "pids"), True)
+    pids = numbers(tmp_path / "pids")
+    child.kill()
+    assert child.status == -signal.SIGKILL and waits(lambda: all(map(gone, pids)))
+
+
+def test_the_end_of_the_link_is_waited_for(tmp_path: Path) -> None:
+    child = Child("test_child:hang", str(tmp_path / "pids"), False)
+    pids = numbers(tmp_path / "pids")
+    child.end(SECONDS)
+    assert child.status == 3 and waits(lambda: all(map(gone, pids)))
+
+
+def test_a_cleanup_spares_strangers(tmp_path: Path) -> None:
+    """A process without the mark belongs to it if it writes to the folder, and not if it reads."""
+    folder = tmp_path / "session"
+    folder.mkdir()
+    (folder / "log").touch()
+    hold = "import sys; file = open(sys.argv[1], sys.argv[2]); print(flush=True); " + SLEEP
+    processes = []
+    for mark, mode in (("m", "r"), ("other", "a"), ("other", "r")):
+        command = [sys.executable, "-c", hold, str(folder / "log"), mode]
+        marked = {**os.environ, MARK: mark}
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=marked))
+    for process in processes:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline()  # it has opened the file
+    with (folder / "log").open("a"):  # this process writes there too
+        clean_up("m", folder, spared=os.getpid())
+    assert not folder.exists()
+    marked, writer, reader = processes
+    assert marked.wait(SECONDS) and writer.wait(SECONDS) and reader.poll() is None
+    reader.kill()
+    reader.wait(SECONDS)
