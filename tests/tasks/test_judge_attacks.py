@@ -6,7 +6,6 @@ import asyncio
 import base64
 import gzip
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tba.tasks.judges import _server
-from tba.tasks.judges._server import LARGEST, JudgeError, is_loopback, tell_proxy, without_key
+from tba.tasks.judges._server import LARGEST, JudgeError, is_loopback, without_key
 from tba.tasks.judges.http import Http
 
 Send = Callable[[BaseHTTPRequestHandler], None]
@@ -101,12 +99,14 @@ WRONG = {
     "nested too deeply": "[" * 100_000,
     "no UTF-8": b'{"data": "\xff"}',
     "no score": data((0, [])),
+    "more than a probability": data((0, [1.5])),
+    "less than a probability": data((0, [-0.01])),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_score_is_none(case: str, asked: Callable[..., list[float]]) -> None:
-    with pytest.raises(JudgeError, match=r"answered|did not answer|knows"):
+    with pytest.raises(JudgeError, match="answered"):
         asked(body(WRONG[case]))
 
 
@@ -122,7 +122,7 @@ def test_a_wrong_score_is_none(case: str, asked: Callable[..., list[float]]) -> 
     ],
 )
 def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]]) -> None:
-    with pytest.raises(JudgeError, match=r"answered|did not answer"):
+    with pytest.raises(JudgeError, match="answered"):
         asked(body(data(*rows)), 2)
 
 
@@ -134,36 +134,33 @@ def choice(logprob: Any = -0.1, **other: Any) -> dict[str, Any]:
 def test_a_guard_has_one_answer(asked: Callable[..., list[float]]) -> None:
     path = "/chat/completions"
     assert asked(body(json.dumps({"choices": [choice(index=0)]})), path=path) == [0.5]
-    wrong = [[], [choice(), choice()], [choice(index=1)], [choice("-0.1")], [choice(True)], [{}]]
-    for choices in wrong:
+    wrong = [[], [choice(), choice()], [choice(index=1)], [{}]]
+    for choices in [*wrong, *([choice(logprob)] for logprob in ("-0.1", True, 0.1))]:
         with pytest.raises(JudgeError, match="answered nonsense"):
             asked(body(json.dumps({"choices": choices})), path=path)
 
 
-BOMB = gzip.compress(b" " * (LARGEST + 1))
-
-
 @pytest.mark.parametrize(
-    "send",
+    ("send", "message"),
     [
-        endless(b" " * 2**20),
-        body(b" " * (LARGEST + 1)),
-        body(BOMB, Content_Encoding="gzip"),
-        body(BOMB, 500, Content_Encoding="gzip"),
-        body(gzip.compress(BOMB), Content_Encoding="gzip, gzip"),
-        body(BOMB, Content_Encoding="zstd"),
+        (endless(b" " * 2**20), "answered with more than 4,194,304 bytes"),
+        (body(b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
+        (body(b" " * (LARGEST + 1), 500), "answered with more than 4,194,304 bytes"),
+        (body(gzip.compress(b" "), Content_Encoding="gzip"), "answered in gzip, though it was"),
     ],
 )
-def test_an_answer_has_a_limit(send: Send, asked: Callable[..., list[float]]) -> None:
-    with pytest.raises(JudgeError, match=r"answered with more than|answered nonsense"):
+def test_an_answer_has_a_limit(send: Send, message: str, asked: Callable[..., list[float]]) -> None:
+    with pytest.raises(JudgeError, match=message):
         asked(send)
 
 
-def test_an_answer_that_is_compressed_all_the_same_is_read(
-    asked: Callable[..., list[float]],
-) -> None:
-    small = gzip.compress(data((0, [0.25])).encode())
-    assert asked(body(small, Content_Encoding="gzip")) == [0.25]
+@pytest.mark.parametrize("value", ["probability", "log_probability"])
+def test_a_probability_is_from_0_to_1(value: str, asked: Callable[..., list[float]]) -> None:
+    with pytest.raises(
+        JudgeError, match=r"answered the probability 1\.5, which is not from 0 to 1"
+    ):
+        asked(body(data((0, [0.5]), (1, [1.5]))), 2, value=value)
+    assert asked(body(data((0, [1.5]))), value="logit") == [1.5]
 
 
 def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[float]]) -> None:
@@ -214,11 +211,19 @@ def test_words_of_an_error_stay() -> None:
     assert without_key(told, KEY) == 'status: {"error": "Invalid API key *** for model gpt"}'
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.2:8/x", "http://[::1]/x", "http://LOCALHOST/x"])
-def test_no_proxy_leads_to_this_machine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_loopback(url)
-    assert not is_loopback("http://localhost.example.org/x")
-    assert not is_loopback("http://10.0.0.1/x")
+LOOPBACK = ["127.0.0.2:8", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "0.0.0.0", "[::]"]
+LOOPBACK += ["LOCALHOST", "localhost.", "LOCALHOST.", "judge.localhost", "127.1", "2130706433"]
+LOOPBACK += ["0x7f.0.0.1", "[::ffff:0.0.0.0]", "127.0.0.1."]
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_no_proxy_leads_to_this_machine(host: str) -> None:
+    assert is_loopback(f"http://{host}/x")
+
+
+@pytest.mark.parametrize("host", ["localhost.example.org", "10.0.0.1", "[::ffff:10.0.0.1]"])
+def test_a_proxy_may_lead_to_others(host: str) -> None:
+    assert not is_loopback(f"http://{host}/x")
 
 
 def test_a_proxy_of_the_environment_is_not_used_for_it(
@@ -228,19 +233,3 @@ def test_a_proxy_of_the_environment_is_not_used_for_it(
         monkeypatch.setenv(name, "http://user:password@127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     assert asked(body(data((0, [0.5])))) == [0.5]
-
-
-def test_for_others_the_proxy_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("https_proxy", "http://user:password@proxy.example.org:3128")
-    monkeypatch.setenv("no_proxy", "inside.example.org")
-    tell_proxy.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            for host in ("judge.example.org", "inside.example.org", "localhost"):
-                tell_proxy(f"https://{host}/classify")
-    (told,) = caplog.messages
-    assert "https://judge.example.org" in told and "proxy.example.org:3128" in told
-    assert "password" not in told
-    assert _server.log.name == caplog.records[0].name

@@ -1,8 +1,4 @@
-"""Judges score completions by a model. This is their contract; each other file is one judge.
-
-A judge is a frozen dataclass. Its fields are its options, and its instances are reward functions
-in TRL's convention, plain or `async`, with the `check` and `load` of `tba.tasks.Prepares`.
-"""
+"""Judges score completions by a model. This is their contract; each other file is one judge."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +15,10 @@ Text = str | Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Base of the judges that ship. A pickled judge is its options, without what it has loaded."""
+    """A reward function that asks a model, plain or `async`, in TRL's convention.
+
+    Its fields are its options. A pickled judge is its options, without what it has loaded.
+    """
 
     template: str | None = None
     """Text with `{prompt}` and `{completion}` to read; default: the chat template."""
@@ -27,6 +26,18 @@ class Judge:
     def __post_init__(self) -> None:
         if self.template is not None and "{completion}" not in self.template:
             raise ValueError("template must contain {completion}, where the completion goes")
+
+    def check(self) -> None:
+        """ValueError if it cannot work. Called before any process starts; takes seconds at most."""
+
+    def load(self, device: str) -> None:
+        """Load models to the device, in a process that scores, before its first score."""
+
+    def __call__(
+        self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Return a score for each prompt with its completion."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -1,36 +1,33 @@
 """A judge's server: JSON over HTTP with deadlines, retries, a limit on requests, and a key."""
 
 import asyncio
-import logging
 import math
 import os
 import random
 import re
+import socket
 import time
 import unicodedata
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import cache
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any, NamedTuple, TypeVar
-from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-log = logging.getLogger(__name__)
-
 Answer = TypeVar("Answer", bound=BaseModel)
 
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
-"""Seconds before the first retry, and at most before any."""
-
-
-LARGEST, READ = 2**22, 4_000
-"""Most bytes of an answer, decompressed; characters of it that are read for an error."""
+FIRST_WAIT = 0.5
+"""Seconds before the first retry, at most."""
+LONGEST_WAIT = 60.0
+"""Most seconds before any retry."""
+LARGEST = 2**22
+"""Most bytes of an answer."""
+READ = 4_000
+"""Most characters of an answer that are read for an error."""
 PLAIN = {"Accept-Encoding": "identity"}
 
 
@@ -58,8 +55,6 @@ class Server:
     retries: int
     concurrency: int
     """Requests at one time, of all groups together."""
-    patience: float = math.inf
-    """Seconds for a request and its retries."""
     _connection: Connection | None = field(default=None, init=False, repr=False)
     _sent: str = field(default="", init=False, repr=False)
     """The key that requests have."""
@@ -84,34 +79,30 @@ class Server:
     async def post(self, body: Mapping[str, Any], answer: type[Answer]) -> Answer:
         """Return the server's answer; JudgeError if there is none after the last retry.
 
-        A request is repeated after 429, 5xx, a lost connection, or its deadline.
+        A request is repeated after 429, 5xx, a lost connection, or its deadline. ValueError for an
+        answer that is too large, or not of the right form.
         """
-        until = time.monotonic() + self.patience
         connection = self._connect()
         for attempt in range(self.retries + 1):
             asked = 0.0
             try:
                 request = connection.client.stream("POST", self.url, json=body)
-                limit = asyncio.timeout(self._left(until))
-                async with connection.slots, limit, request as response:
+                async with connection.slots, asyncio.timeout(self.deadline), request as response:
                     content = await _read(response)
             except (httpx2.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__} {self._excerpt(str(error))}".strip()
-            except ValueError as error:
-                raise JudgeError(f"{self.url} {error}") from error
             else:
                 if response.is_success:
                     return self._parsed(content, answer)
-                told = self._excerpt(content.decode("utf-8", "replace"))
-                problem = f"status {response.status_code}: {told}"
+                excerpt = self._excerpt(content.decode("utf-8", "replace"))
+                problem = f"status {response.status_code}: {excerpt}"
                 if response.status_code != 429 and response.status_code < 500:
                     break
                 asked = _retry_after(response.headers.get("retry-after", ""))
                 problem += f" (to be repeated after {asked:g} s)" if asked else ""
-            jittered = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
-            last = attempt == self.retries or time.monotonic() + asked + jittered > until
-            if last or asked > LONGEST_WAIT:
+            if attempt == self.retries or asked > LONGEST_WAIT:
                 break
+            jittered = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
             await asyncio.sleep(asked + jittered)
         times = f" {attempt + 1} times" if attempt else ""
         raise JudgeError(f"{self.url} failed{times}: {problem}")
@@ -121,67 +112,65 @@ class Server:
             return answer.model_validate_json(content)
         except ValidationError as error:
             first = error.errors(include_input=False)[0]
-            place = ".".join(map(str, first["loc"])) or "it"
-            why = f"{place}: {first['msg']}"
-        told = self._excerpt(content.decode("utf-8", "replace"))
-        raise JudgeError(f"{self.url} answered nonsense ({why}): {told}")
+        place = ".".join(map(str, first["loc"])) or "it"
+        excerpt = self._excerpt(content.decode("utf-8", "replace"))
+        raise ValueError(f"answered nonsense ({place}: {first['msg']}): {excerpt}")
 
     def _excerpt(self, text: str) -> str:
         """Return the beginning of what a server sent, without the key, which it may repeat."""
         return without_key(text[:READ], self._sent)[:300]
 
-    def _left(self, until: float) -> float:
-        return min(self.deadline, until - time.monotonic())
-
     def _connect(self) -> Connection:
         """Return the connection of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection.loop is not loop:
-            self._sent = key = self.key()
+            self._sent = self.key()
+            authorization = {"Authorization": f"Bearer {self._sent}"} if self._sent else {}
             client = httpx2.AsyncClient(
-                headers=PLAIN | ({"Authorization": f"Bearer {key}"} if key else {}),
+                headers=PLAIN | authorization,
                 timeout=None,  # `post` has its own
                 trust_env=not is_loopback(self.url),
                 limits=httpx2.Limits(max_connections=self.concurrency),
             )
-            slots, closing = asyncio.Semaphore(self.concurrency), _close_at_end(client)
-            self._connection = Connection(loop, client, slots, loop.create_task(closing))
+            self._connection = Connection(
+                loop=loop,
+                client=client,
+                slots=asyncio.Semaphore(self.concurrency),
+                closing=loop.create_task(_close_at_end(client)),
+            )
         return self._connection
 
 
 async def _read(response: httpx2.Response) -> bytes:
     """Return the body of an answer; ValueError, before more is read, if it is too large."""
-    body, encoding = bytearray(), response.headers.get("content-encoding", "identity")
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(f"answered in {encoding}, though it was asked for plain text")
+    body = bytearray()
     async for part in response.aiter_raw():
         body += part
         if len(body) > LARGEST:
-            break
-    if encoding in ("gzip", "deflate"):
-        with suppress(zlib.error):  # what is no such stream is refused as nonsense
-            body = bytearray(zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, LARGEST + 1))
-    if len(body) > LARGEST:
-        raise ValueError(f"answered with more than {LARGEST:,} bytes")
+            raise ValueError(f"answered with more than {LARGEST:,} bytes")
     return bytes(body)
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy leads to it."""
-    host = httpx2.URL(url).host
-    with suppress(ValueError):
+    """Return whether a server is on this machine, so that no proxy leads to it.
+
+    Its address may be written in any way that a system's resolver reads, such as 127.1.
+    """
+    host = httpx2.URL(url).host.rstrip(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    with suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))
+    try:
         address = ip_address(host)
-        return address.is_loopback or address.is_unspecified
-    return host == "localhost" or host.endswith(".localhost")
-
-
-@cache
-def tell_proxy(url: str) -> None:
-    """Log once that the environment names a proxy for a server, without the proxy's password."""
-    named, to = getproxies(), httpx2.URL(url)
-    proxy = named.get(to.scheme) or named.get("all")
-    if proxy and not is_loopback(url) and not proxy_bypass(to.host):
-        log.warning(
-            "%s is asked through a proxy of the environment, %s", url, proxy.rpartition("@")[2]
-        )
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified
 
 
 def without_key(text: str, key: str) -> str:
@@ -193,8 +182,8 @@ def without_key(text: str, key: str) -> str:
         return text
     text = unicodedata.normalize("NFKC", text)
     text = re.sub(re.escape(key), "***", text, flags=re.IGNORECASE)
-    letters, own = (re.sub(r"[\W_]", "", each).casefold() for each in (text, key))
-    if own in letters or own[::-1] in letters:
+    letters, secret = (re.sub(r"[\W_]", "", each).casefold() for each in (text, key))
+    if secret in letters or secret[::-1] in letters:
         return "***"
     return re.sub(r"[^\W_]+", _plain, text)
 
