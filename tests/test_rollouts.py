@@ -12,6 +12,7 @@ import torch
 from toy import MAX_TOKENS, group_of_all, toy_config
 
 from tba.config.tables import PolicyTable
+from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import ValueRollouts
@@ -30,12 +31,11 @@ SAMPLING = Sampling(samples=7, temperature=0.7, max_tokens=5)
 
 
 @dataclass
-class Endings:
+class Endings(Engine):
     """An engine that ends responses with the digits 1, 2, 3, ... and remembers its calls."""
 
-    text: Tokenizer
+    version = 0
     asked: list[tuple[list[str], Sampling, int]] = field(default_factory=list)
-    version: int = 0
 
     def load_weights(self, weights: Weights) -> None:
         raise NotImplementedError
@@ -91,7 +91,8 @@ def group(text: Tokenizer, prompt: str, *answers: str) -> Group:
 def estimate(
     text: Tokenizer, groups: list[Group], rollouts: int, step_tokens: int
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
-    engine, request = Endings(text), ValueRollouts(rollouts, step_tokens)
+    engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False)
+    request = ValueRollouts(rollouts, step_tokens)
     all_of = Rollouts(engine, text, Guard({"": Digits()}, 10.0), SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
