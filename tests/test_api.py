@@ -291,8 +291,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
             "data": [{"prompt": "1", "when": pandas.Timestamp(0)}],
             "reward": lambda completions, when: [0.0],
         },
-        "data=: column 'when', row 0: Timestamp is not text, a number, a list, or a table with"
-        " names; convert it to text",
+        "task.reward: <lambda> needs 'when', which is not a column of task.data",
     ),
     "a file": (
         [],

@@ -6,14 +6,14 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba.config.errors import DEEPEST, about
+from tba.config.errors import about
 
 Rows = list[dict[str, Any]]
 
@@ -43,15 +43,13 @@ def rows(
         raise ValueError(f"{key} = {str(path)!r}: {suffix} is not one of {', '.join(SUFFIXES)}")
     try:
         table = _from_file(path) if path.is_file() else _from_hub(source, subset, split, columns)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"{key} = {source!r} cannot be read: {why};"
             f" give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
         ) from error
-    table = checked(f"{key} = {source!r}", table, required)
-    require(f"{key} = {source!r}", table, [c for c in columns or () if c in table[0]])
-    return table
+    return checked(f"{key} = {source!r}", table, required)
 
 
 def is_path(source: str) -> bool:
@@ -63,23 +61,25 @@ def is_path(source: str) -> bool:
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
     """Return the rows as plain JSON with the same columns in each, None where there is no value.
 
-    A column with a value that JSON cannot hold has an error in each row: prompts go to other
-    processes, and into checkpoints. ValueError, which starts with `origin`, if there are no rows,
-    or a required column is missing or has errors.
+    A column with a value that JSON cannot hold is left out, with a warning: prompts go to other
+    processes, and into checkpoints. ValueError, which begins with `origin`, if there are no rows,
+    or a required column is missing.
     """
     names = {name: str(name) for row in table for name in row}
-    if not names:
-        raise ValueError(f"{origin} has no rows")
     with about(origin):
         check_names(list(names.values()))
-    columns = {name: _column([row.get(key) for row in table]) for key, name in names.items()}
-    table = _rows(columns)
-    require(origin, table, required)
-    return table
-
-
-def _rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    columns: dict[str, list[Any]] = {}
+    for key, name in names.items():
+        try:
+            columns[name] = _plain([row.get(key) for row in table])
+        except ValueError as error:
+            text = "%s: the column %r is left out: %s"
+            logging.getLogger(__name__).warning(text, origin, name, error)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if not rows:
+        raise ValueError(f"{origin} has no rows")
+    require(origin, rows, required)
+    return rows
 
 
 def check_names(columns: Sequence[str]) -> None:
@@ -89,18 +89,8 @@ def check_names(columns: Sequence[str]) -> None:
             raise ValueError(f"{count} columns are called {name!r}; rename all but one")
 
 
-def without_errors(origin: str, table: Rows, used: Collection[str]) -> Rows:
-    """Return the rows without the columns that have errors; ValueError if one of them is `used`."""
-    require(origin, table, [name for name in table[0] if name in used])
-    kept = [name for name, value in table[0].items() if not isinstance(value, ValueError)]
-    for name in table[0].keys() - kept:
-        told = "%s: the column %r is left out: %s"
-        logging.getLogger(__name__).warning(told, origin, name, table[0][name])
-    return [{name: row[name] for name in kept} for row in table]
-
-
 def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
-    """ValueError, which starts with `origin`, if one of the columns is missing or has errors."""
+    """ValueError, which begins with `origin`, if one of the columns is missing."""
     for name in columns:
         if name not in table[0]:
             option = ", or set task.prompt_column" if name == "prompt" else ""
@@ -108,43 +98,28 @@ def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
                 f"{origin} has no column {name!r}; it has {', '.join(table[0])}."
                 f" Rename one to {name!r}{option}"
             )
-        if isinstance(table[0][name], ValueError):
-            raise ValueError(f"{origin}: column {name!r}, {table[0][name]}; convert it to text")
 
 
-def _column(values: Sequence[Any]) -> list[Any]:
-    """Return values as plain JSON, or an error in place of each, which names the first row."""
-    plain: list[Any] = []
-    try:
-        for value in values:
-            plain.append(_plain(value))
-    except ValueError as error:
-        return [ValueError(f"row {len(plain)}: {error}")] * len(values)
+def _plain(values: Sequence[Any]) -> list[Any]:
+    """Return a column as JSON has it; ValueError, which names the row, if JSON cannot hold it."""
+    encode = json.JSONEncoder(ensure_ascii=False, default=_of_numpy).encode
+    plain = []
+    for row, value in enumerate(values):
+        try:
+            text = encode(value)
+            text.encode()  # raises for half a character, a lone surrogate, which no tokenizer takes
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"row {row}: {error}; convert it to text") from error
+        plain.append(json.loads(text))
     return plain
 
 
-def _plain(value: Any, levels: int = DEEPEST) -> Any:
-    """Return a value as JSON has it, none of it changed; ValueError if it cannot."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and value.bit_length() < 14_000:  # or Python does not write it
-        return int(value)
-    if isinstance(value, str):
-        value.encode()  # raises for half a character, a lone surrogate, which no tokenizer takes
-        return str.__str__(value)
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufUO" and levels > 0:
-        return _plain(value.tolist(), levels - 1)  # a date would become a number
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, dict | list | tuple) and levels < 1:  # such as a list that holds itself
-        raise ValueError(f"nested more than {DEEPEST} levels deep")
-    if isinstance(value, list | tuple):
-        return [_plain(inner, levels - 1) for inner in value]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {_plain(name): _plain(inner, levels - 1) for name, inner in value.items()}
-    if isinstance(value, Exception):  # of `by_column`
-        raise ValueError(str(value))
-    raise ValueError(f"{type(value).__name__} is not text, a number, a list, or a table with names")
+def _of_numpy(value: Any) -> Any:
+    """Return a scalar or an array of numpy as plain values; TypeError for anything else."""
+    is_numpy = isinstance(value, np.generic | np.ndarray)
+    if is_numpy and value.dtype.kind in "biufUO":  # a date would become a number
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not text, a number, a list, or a table with names")
 
 
 def _split_file(key: str, folder: Path, split: str) -> Path:
@@ -163,70 +138,55 @@ def _from_file(path: Path) -> Rows:
     from pyarrow import parquet
 
     if path.suffix == ".parquet":
-        table = parquet.ParquetFile(path).read()
-        return by_column(table, lambda name: table.select([name]).to_pylist())
+        return from_arrow(parquet.ParquetFile(path).read())
     content = path.read_bytes()
-    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = content.decode("utf-16" if wide else "utf-8-sig")
+        text = content.decode("utf-16" if is_wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} is not UTF-8 ({error.reason}); save it as UTF-8") from error
     if path.suffix == ".csv":
         return _from_csv(text)
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:  # not splitlines(): JSON strings may hold U+2028 and the like
-        lines = enumerate(text.split("\n"), 1)
-        rows = [_parsed(number, line) for number, line in lines if line.strip()]
+    rows: Rows = json.loads(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")
-    return list(rows)
+    return rows
 
 
-def by_column(table: Any, read: Callable[[str], Rows]) -> Rows:
-    """Return rows that are read column by column: one that Python cannot hold has its error."""
+def _from_lines(text: str) -> Rows:
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): texts may have U+2028
+        if line.strip():
+            with about(f"line {number}"):
+                rows.append(json.loads(line))
+    return rows
+
+
+def from_arrow(table: Any) -> Rows:
+    """Return the rows of an Arrow table, without decoding images and the like."""
     check_names(table.column_names)
-    columns: dict[str, list[Any]] = {}
-    for name in table.column_names:
-        try:
-            columns[name] = [row[name] for row in read(name)]
-        except (ValueError, OverflowError, ImportError) as error:  # such as a date after year 9999
-            columns[name] = [error] * table.num_rows
-    return _rows(columns)
+    return list(table.to_pylist())
 
 
 def _from_csv(text: str) -> Rows:
     """Read CSV as Python's `csv` does: values are text. The header shows what separates them."""
     csv.field_size_limit(sys.maxsize)  # else a value has at most 131,072 characters
-
-    def reader(separator: str, strict: bool) -> Any:
-        return csv.reader(StringIO(text, newline=""), delimiter=separator, strict=strict)
-
-    headers: dict[str, list[str]] = {
-        s: next(filter(None, reader(s, strict=False)), []) for s in ",;\t"
-    }
-    lines = reader(next((s for s, names in headers.items() if len(names) > 1), ","), strict=True)
-    rows: Iterator[list[str]] = filter(None, lines)  # without empty lines
-    table: Rows = []
+    text = text.lstrip("\r\n")
+    header = text.partition("\n")[0]
+    separator = next((mark for mark in ",;\t" if mark in header), ",")
+    lines = csv.DictReader(StringIO(text, newline=""), delimiter=separator, strict=True)
+    names = lines.fieldnames or []
+    check_names([name for name in names if name])
+    rows: Rows = []
     try:
-        header = next(rows, [])
-        check_names([name for name in header if name])  # pandas writes its index without a name
-        for values in rows:
-            if len(values) != len(header):
-                raise csv.Error(f"{len(values)} values for {len(header)} columns")
-            table.append({name: x for name, x in zip(header, values, strict=True) if name})
+        for row in lines:
+            if None in row or None in row.values():
+                raise csv.Error(f"row {len(rows)} has not {len(names)} values, one for each column")
+            rows.append({name: value for name, value in row.items() if name})  # pandas' index
     except csv.Error as error:
-        where = f"row {len(table)}, up to line {lines.line_num}"
-        raise ValueError(f"{where}: {error}") from error
-    return table
-
-
-def _parsed(number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number}: {error}") from error
+        raise ValueError(f"up to line {lines.reader.line_num}: {error}") from error
+    return rows
 
 
 def _from_hub(name: str, subset: str | None, split: str, columns: Sequence[str] | None) -> Rows:
@@ -237,6 +197,6 @@ def _from_hub(name: str, subset: str | None, split: str, columns: Sequence[str] 
         table = datasets.load_dataset(name, subset, split=split)
         if columns is not None:
             table = table.select_columns([c for c in table.column_names if c in columns])
-        return by_column(table, lambda name: table.select_columns([name]).to_list())
+        return from_arrow(table.with_format("arrow")[:])
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(str(error.__cause__ or error)) from error

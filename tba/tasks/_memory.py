@@ -18,7 +18,7 @@ from tba.config.schema import Config
 from tba.config.secrets import read_secrets
 from tba.config.tables import Use
 from tba.tasks import Task
-from tba.tasks._data import Rows, by_column, check_names, checked
+from tba.tasks._data import Rows, check_names, checked, from_arrow
 
 MARK = "<in memory: "
 """Start of the text that stands in a config for an object passed from Python."""
@@ -197,7 +197,7 @@ def to_rows(argument: str, data: Any) -> Rows:
             check_names(list(map(str, data.columns)))
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     elif isinstance(data, Dataset):
-        data = by_column(data, lambda name: data.select_columns([name]).to_list())
+        data = from_arrow(data.with_format("arrow")[:])
     if not isinstance(data, list | tuple):
         raise ValueError(
             f"{argument}= is of type {type(data).__name__}; pass a list of dicts, a DataFrame or"

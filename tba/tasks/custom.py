@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
-from itertools import chain
 from typing import Any
 
 from tba.config.plugins import GIVEN
@@ -14,7 +13,7 @@ from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
 from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
-from tba.tasks._data import Rows, require, rows, without_errors
+from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
 from tba.tasks._rewards import ADVICE, RewardFunction, call, member, reward_function
@@ -199,8 +198,7 @@ class Custom(Rendering, Task):
         table = rows(key, source, split, self.subset) if given is None else given
         table = self.renamed(origin, table)
         require(origin, table, columns_of(self.prompt))
-        parameters = chain(*(inspect.signature(f).parameters for f in self.functions))
-        return without_errors(origin, table, {*columns_of(self.prompt), *parameters})
+        return table
 
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[str]) -> None:

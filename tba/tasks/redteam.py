@@ -17,7 +17,7 @@ from tba.config.errors import about
 from tba.config.tables import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength
-from tba.tasks._data import rows, without_errors
+from tba.tasks._data import rows
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._rewards import RewardFunction, call, reward_function
 from tba.tasks._victim import Victim
@@ -110,7 +110,7 @@ class RedTeam(Task):
         if self.data is None:
             return [Prompt("attack", self.prompt)]
         prompts, table = [], rows("task.data", self.data, self.split, required=("prompt",))
-        for i, row in enumerate(without_errors("task.data", table, ())):
+        for i, row in enumerate(table):
             text = row.pop("prompt")
             if not isinstance(text, str | list):
                 raise ValueError(f"task.data: row {i} has the prompt {text!r}; give it text")

@@ -192,11 +192,13 @@ def test_of_the_hub_only_the_columns_that_are_used_are_read(
         return datasets.Dataset.from_list([row])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    kept = datasets.Dataset.to_list
-    monkeypatch.setattr(
-        datasets.Dataset, "to_list", lambda d: names.append(d.column_names) or kept(d)
-    )
+
+    def from_arrow(table: Any) -> list[dict[str, Any]]:
+        names.append(table.column_names)
+        return table.to_pylist()
+
+    monkeypatch.setattr("tba.tasks._data.from_arrow", from_arrow)
     task = make()
     assert [p.text for p in (*task.prompts(), *task.held_out())] == ["A.\n\nTL;DR:"] * 2
     assert [split for _, _, split in asked] == ["train", "validation"]
-    assert names == [["query"], ["summary"], ["post"]] * 2
+    assert names == [["query", "summary", "post"]] * 2
