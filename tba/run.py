@@ -1,4 +1,4 @@
-"""A run: its parts are built, trained with, and closed."""
+"""The train loop, synchronous or asynchronous, on one machine or a cluster; and its run."""
 
 import errno
 from collections import Counter
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from tba import loop
 from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.learn import Trainer, WrongReference
@@ -26,10 +25,38 @@ from tba.runs.summary import Summary, Tracker, by_part
 from tba.runs.warn import Sign, Warnings
 from tba.runtime import Searchers
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.types import Group
+from tba.types import Group, collate
 
 PATIENCE = 100
 """Searches in a row that may give too few samples for a step."""
+
+
+def train(run: "Run") -> None:
+    """Train until the run ends; runs differ in their searchers and how long they wait."""
+    c = run.config
+    run.collect("first_fill")
+    for step in range(run.step, c.run.steps):
+        if run.ending:
+            break
+        groups = run.sample()
+        metrics = run.trainer.step(collate(groups), step)
+        done = step + 1
+        run.step = done
+        if due(done, c.policy.reset_reference_every):
+            run.reset_reference()  # first: if publishing fails, the checkpoint has the reference
+        if due(done, c.runtime.publish_every):
+            run.publish()
+        if due(done, c.eval.every) and done < c.run.steps:
+            run.evaluate()
+        run.collect()  # waits for `fresh` groups, none when asynchronous, and within `max_reuse`
+        run.log(metrics, groups)
+        if due(done, c.checkpoint.every):
+            run.save()
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether something that happens every `every` steps (0: never) is due at `step`."""
+    return every > 0 and step % every == 0
 
 
 @dataclass
@@ -49,12 +76,17 @@ class Run:
     tracker: Tracker
     warnings: Warnings
     stop: Stop
-    step: int  # optimizer steps done
+    step: int
+    """Optimizer steps done."""
     pace: Pace
-    missing: int  # groups to wait for before the next step: the first fill, or what a stop cut off
-    began: int  # step at which this session has begun
-    evaluating: int  # evaluations that were requested and have not been logged
-    scores: dict[int, float]  # held-out score of each version that has been evaluated
+    missing: int
+    """Groups to wait for before the next step: the first fill, or what a stop cut off."""
+    began: int
+    """Step at which this session has begun."""
+    evaluating: int
+    """Evaluations that were requested and have not been logged."""
+    scores: dict[int, float]
+    """Held-out score of each version that has been evaluated."""
     requested: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Version, and seconds of the train loop, of each evaluation that has not ended, by the step
     at which it was requested. Several may be of one version."""
@@ -74,7 +106,8 @@ class Run:
 
     def sample(self) -> list[Group]:
         self.console.phase("training")
-        t, strategy = self.config.trainer, self.parts.strategy
+        t = self.config.trainer
+        strategy = self.parts.strategy
         self.missing = self.config.fresh
         self.pace.drew(t.batch_size, self.buffer.counts["added"])
         return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
@@ -129,16 +162,17 @@ class Run:
         self.warn(self.warnings.step(row))
         self.log_evaluations()
         every = self.config.log.sample_every
-        if loop.due(self.step, every) or (every and self.step == 1):
+        if due(self.step, every) or (every and self.step == 1):
             self._log_group(groups[0])
 
     def _log_group(self, group: Group) -> None:
         """Write the completions of a group, each once, with how often it was drawn."""
-        text, stop = self.parts.text, self.config.sampling.stop
-        prompt, row = text.prompt(group.prompt_tokens), group.prompt
+        text = self.parts.text
+        prompt = text.prompt(group.prompt_tokens)
+        row = group.prompt
         drawn = Counter(id(t) for t in group.trajectories)
         for t in {id(t): t for t in group.trajectories}.values():
-            completion = text.shown(t, stop)
+            completion = text.shown(t, self.config.sampling.stop)
             self.journal.sample(
                 self.step, "train", prompt, completion, t.reward, t.version,
                 id=row.id, columns=row.columns, drawn=drawn[id(t)],
@@ -195,22 +229,27 @@ class Run:
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
-        rng, counts = self.rng.bit_generator.state, self.tracker.counts()
-        rewards = asdict(self.parts.rewards)
-        state = self.step, self.missing, self.evaluating, rng, counts, [*self.pace.marks], rewards
-        progress = checkpoint.Progress(*state)
+        progress = checkpoint.Progress(
+            step=self.step,
+            missing=self.missing,
+            evaluating=self.evaluating,
+            rng=self.rng.bit_generator.state,
+            counts=self.tracker.counts(),
+            pace=[*self.pace.marks],
+            rewards=asdict(self.parts.rewards),
+        )
         search = self.searchers.state()
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
             evaluating = {version for version, _ in self.requested.values()}
             beside = kept_beside(self.folder, self.scores, evaluating)
-        parts = self.trainer, self.parts.text, self.buffer, search, progress
-        self.checkpoints.save(*parts, beside)
+        self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress, beside)
 
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
         last = self.config.run.steps
-        unlogged, self.evaluating = self.evaluating, 0
+        unlogged = self.evaluating
+        self.evaluating = 0
         if self.out_of_patience:
             self.patient_since = self.step
         try:
@@ -220,11 +259,11 @@ class Run:
                     if self.step < last:  # else it waits for nothing
                         if unlogged:  # the first evaluation, or one that a stop cut off
                             self.evaluate()
-                        loop.train(self)
+                        train(self)
                 self.save()
                 complete = self.step == last
                 if complete:
-                    if not loop.due(last, self.config.runtime.publish_every):
+                    if not due(last, self.config.runtime.publish_every):
                         self.publish()  # else the loop has just done so
                     self.evaluate()
                 ended = "" if complete or not self.out_of_patience else self._why()
@@ -243,10 +282,9 @@ class Run:
         if complete:  # a stopped run goes on, and is judged by more steps
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
-        told = self.searchers.stats, finished, log.read_evaluations(self.folder)
-        summary = replace(
-            self.tracker.summary(self.step, *told), warnings=self.warnings.texts, ended=ended
-        )
+        evaluations = log.read_evaluations(self.folder)
+        measured = self.tracker.summary(self.step, self.searchers.stats, finished, evaluations)
+        summary = replace(measured, warnings=self.warnings.texts, ended=ended)
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
@@ -267,7 +305,7 @@ class Run:
             yield
         except (SearchError, NoAnswerError) as error:
             # what the step that has not ended leaves to the resumed run
-            if self.step > began and loop.due(self.step, self.config.eval.every):
+            if self.step > began and due(self.step, self.config.eval.every):
                 self.evaluating = self.evaluating or 1
             self.save()
             self.checkpoints.wait()

@@ -17,7 +17,6 @@ LEVELS = [
     {"search"},
     {"runtime"},
     {"runs"},
-    {"loop"},
     {"run"},
     {"assemble"},
     {"studies"},
