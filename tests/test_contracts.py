@@ -27,7 +27,7 @@ from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
-from tba.objectives import HasHead, Loss, uses_behavior
+from tba.objectives import Loss
 from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.selections import Selection
@@ -278,7 +278,6 @@ def answered(prompt: Prompt, right: int, answers: int) -> Group:
 
 def test_selection_chooses_without_end(make_selection: Callable[[int], Selection]) -> None:
     """Also more at once than there are; and each prompt has a chance."""
-    assert isinstance(make_selection(0), Selection)
     assert set(choices(make_selection(0), [1, 3, 20, 7, 0, *[1] * 200])) == {p.id for p in PROMPTS}
 
 
@@ -322,7 +321,7 @@ def logp(batch: Batch) -> torch.Tensor:
 @pytest.fixture
 def head(objective: Any, batch: Batch) -> torch.Tensor | None:
     """Output of the objective's own head, if it has one: [B K T], 0 at padding, or [B]."""
-    if not isinstance(objective, HasHead):
+    if objective.head is None:
         return None
     generator = torch.Generator().manual_seed(2)
     if objective.head.on == "prompt":
@@ -437,10 +436,10 @@ def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
     far = replace(batch, behavior_logp=logp.detach() + noise)
     results = []
     for one in (near, far):
-        loss, _ = call(objective, logp, one, head if isinstance(objective, HasHead) else None)
+        loss, _ = call(objective, logp, one, head if objective.head else None)
         results.append((loss.detach(), gradients(loss.sum(), logp, None)[0]))
     changes = not all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    assert uses_behavior(objective) == changes
+    assert objective.uses_behavior == changes
 
 
 @pytest.mark.parametrize("distance", [-90.0, 90.0])

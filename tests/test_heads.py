@@ -13,7 +13,7 @@ from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import enable_gradient_checkpointing
-from tba.objectives import HasHead, Head
+from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
 from tba.types import Batch
 
@@ -144,7 +144,7 @@ def trainer(
     """Return a trainer of a small model, the same each time; gradients are not clipped."""
     plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
     first = plugin.at(0)
-    policy = with_head(make("llama"), first.head if isinstance(first, HasHead) else None)
+    policy = with_head(make("llama"), first.head)
     return SingleTrainer(
         policy,
         plugin,

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba.objectives import HasHead
+from tba.objectives import Objective
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
 from tba.objectives.online_dpo import OnlineDpo
@@ -106,7 +106,7 @@ def solve(
     return loss.detach(), torch.autograd.grad(loss.sum(), logp)[0]
 
 
-def head_gradient(objective: HasHead, logp: Tensor, batch: Batch, head: Tensor) -> Tensor:
+def head_gradient(objective: Objective, logp: Tensor, batch: Batch, head: Tensor) -> Tensor:
     head = head.detach().clone().requires_grad_()
     return torch.autograd.grad(objective(logp, batch, head)[0].sum(), head)[0]
 

@@ -19,7 +19,6 @@ from tba.learn.policy import Policy, Way
 from tba.learn.probe import probe_tokens
 from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
-from tba.objectives import head_of
 from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
@@ -118,7 +117,7 @@ def test_objectives_read_sampled_tokens_only(
 ) -> None:
     """Loss, metrics and gradient are those without the environment's tokens."""
     objective = resolve("objectives", "objective", name, {}).build()
-    head = head_of(objective)
+    head = objective.head
     rng, found = torch.Generator().manual_seed(0), []
     plain = collate(groups)
     logp = -torch.rand(int(plain.mask.sum()), generator=rng)

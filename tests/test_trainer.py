@@ -20,6 +20,7 @@ from tba.config.schema import load
 from tba.learn import NotFinite, WrongReference
 from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
 from tba.models.cache import select, visible
+from tba.objectives import Objective
 from tba.runs.parts import check
 from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
@@ -189,7 +190,7 @@ def test_the_first_step_needs_the_reference_to_be_the_policy(
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Wrong(Objective):
     """Returns what an objective must not."""
 
     kind: str

@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from tba.objectives import Loss
+from tba.objectives import Loss, Objective
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class HuberTB:
+class HuberTB(Objective):
     """TB whose loss grows linearly beyond `delta`, a residual in reward units.
 
     With a large `delta` it is TB.

@@ -17,7 +17,7 @@ from tba.config.tables import TrainerTable, decay_of
 from tba.learn import NotFinite, WrongReference, probe, state
 from tba.learn.copies import Copy
 from tba.learn.policy import Output, Policy
-from tba.objectives import HasHead, Loss, Objective
+from tba.objectives import Loss, Objective
 from tba.objectives._terms import kl_k3, total
 from tba.types import Batch, TokenBatch
 from tba.weights import Weights, pack, trained
@@ -180,13 +180,10 @@ def _check_finite(batch: Batch, step: int) -> None:
             )
 
 
-def _loss(objective: Objective | HasHead, output: Output, batch: Batch) -> Loss:
+def _loss(objective: Objective, output: Output, batch: Batch) -> Loss:
     """Return loss and metrics; ValueError unless each has one number for each group."""
-    if isinstance(objective, HasHead):
-        assert output.head is not None
-        returned = objective(output.logp, batch, output.head)
-    else:
-        returned = objective(output.logp, batch)
+    head = () if output.head is None else (output.head,)
+    returned = objective(output.logp, batch, *head)
     name, shape = f"objective {type(objective).__name__}", (len(batch),)
     if not (isinstance(returned, tuple) and len(returned) == 2):
         kind = type(returned).__name__

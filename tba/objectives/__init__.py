@@ -1,32 +1,17 @@
-"""The contract of objectives: losses of log-probabilities, each in a file of this folder.
+"""The contract of objectives: losses of log-probabilities, each in a file of this folder."""
 
-An objective is a frozen dataclass. Its loss of a group depends on that group only, so that
-micro-batches cannot change the result. It may ask the trainer for parameters of its own (`Head`),
-and search for value estimates (`ValueRollouts`). It states whether it compares the policy with the
-one that sampled (`UsesBehavior`).
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
-
-from tba.types import Batch
 
 PerToken = Float[Tensor, "B K T"]
 PerResponse = Float[Tensor, "B K"]
 PerGroup = Float[Tensor, " B"]
 Loss = tuple[PerGroup, dict[str, PerGroup]]
 """One loss per group, and metrics by name with one number per group."""
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """A loss of log-probabilities."""
-
-    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        """Return the loss of each group; `logp` are the live policy's log-probs of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +28,6 @@ class Head:
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
 
-@runtime_checkable
-class HasHead(Protocol):
-    """An objective with a head; it is called with the head's output as well."""
-
-    @property
-    def head(self) -> Head: ...
-
-    def __call__(self, logp: PerToken, batch: Batch, head: Tensor) -> Loss: ...
-
-
 @dataclass(frozen=True)
 class ValueRollouts:
     """Value estimates by search: `rollouts` continuations before every `step_tokens`-th token."""
@@ -61,36 +36,31 @@ class ValueRollouts:
     step_tokens: int
 
 
-@runtime_checkable
-class NeedsValues(Protocol):
-    """An objective that learns from `batch.value`."""
+class Objective:
+    """Loss of log-probabilities; a subclass is a frozen dataclass, whose fields are its options.
+
+    The loss of a group depends on that group only, so that micro-batches cannot change the result.
+    """
+
+    __call__: Callable[..., Loss]
+    """`objective(logp, batch)` returns the loss of each group; `logp` [B K T] are the live policy's
+    log-probs of the tokens. An objective with a head is called with `(logp, batch, head)`."""
 
     @property
-    def value_rollouts(self) -> ValueRollouts: ...
+    def head(self) -> Head | None:
+        """Return the parameters that the trainer keeps for this objective, if any."""
+        return None
 
-
-@runtime_checkable
-class UsesBehavior(Protocol):
-    """An objective that may read `batch.behavior_logp`, the log-probs of the sampling policy.
-
-    Those must then be exact: search may not cut the distribution off by `sampling.top_p`.
-    """
+    @property
+    def value_rollouts(self) -> ValueRollouts | None:
+        """Return the value estimates that the objective reads in `batch.value`, if any."""
+        return None
 
     @property
     def uses_behavior(self) -> bool:
-        """Return whether the loss depends on these log-probs, with the objective's options."""
+        """Return whether the loss depends on `batch.behavior_logp`, with the objective's options.
 
-
-def head_of(objective: Objective | HasHead) -> Head | None:
-    """Return the head that the objective owns, if any."""
-    return objective.head if isinstance(objective, HasHead) else None
-
-
-def value_rollouts_of(objective: Objective | HasHead) -> ValueRollouts | None:
-    """Return the value estimates that the objective needs from search, if any."""
-    return objective.value_rollouts if isinstance(objective, NeedsValues) else None
-
-
-def uses_behavior(objective: Objective | HasHead) -> bool:
-    """Return whether the objective's loss depends on the log-probs of the sampling policy."""
-    return isinstance(objective, UsesBehavior) and objective.uses_behavior
+        The log-probs of the sampling policy must then be exact: settings that change the
+        distribution of the samples, such as `sampling.top_p`, are refused.
+        """
+        return False

@@ -1,13 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class DrGrpo:
+class DrGrpo(Objective):
     """Dr. GRPO: GRPO without its two normalisations.
 
         loss[b] = -mean_j sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t]
@@ -19,7 +18,7 @@ class DrGrpo:
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
     """
 
-    uses_behavior: ClassVar[bool] = True
+    uses_behavior = True
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

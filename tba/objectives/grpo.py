@@ -1,13 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import centred, penalised, positive
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class Grpo:
+class Grpo(Objective):
     """GRPO: clipped policy gradient with rewards normalised by group, and the KL as a loss term.
 
         loss[b] = -mean_j (1 / T_j) sum_t [min(rho_t A_j, clip(rho_t) A_j) - beta KL_t]
@@ -19,7 +18,7 @@ class Grpo:
     DeepSeekMath (arXiv 2402.03300), equation 3.
     """
 
-    uses_behavior: ClassVar[bool] = True
+    uses_behavior = True
     beta: float = 0.04
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

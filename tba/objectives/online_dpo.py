@@ -2,13 +2,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import positive, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class OnlineDpo:
+class OnlineDpo(Objective):
     """Online DPO: prefers the better of two responses of the policy to the worse.
 
         loss[b] = -log sigmoid(beta (d_w - d_l)),  d = log pi - log ref

@@ -1,15 +1,14 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from tba.objectives import Head, Loss, PerToken
+from tba.objectives import Head, Loss, Objective, PerToken
 from tba.objectives._terms import clipped, log_ratio, outside, positive, ratio, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class Ppo:
+class Ppo(Objective):
     """PPO: clipped policy gradient with advantages from a value head.
 
         loss[b] = mean_j sum_t [-min(rho_t A_t, clip(rho_t) A_t) + c / 2 (V_t - target_t)^2]
@@ -22,7 +21,7 @@ class Ppo:
     arXiv 2203.02155.
     """
 
-    uses_behavior: ClassVar[bool] = True
+    uses_behavior = True
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -1,13 +1,12 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class ProximalRloo:
+class ProximalRloo(Objective):
     """Proximal RLOO: RLOO with PPO's clipping, at the level of whole responses.
 
         loss[b] = -mean_j min(rho_j A_j, clip(rho_j, 1 - clip, 1 + clip) A_j)
@@ -17,7 +16,7 @@ class ProximalRloo:
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
 
-    uses_behavior: ClassVar[bool] = True
+    uses_behavior = True
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

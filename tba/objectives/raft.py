@@ -1,13 +1,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class Raft:
+class Raft(Objective):
     """RAFT: maximises the likelihood of the good responses, and ignores the others.
 
         loss[b] = -mean_j [r_j >= threshold] log pi(y_j)

@@ -1,12 +1,12 @@
 from dataclasses import dataclass
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import Importance, importance, leave_one_out, positive, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class Rloo:
+class Rloo(Objective):
     """RLOO: policy gradient with a leave-one-out baseline, and the KL in the reward.
 
         loss[b] = -mean_j A_j log pi(y_j)

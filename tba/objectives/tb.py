@@ -2,13 +2,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import Importance, importance, positive, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class TrajectoryBalance:
+class TrajectoryBalance(Objective):
     """Trajectory balance: pulls pi(y|x) towards ref(y|x) exp(r(x, y) / beta) / Z(x).
 
         loss[b]    = (1 / 2 beta) mean_j (beta (log pi - log ref)_j - r_j + beta log Z)^2

@@ -3,13 +3,13 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objectives import Head, Loss, PerToken
+from tba.objectives import Head, Loss, Objective, PerToken
 from tba.objectives._terms import positive, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class TrajectoryBalanceLearnedZ:
+class TrajectoryBalanceLearnedZ(Objective):
     """Trajectory balance in its original form, with a learned log Z.
 
         loss[b] = (beta / 2) mean_j (log Z(x) + (log pi - log ref)_j - r_j / beta)^2

@@ -1,12 +1,12 @@
 from dataclasses import dataclass
 
-from tba.objectives import Loss, PerToken
+from tba.objectives import Loss, Objective, PerToken
 from tba.objectives._terms import Importance, centred, importance, positive, total
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class TBAPrime:
+class TBAPrime(Objective):
     """TBA': trajectory balance as a policy gradient, with a centred KL in the advantage.
 
         loss[b] = -sum_j A_j sum_t w_jt log pi_jt / (tokens of the group)

@@ -1,15 +1,14 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from tba.objectives import Loss, PerToken, ValueRollouts
+from tba.objectives import Loss, Objective, PerToken, ValueRollouts
 from tba.objectives._terms import penalised, positive
 from tba.types import Batch
 
 
 @dataclass(frozen=True)
-class VinePpo:
+class VinePpo(Objective):
     """VinePPO: clipped policy gradient with advantages from rollouts in search.
 
         loss[b] = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t]
@@ -23,7 +22,7 @@ class VinePpo:
     rollouts of its own.
     """
 
-    uses_behavior: ClassVar[bool] = True
+    uses_behavior = True
     beta: float = 1e-4
     """Coefficient of the KL to the reference."""
     clip: float = 0.2

@@ -29,7 +29,7 @@ from tba.models.pretrained import (
     load_config,
     load_text,
 )
-from tba.objectives import head_of, uses_behavior, value_rollouts_of
+from tba.objectives import Objective
 from tba.prompt import Prompt
 from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
@@ -112,8 +112,13 @@ class RunSetup:
             compile_layers(model)
         if c.policy.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        head, share = head_of(self.objective.at(0)), c.policy.share_prompt
-        policy = Policy(model, c.sampling.temperature, bf16, share, head)
+        policy = Policy(
+            model,
+            temperature=c.sampling.temperature,
+            autocast=bf16,
+            share_prompt=c.policy.share_prompt,
+            head=self.objective.at(0).head,
+        )
         if c.trainer.compile:
             warm_up(policy, self.text.context)
         policy.check_lengths(self.extremes, c.sampling.max_tokens)
@@ -152,7 +157,7 @@ class RunSetup:
             runtime=c.runtime,
             held_out=tuple(self.held_out),
             token_budget=c.trainer.token_budget,
-            value_rollouts=value_rollouts_of(self.objective.at(0)),
+            value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
             sets=self.sets,
             explore=c.sampling.explore,
@@ -171,7 +176,7 @@ def check(config: Config, memory: InMemory | None = None) -> RunSetup:
     if not issubclass(engine, Engine):
         raise ValueError(f"engine = {config.engine.use!r}: the class must inherit Engine")
     engine.check(config)
-    _check_head(objective, config.run.steps)
+    _check_objective(objective, config.run.steps)
     text, notes, config = _with_text(config)
     task = _checked_task(resolve_all(config).task, memory)
     _check_stop(config, text)
@@ -263,7 +268,7 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
     """ValueError if the task has tools that the run cannot use."""
     if task.tools is None:
         return
-    if value_rollouts_of(objective.at(0)) is not None:
+    if objective.at(0).value_rollouts is not None:
         raise ValueError(
             "task.environment: the objective needs rollouts from the middle of a response, and an"
             " environment cannot go back there; choose another objective, such as tb"
@@ -271,9 +276,14 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
     check_tools(task.tools, prompt, config.reward.isolate)
 
 
-def _check_head(objective: Plugin, steps: int) -> None:
-    """Raise ValueError if the head of an objective would change during the run."""
-    if head_of(objective.at(0)) != head_of(objective.at(steps)):
+def _check_objective(objective: Plugin, steps: int) -> None:
+    """Raise ValueError for another kind of class, or a head that would change during the run."""
+    if not issubclass(objective.cls, Objective):
+        raise ValueError(
+            f"objective.use: {objective.cls.__name__} is no objective; let it inherit from"
+            " tba.objectives.Objective"
+        )
+    if objective.at(0).head != objective.at(steps).head:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
@@ -306,7 +316,7 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
 
 def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool) -> None:
     """Raise ValueError if the objective needs log-probs of the sampling policy that are missing."""
-    if not any(uses_behavior(objective.at(s)) for s in (0, config.run.steps)):
+    if not any(objective.at(s).uses_behavior for s in (0, config.run.steps)):
         return
     lacks: dict[str, str] = {}
     for name, value in config.sampling.reshaped.items():

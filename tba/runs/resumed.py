@@ -78,11 +78,9 @@ def check_step(step: int, config: Config) -> None:
 
 def _asks(config: Config) -> tuple[str, str]:
     """Return in words the head of the config's objective, and the values that it needs."""
-    from tba.objectives import head_of, value_rollouts_of  # these import PyTorch
-
     objective = resolve_all(config).objective.at(0)
-    head, values = head_of(objective), value_rollouts_of(objective)
-    on = "no head" if head is None else f"a head on the {head.on}"
+    on = "no head" if objective.head is None else f"a head on the {objective.head.on}"
+    values = objective.value_rollouts
     return on, "none" if values is None else f"one every {values.step_tokens} tokens"
 
 

@@ -5,7 +5,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba.objectives import value_rollouts_of
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import STATE, Progress, newest
 from tba.runs.console import Console
@@ -78,7 +77,7 @@ def choose_stored(parts: RunSetup, run: Path, replay: Replay) -> Stored:
     lost = ""
     if parts.task.tools is not None or parts.config.task.use == "redteam":
         lost = "the environment or the victim of the stored samples is gone"
-    elif value_rollouts_of(parts.objective.at(0)) is not None:
+    elif parts.objective.at(0).value_rollouts is not None:
         lost = "the stored samples have value estimates"
     if replay == "rescore" and lost:
         raise ValueError(f"--rescore: {lost}; use --drop-replay, which starts an empty buffer")

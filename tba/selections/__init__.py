@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tba.config.plugins import GIVEN
 from tba.prompt import Prompt
@@ -11,7 +11,6 @@ if TYPE_CHECKING:  # it imports PyTorch
     from tba.types import Group
 
 
-@runtime_checkable
 class Selection(Protocol):
     """Chooses prompts without end, determined by the seed, earlier choices and groups."""
 

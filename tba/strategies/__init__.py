@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Protocol, SupportsIndex
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32
@@ -47,7 +47,6 @@ class Columns:
         return rows[bisect_left(rows, first, key=self.arrived.__getitem__) :]
 
 
-@runtime_checkable
 class Strategy(Protocol):
     """Chooses the groups of a batch from the replay buffer."""
 
