@@ -34,12 +34,12 @@ class Crash:
     """Ends the process before the change with this number; number 0 only counts changes.
 
     If `torn`, it ends within the change before, if that opened a file to write: the file has half
-    of its content, or the last row of it has no end.
+    of its content, or the row that was appended to it has no end.
     """
 
     def __init__(self, folder: Path, number: int, torn: bool):
         self._folder, self._number, self._torn = str(folder), number, torn
-        self._written: tuple[str, bool] | None = None
+        self._written: tuple[Path, int | None] | None = None  # a file, and where rows were appended
         self.changes = 0
 
     def install(self) -> None:
@@ -57,7 +57,8 @@ class Crash:
         if event == "open" and path.startswith(self._folder):
             if arguments[2] & (os.O_WRONLY | os.O_RDWR):
                 self._change()
-                self._written = path, bool(arguments[2] & os.O_APPEND)
+                appended = arguments[2] & os.O_APPEND and Path(path).exists()
+                self._written = Path(path), Path(path).stat().st_size if appended else None
         elif event in CHANGES and (path.startswith(self._folder) or path[:1] != "/"):
             self._change()  # a relative path is a name in a folder that is open
 
@@ -65,10 +66,11 @@ class Crash:
         written, self._written = self._written, None
         self.changes += 1
         if self.changes == self._number:
-            if self._torn and written is not None and Path(written[0]).exists():
-                path, appended = written
-                size = Path(path).stat().st_size
-                os.truncate(path, max(0, size - 5) if appended else size // 2)
+            if self._torn and written is not None and written[0].exists():
+                path, before = written
+                size = path.stat().st_size
+                # `open` with an opener is two events, and before the second there is no new row
+                os.truncate(path, size // 2 if before is None else max(before, size - 5))
             os._exit(EXIT)
 
 
