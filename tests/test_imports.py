@@ -30,7 +30,6 @@ HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/sinks.py"},
     "trackio": {"runs/sinks.py"},
-    "matplotlib": {"runs/card.py"},
     "peft": {"models/lora.py"},
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},
@@ -86,7 +85,7 @@ def test_heavy_libraries_have_one_home(library: str) -> None:
 
 
 def test_import_tba_is_light() -> None:
-    services = ("wandb", "trackio", "matplotlib")
+    services = ("wandb", "trackio")
     heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", *services)
     code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import resource
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from test_loop import ENVIRONMENT, config
 
 from tba.assemble import open_run, run
 from tba.runs.dry_run import dry_run
-from tba.runs.lock import LOCK, UNNAMED, check_usable, locked
+from tba.runs.lock import HOLDER, LOCK, locked
 
 HOLD = """
 import sys, time
@@ -73,56 +70,14 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
             pass
         holder.kill()
     with locked(tmp_path, wait=5.0):
-        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
-    assert (tmp_path / LOCK).read_text() == ""
+        assert str(os.getpid()) in (tmp_path / HOLDER).read_text()
+    assert not (tmp_path / HOLDER).exists()
 
 
-def check(folder: Path) -> AbstractContextManager[None]:
-    check_usable(folder)
-    return nullcontext()
-
-
-@pytest.mark.parametrize("start", [locked, check])
-def test_a_holder_is_named_although_it_has_just_taken_the_lock(
-    tmp_path: Path, start: Callable[[Path], AbstractContextManager[None]]
-) -> None:
-    """A second process comes between the lock and the name of its holder."""
-    with (tmp_path / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        name = threading.Timer(0.2, (tmp_path / LOCK).write_text, ["process 7 on x"])
-        name.start()
-        with pytest.raises(ValueError, match="is in use by process 7 on x; wait"), start(tmp_path):
-            pass
-        name.join()
-
-
-@pytest.mark.parametrize("start", [locked, check])
-def test_a_holder_that_leaves_at_this_moment_does_not_count(
-    tmp_path: Path, start: Callable[[Path], AbstractContextManager[None]]
-) -> None:
-    """It has removed its name, and holds the lock for a moment longer."""
-    with (tmp_path / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        release = threading.Timer(0.2, fcntl.flock, [file, fcntl.LOCK_UN])
-        release.start()
-        with start(tmp_path):
-            release.join()
-
-
-def test_a_holder_without_a_name_is_another_process(tmp_path: Path) -> None:
-    with (tmp_path / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        began = time.monotonic()
-        with pytest.raises(ValueError, match="is in use by another process"), locked(tmp_path):
-            pass
-        assert time.monotonic() - began >= UNNAMED
-
-
-def test_a_check_keeps_neither_another_check_nor_a_start_out(tmp_path: Path) -> None:
-    with (tmp_path / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # as `check_usable` does for a moment
-        check_usable(tmp_path)
-        end = threading.Timer(0.2, fcntl.flock, [file, fcntl.LOCK_UN])
+def test_a_check_does_not_keep_a_start_out(tmp_path: Path) -> None:
+    """It has the lock for a moment."""
+    with FileLock(tmp_path / LOCK, thread_local=False) as lock:
+        end = threading.Timer(0.2, lock.release)
         end.start()
         with locked(tmp_path):
             end.join()
@@ -134,7 +89,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("tba.runs.lock.fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with locked(tmp_path):
         assert f"{tmp_path} cannot be locked" in caplog.text
 

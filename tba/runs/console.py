@@ -174,6 +174,7 @@ class LiveConsole(Console):
         self._size = self._terminal.size
         self._live = live.Live(get_renderable=self._view, console=self._terminal)
         self._live.start()
+        self._terminal.show_cursor(True)  # a second signal ends the process at once
 
     def phase(self, text: str) -> None:
         self._enter(text)

@@ -1,23 +1,24 @@
 """The lock of a folder: one process at a time writes to it."""
 
 import errno
-import fcntl
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
-from tba.runs.files import own
+from filelock import FileLock, Timeout
+
+from tba.runs.files import write_whole
 
 LOCK = ".lock"
+HOLDER = ".lock_holder"
+"""File that names the process which has the lock."""
 
-UNNAMED = 0.5
-"""Seconds that a lock without the name of its holder may last: it is being taken or released."""
+PATIENCE = 0.5
+"""Seconds that a lock may be taken without a refusal: a check has it for a moment."""
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +31,22 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
     also if nothing can be written there. The kernel releases the lock when the process ends,
     however it ends.
     """
-    with _opened(folder, key) as file:
-        _take_within(wait, fcntl.LOCK_EX, file, folder, key)
-        try:
-            _name_holder(file, folder, key)
-            yield
-        finally:
-            file.truncate(0)
-
-
-def _name_holder(file: IO[str], folder: Path, key: str) -> None:
-    holder = f"process {os.getpid()} on {socket.gethostname()}"
     try:
-        file.truncate(0)
-        # not through its buffer, which would be written again on closing
-        os.write(file.fileno(), f"{holder} since {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
-    except OSError as error:  # such as a full disk
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _acquired(folder, key, wait)
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        write_whole(folder / HOLDER, f"{holder} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+    except OSError as error:
         raise _unusable(folder, key, error) from error
+    try:
+        yield
+    finally:
+        (folder / HOLDER).unlink(missing_ok=True)
+        lock.release()
 
 
 def check_usable(folder: Path, key: str = "run.folder") -> None:
     """Raise ValueError if `locked` would refuse the folder now. Nothing is created or written."""
-    lock = folder / LOCK
     try:
         if str(folder).encode(errors="replace").decode() != str(folder):
             raise OSError(errno.EILSEQ, "its name is not UTF-8")
@@ -60,41 +55,29 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        if not lock.exists():
-            return
-        with open(lock, "r+", encoding="utf-8", errors="replace", opener=own) as file:
-            # shared and for a moment, as two checks are no reason to refuse one of them
-            _take_within(0.0, fcntl.LOCK_SH, file, folder, key)
+        if (folder / LOCK).exists():
+            _acquired(folder, key, 0.0).release()
     except OSError as error:
         raise _unusable(folder, key, error) from error
 
 
-def _opened(folder: Path, key: str) -> IO[str]:
-    """Open the lock file of a folder; ValueError if nothing can be written there."""
+def _acquired(folder: Path, key: str, wait: float) -> FileLock:
+    """Return the lock of the folder, which this process has then; warn if there are no locks."""
+    lock = FileLock(folder / LOCK, thread_local=False)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # not "w": it names the holder
-        return open(folder / LOCK, "a+", encoding="utf-8", errors="replace", opener=own)
+        lock.acquire(timeout=wait + PATIENCE, poll_interval=0.02)
+    except Timeout as error:
+        named = (folder / HOLDER).is_file()
+        holder = (folder / HOLDER).read_text("utf-8") if named else "another process"
+        raise ValueError(
+            f"{folder} is in use by {holder}; wait until it ends, stop it, or choose another folder"
+            f" with {key}=…"
+        ) from error
     except OSError as error:
-        raise _unusable(folder, key, error) from error
-
-
-def _take_within(seconds: float, kind: int, file: IO[str], folder: Path, key: str) -> None:
-    """Lock the file; ValueError, which names the holder, if that takes longer.
-
-    A holder has no name, or that of one before it, for a moment: before it writes its own, after it
-    has removed it, and in a check.
-    """
-    deadline = time.monotonic() + seconds
-    while not _take(file, folder, kind):
-        file.seek(0)
-        holder = file.read().strip()
-        if time.monotonic() >= deadline + UNNAMED:
-            raise ValueError(
-                f"{folder} is in use by {holder or 'another process'}; wait until it ends, stop it,"
-                f" or choose another folder with {key}=…"
-            )
-        time.sleep(0.02)
+        if error.errno != errno.ENOLCK:  # NFS without a lock server
+            raise
+        log.warning("%s cannot be locked (%s); make sure that no second run uses it", folder, error)
+    return lock
 
 
 def _unusable(folder: Path, key: str, error: OSError) -> ValueError:
@@ -102,17 +85,3 @@ def _unusable(folder: Path, key: str, error: OSError) -> ValueError:
     return ValueError(
         f"{key} = {str(folder)!r} cannot be used as a folder: {why}; choose another one"
     )
-
-
-def _take(file: IO[str], folder: Path, kind: int) -> bool:
-    """Lock the file, unless another process has; warn on a file system without locks.
-
-    The kind is `LOCK_EX`, or `LOCK_SH`, which several processes may have.
-    """
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # such as NFS without a lock server
-        log.warning("%s cannot be locked (%s); make sure that no second run uses it", folder, error)
-    return True

@@ -1,18 +1,34 @@
 """Export of a run's model with its card: to a folder, and to the Hugging Face hub."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import indent
+from typing import Any
 
-from huggingface_hub import HfApi, RepoUrl, constants, get_token
+from huggingface_hub import HfApi, ModelCardData, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from jinja2 import Environment, StrictUndefined
 
-from tba.runs.card import write_card
 from tba.runs.choice import chosen
 from tba.runs.early import check_export
 from tba.runs.generations import step_of
+from tba.runs.log import METRICS, read, read_config, read_evaluations
 from tba.runs.offline import let_others_read, write_model
+from tba.tasks._data import SUFFIXES
+
+TEMPLATE = Path(__file__).with_name("card.md")
+SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
+"""Tables of the config that a card shows."""
+
+SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
+"""Part of the path of a model in the hub's cache."""
+PLACE = re.compile(r"(~|\.\.|/[^/\s]+)/\S+$")
+"""Beginning of a path from the root, from a home, or from a folder above."""
 
 
 def share(
@@ -29,47 +45,48 @@ def share(
     removed after the upload. ValueError, before anything is written, if something is wrong.
     """
     policy = check_export(run, out, adapter, name, private)
-    if name is not None and get_token() is None:
+    with ExitStack() as closing:
+        generation = closing.enter_context(chosen(run, step))
+        if out is None:
+            aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
+            folder = Path(closing.enter_context(aside)) / "model"
+        else:
+            folder = out
+        if name is None:
+            _write(run, generation, folder, policy, adapter, folder.name)
+            return str(folder)
+        closing.enter_context(_refusals(name))
+        # before a model is merged, because the hub may refuse
+        repository = HfApi().create_repo(name, private=private or None, exist_ok=True)
+        if private and not HfApi().model_info(repository.repo_id).private:
+            raise ValueError(
+                f"{repository} exists and is public; make it private on its settings page, choose"
+                " another name, or leave out --private"
+            )
+        _write(run, generation, folder, policy, adapter, repository.repo_id)
+        message = f"Checkpoint of step {step_of(generation)}"
+        HfApi().upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message=message
+        )
+        return str(repository)
+
+
+def _write(
+    run: Path, generation: Path, folder: Path, policy: Any, adapter: bool, title: str
+) -> None:
+    write_model(policy, generation, folder, adapter)
+    (folder / "README.md").write_text(card(run, step_of(generation), title, adapter), "utf-8")
+    let_others_read(folder)
+
+
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Turn what the hub refuses into a ValueError that says what to type."""
+    if get_token() is None:
         raise ValueError(
             "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
             " HF_TOKEN"
         )
-    with ExitStack() as closing:
-        generation = closing.enter_context(chosen(run, step))
-        # before a model is merged, because the hub may refuse
-        repository = None if name is None else _create(name, private)
-        folder = out
-        if folder is None:
-            aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
-            folder = Path(closing.enter_context(aside)) / "model"
-        write_model(policy, generation, folder, adapter)
-        title = folder.name if repository is None else repository.repo_id
-        write_card(run, folder, step_of(generation), title, adapter)
-        let_others_read(folder)
-        if repository is None:
-            return str(folder)
-        with _asking(title):
-            message = f"Checkpoint of step {step_of(generation)}"
-            HfApi().upload_folder(repo_id=title, folder_path=folder, commit_message=message)
-    return str(repository)
-
-
-def _create(name: str, private: bool) -> RepoUrl:
-    """Create the repository unless it exists; ValueError if it must be private and is not."""
-    api = HfApi()
-    with _asking(name):
-        url = api.create_repo(name, private=private or None, exist_ok=True)
-        if private and not api.model_info(url.repo_id).private:
-            raise ValueError(
-                f"{url} exists and is public; make it private on its settings page, choose another"
-                " name, or leave out --private"
-            )
-    return url
-
-
-@contextmanager
-def _asking(name: str) -> Iterator[None]:
-    """Turn what the hub refuses into a ValueError that says what to type."""
     try:
         yield
     except HfHubHTTPError as error:
@@ -81,3 +98,78 @@ def _asking(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # no connection, a timeout, or offline mode: the class varies
         raise ValueError(f"{name!r} was not uploaded to {constants.ENDPOINT}: {error}") from error
+
+
+def card(run: Path, step: int, name: str, adapter: bool) -> str:
+    """Return the model card for a step of a run; `name` is where others load the model."""
+    config = read_config(run)
+    model = _model_name(config["policy"]["model"])
+    config = _without_places(config)
+    config["policy"]["model"] = model
+    by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
+    before = _texts(by_step.get(0, {}))
+    metadata = ModelCardData(
+        base_model=model if _on_hub(model) else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "trajectory-balance", "tba"],
+    )
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["code"] = _code
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+        metadata=metadata.to_yaml(),
+        config=config,
+        name=name,
+        step=step,
+        adapter=adapter,
+        version=version("tba"),
+        counts=[r for r in read(run / METRICS) if "loss" in r and r["step"] == step],
+        scores=[(s, before.get(s, "–"), v) for s, v in _texts(by_step.get(step, {})).items()],
+        settings=indent(json.dumps({table: config[table] for table in SHOWN}, indent=1), "    "),
+    )
+
+
+def _texts(scores: Mapping[str, float]) -> dict[str, str]:
+    """Return each score that has a standard error, as `0.921 ± 0.007`."""
+    texts = {}
+    for error in scores:
+        name = error.removesuffix("_stderr")
+        if name != error:
+            name = name if name in scores else f"{name}_pass@1"  # the score of `sampled_stderr`
+            texts[name] = f"{scores[name]:.3f} ± {scores[error]:.3f}"
+    return texts
+
+
+def _model_name(model: str) -> str:
+    """Return the name of a model on the hub if its place or its files tell it, or its folder's."""
+    folder = Path(model).expanduser()
+    if cached := SNAPSHOT.search(model):
+        return cached[1].replace("--", "/")
+    if not (folder / "config.json").is_file():
+        return model
+    origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path", "")
+    return origin if _on_hub(origin) else f"./{folder.resolve().name}"
+
+
+def _without_places(value: Any) -> Any:
+    """Return settings in which paths of this machine are the names of their files."""
+    if isinstance(value, Mapping):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    is_place = isinstance(value, str) and PLACE.match(value) is not None
+    return Path(value).name if is_place else value
+
+
+def _on_hub(name: str) -> bool:
+    """Return whether a model is named as on the hub, and not by a path."""
+    is_path = name.startswith(("bundled:", ".", "/", "~")) or name.endswith(SUFFIXES)
+    return bool(name) and not is_path and name.count("/") <= 1 and not Path(name).exists()
+
+
+def _code(value: Any) -> str:
+    """Return text, or another value as JSON, as code within a line of Markdown."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"
