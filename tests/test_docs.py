@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import module_at
 
-from tba import loop
+from tba import run
 from tba.config.plugins import resolve_all
 from tba.config.schema import parse
 from tba.config.tables import WarnTable
@@ -50,7 +50,7 @@ def test_every_panel_and_every_warning_is_explained() -> None:
 
 def test_the_architecture_page_quotes_the_loop() -> None:
     assert (
-        f"```python\n{inspect.getsource(loop.train)}```"
+        f"```python\n{inspect.getsource(run.train)}```"
         in (ROOT / "docs" / "architecture.md").read_text()
     )
 
