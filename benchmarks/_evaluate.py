@@ -39,10 +39,10 @@ def main() -> None:
     lora = LoraTable(r=16, alpha=32) if job.lora else None
     policy = PolicyTable(model=job.model, eos_token=eos, lora=lora)
     text = load_text(policy)
-    engine = Transformers(policy, text, "cpu", bf16=job.bf16)
     prompts = [text.encode(Prompt(str(i), row["prompt"])) for i, row in enumerate(rows)]
     answers = [row["answer"] for row in rows]
     sampling = Sampling(job.recipe.answers, 1.0, job.recipe.tokens)
+    engine = Transformers(policy, text, "cpu", job.bf16, sampling)
     scores = []
     for snapshot in snapshots:
         load(engine.model, Path(snapshot["path"]))

@@ -245,12 +245,13 @@ class Bench:
 
         policy = PolicyTable(model=str(self.model(shape)))
         text = load_text(policy)
-        engine = Transformers(policy, text, self.device, True, batch_size=1024)
         b, s, p, t = (2, 3, 8, 6) if self.tiny else (16, 16, 100, 64)
+        sampling = Sampling(s, 1.0, t)
+        engine = Transformers(policy, text, self.device, True, sampling, batch_size=1024)
         ids = np.random.default_rng(0).integers(3, 15, (b, p)).astype(np.int32)
 
         def ours() -> None:
-            engine.generate(list(ids), Sampling(s, 1.0, t), 0)
+            engine.generate(list(ids), sampling, 0)
 
         @torch.inference_mode()
         def plain() -> None:
@@ -282,8 +283,9 @@ class Bench:
 
         parts = check(self.config(shape))
         trainer = parts.trainer(self.device)
+        sampling = parts.search_setup().sampling
         policy = PolicyTable(model=str(self.model(shape)))
-        engine = Transformers(policy, load_text(policy), self.device, True)
+        engine = Transformers(policy, load_text(policy), self.device, True, sampling)
         blocked, versions = [], iter(range(1, 100))
 
         def update() -> None:

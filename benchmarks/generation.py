@@ -37,7 +37,8 @@ def main() -> None:
     reuse_memory()  # as a run does
     policy = PolicyTable(model=need_model(options))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = Transformers(policy, load_text(policy), device, in_bf16() and not options.fp32)
+    bf16 = in_bf16() and not options.fp32
+    engine = Transformers(policy, load_text(policy), device, bf16, Sampling(SAMPLES, 1.0, TOKENS))
     rows = []
     for length, goal in GOALS.items():
         rows.append(beside_generate(engine, 2 if options.tiny else length, goal, options.repeats))

@@ -77,8 +77,9 @@ def beside_raw(model: str, device: str, prompts: int, tokens: int, repeats: int)
     share = 0.35  # of a GPU's memory, for each side
     bf16 = in_bf16()
     ours = VLLM(
-        policy, endless, device, bf16, max_num_seqs=64, kv_cache_gib=1, gpu_memory_utilization=share
-    )
+        policy, endless, device, bf16, Sampling(1, 1.0, tokens),
+        max_num_seqs=64, kv_cache_gib=1, gpu_memory_utilization=share,
+    )  # fmt: skip
     from vllm import LLM, SamplingParams
 
     # with prompts in pieces, vLLM 0.32 fails on a CPU where requests have seeds
@@ -215,13 +216,14 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
     policy = Policy(moved, 0.7)
     prompts = [rng.integers(100, len(text.tokenizer) - 100, n).astype(np.int32) for n in (129, 90)]
-    engine = VLLM(table, text, device, False, kv_cache_gib=1, gpu_memory_utilization=0.35)
+    sampling = Sampling(8, 0.7, 16)
+    engine = VLLM(table, text, device, False, sampling, kv_cache_gib=1, gpu_memory_utilization=0.35)
     probe = answer(policy, collate_tokens(prompts[:1], [[rng.integers(100, 9000, 16)]]))
     weights = pack(moved, 1, bf16=False, probe=probe)
     started = time.perf_counter()
     of_probe = engine.load_weights(weights)
     took = time.perf_counter() - started
-    groups = engine.generate(prompts, Sampling(8, 0.7, 16), seed=3)
+    groups = engine.generate(prompts, sampling, seed=3)
     engine.close()
     differences = []
     for prompt, group in zip(prompts, groups, strict=True):

@@ -1,10 +1,8 @@
 """Model weights that the trainer publishes to searchers: complete, versioned, with a probe."""
 
 import json
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -166,32 +164,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free memory that is kept for weights to come."""
-
-
-class SharedLock:
-    """Lock that threads hold shared or alone. A thread that waits to hold it alone goes first."""
-
-    def __init__(self) -> None:
-        self._entrance = threading.Lock()
-        self._changed = threading.Condition()
-        self._sharing = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._entrance:
-            self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._entrance, self._changed:
-            self._changed.wait_for(lambda: self._sharing == 0)
-            yield
-
-    def _count(self, change: int) -> None:
-        with self._changed:
-            self._sharing += change
-            self._changed.notify_all()

@@ -40,7 +40,7 @@ class Steps:
         for key in ended:
             del self.left[key]
         empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return [(key, Output(*empty, True, 0.0, 0, ())) for key in ended]
+        return [(key, Output(*empty, True, 0.0, ())) for key in ended]
 
     def abort(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -22,7 +22,7 @@ from conftest import VOCABULARY
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
-from tba.engines._choose import choose
+from tba.engines._decoding import choose
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
@@ -486,7 +486,7 @@ def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
 
     def build(model: Path) -> Engine:
         policy = PolicyTable(model=str(model))
-        return plugin.build(policy, load_text(policy), "cpu", False)
+        return plugin.build(policy, load_text(policy), "cpu", False, SAMPLING)
 
     return build
 
@@ -512,6 +512,7 @@ def newer(wide_model: Path) -> Weights:
 
 
 TEXTS = ("1+", "22+33=", "7")
+SAMPLING = Sampling(7, 1.0, 6)
 
 
 def ask(
@@ -630,7 +631,7 @@ def test_transformers_loads_weights_between_two_batches(
 ) -> None:
     """A load waits for the batch that runs and goes before the next; random numbers continue."""
     policy = PolicyTable(model=str(wide_model))
-    engine = Transformers(policy, text, "cpu", False, batch_size=3)
+    engine = Transformers(policy, text, "cpu", False, SAMPLING, batch_size=3)
     whole = tokens(ask(engine, text, seed=1))
     generate, calls = engine._batch, itertools.count()
     loaders = ThreadPoolExecutor(1)
@@ -653,7 +654,8 @@ def test_transformers_loads_weights_between_two_batches(
 def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Tokenizer) -> None:
     """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
     policy = PolicyTable(model=str(wide_model))
-    engines = [Transformers(policy, text, "cpu", False, batch_size=n) for n in (1, 3, 14, 256)]
+    given = (policy, text, "cpu", False, SAMPLING)
+    engines = [Transformers(*given, batch_size=n) for n in (1, 3, 14, 256)]
     first, *others = [ask(engine, text, seed=1) for engine in engines]
     for other in others:
         assert tokens(other) == tokens(first)

@@ -218,7 +218,7 @@ def test_the_engine_keeps_the_contract_and_records(tiny_model: Path, tmp_path: P
     text, record = load_text(policy), tmp_path / "completions.jsonl"
     engine: Engine = resolve(
         "engines", "engine", "mylab.recording_engine.Recording", {"file": str(record)}
-    ).build(policy, text, "cpu", False)
+    ).build(policy, text, "cpu", False, Sampling(5, 1.0, 4))
     assert isinstance(engine, Engine)
     contracts.test_engine_gives_the_same_answers_for_the_same_seed(engine, text)
     contracts.test_engine_ends_answers_with_eos_or_at_the_limit(engine, text, 3)

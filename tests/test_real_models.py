@@ -101,9 +101,10 @@ def greedy_by_engine(folder: Path, prompt: object) -> list[int]:
     from tba.types import Sampling
 
     policy = PolicyTable(model=str(folder))
-    engine = Transformers(policy, load_text(policy), "cpu", False, dtype="fp32")
+    greedy = Sampling(1, 0.0, 48)
+    engine = Transformers(policy, load_text(policy), "cpu", False, greedy, dtype="fp32")
     tokens = np.asarray(torch.as_tensor(prompt), np.int32)
-    ((completion,),) = engine.generate([tokens], Sampling(1, 0.0, 48), seed=0)
+    ((completion,),) = engine.generate([tokens], greedy, seed=0)
     return completion.tokens.tolist()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from toy import toy_config
 
 from tba.assemble import run
-from tba.config.schema import Config, load
-from tba.engines._choose import choose
-from tba.engines._vllm_checks import check_sampling
+from tba.config.schema import load
+from tba.engines._decoding import choose
+from tba.engines.vllm import check_sampling
 from tba.runs.parts import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
@@ -74,19 +74,12 @@ def test_objectives_that_compare_with_the_sampling_policy_refuse_them(
         check(toy_config(tiny_model, tmp_path, setting, "objective=grpo"))
 
 
-def test_vllm_needs_raw_log_probs_and_temperature_1() -> None:
-    def config(*settings: str) -> Config:
-        return load(None, ["engine=vllm", *settings])
-
-    raw = "engine.raw_logprobs=true"
-    for name, value in SETTINGS.items():
-        setting = f"sampling.{name}={value}"
-        check_sampling(config(setting, raw))
-        with pytest.raises(ValueError, match=rf"{name} = .*engine\.raw_logprobs=true with"):
-            check_sampling(config(setting))
-        with pytest.raises(ValueError, match=r"raw_logprobs = true: .* temperature 1"):
-            check_sampling(config(setting, raw, "sampling.temperature=0.7"))
-    check_sampling(config())
+@pytest.mark.parametrize("name", SETTINGS)
+def test_vllm_needs_temperature_1(name: str) -> None:
+    setting = f"sampling.{name}={SETTINGS[name]}"
+    check_sampling(load(None, ["engine=vllm", setting]).sampling)
+    with pytest.raises(ValueError, match=rf"{name} = .* 0\.7: .*set sampling\.temperature=1, or"):
+        check_sampling(load(None, ["engine=vllm", setting, "sampling.temperature=0.7"]).sampling)
 
 
 def searcher(model: Path, folder: Path, truncated: str) -> Searcher:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import tba.assemble
 from tba.config.schema import load, parse
 from tba.config.tables import PolicyTable
-from tba.engines._stop import StopStrings, length_to_stop
+from tba.engines._decoding import StopStrings, length_to_stop
 from tba.models.pretrained import Tokenizer, load_text
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.parts import check

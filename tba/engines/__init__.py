@@ -1,8 +1,9 @@
 """Engines generate completions. This module is their contract; each other file is one engine."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,6 +46,8 @@ class Engine(ABC):
     device: str = field(metadata=GIVEN)
     bf16: bool = field(metadata=GIVEN)
     """Whether the trainer computes in bf16."""
+    sampling: Sampling = field(metadata=GIVEN)
+    """How the searches of the run sample."""
 
     longest_block: ClassVar[int] = 128
     """Tokens of a block of the prefix cache, on the device where it is longest; 0 without a cache.
@@ -105,3 +108,32 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End the engine and every call to it. It may be called twice."""
+
+
+class SharedLock:
+    """Lock that threads hold shared or alone. A thread that waits to hold it alone goes first."""
+
+    def __init__(self) -> None:
+        self._entrance = threading.Lock()
+        self._changed = threading.Condition()
+        self._sharing = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._entrance:
+            self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._entrance, self._changed:
+            self._changed.wait_for(lambda: self._sharing == 0)
+            yield
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._sharing += change
+            self._changed.notify_all()

@@ -35,8 +35,6 @@ class Output:
     finished: bool
     score: float
     """Log-prob of the token that the request scores; NaN if it names none."""
-    cached: int
-    """Prompt tokens that the prefix cache held."""
     switches: tuple[tuple[int, int], ...]
     """Places at which newer weights took over: index of the first token, and their version.
 
@@ -140,11 +138,6 @@ class Batch:
         if call.refused is not None:
             raise call.refused
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
-
-    @property
-    def is_running(self) -> bool:
-        """True while the engine generates for a request."""
-        return len(self._running) > 0
 
     @contextmanager
     def hold(self) -> Iterator[None]:

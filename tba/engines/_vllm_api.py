@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,61 +35,25 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.sample import sampler
 
 from tba.engines._batch import Output, Request
-from tba.engines._vllm_checks import LORA_RANKS
-from tba.models.pretrained import model_path
 from tba.weights import as_tensor
-
-if TYPE_CHECKING:
-    from tba.engines.vllm import VLLM
 
 SELF_CONTAINED = "tba"
 """Name of our own backend of vLLM's weight transfer."""
-
-
-def arguments(own: "VLLM") -> EngineArgs:
-    """Return the options of the engine as vLLM names them, with the defaults of the device."""
-    one_process, on_cpu = own.tensor_parallel_size == 1, own.device == "cpu"
-    bf16 = own.bf16 if own.dtype == "auto" else own.dtype == "bf16"
-    gib = 1.0 if own.kv_cache_gib is None and on_cpu else own.kv_cache_gib
-    length, lora = own.max_model_len or own.text.context, own.policy.lora
-    return EngineArgs(
-        model=model_path(own.policy.model),
-        trust_remote_code=own.policy.trust_remote_code,
-        dtype="bfloat16" if bf16 else "float32",
-        max_model_len=length,
-        max_num_seqs=own.max_num_seqs,
-        kv_cache_memory_bytes=None if gib is None else int(gib * 2**30),
-        gpu_memory_utilization=own.gpu_memory_utilization,
-        tensor_parallel_size=own.tensor_parallel_size,
-        enforce_eager=on_cpu if own.enforce_eager is None else own.enforce_eager,
-        # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
-        enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(2048, length) if on_cpu else None,
-        block_size=32 if own.block_size is None and on_cpu else own.block_size,
-        enable_lora=lora is not None,
-        max_lora_rank=1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
-        max_loras=4,  # at once: requests that begin with a fifth wait for those of the first
-        max_cpu_loras=own.max_num_seqs + 1,  # all that may be in use: none is read again
-        distributed_executor_backend=InProcess if one_process else "mp",
-        weight_transfer_config=WeightTransferConfig(backend=SELF_CONTAINED),
-        worker_extension_cls=f"{__name__}.Worker",
-        logprobs_mode="raw_logprobs" if own.raw_logprobs else "processed_logprobs",
-        generation_config="vllm",  # not the model's own sampling parameters
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
+TRANSFER = WeightTransferConfig(backend=SELF_CONTAINED)
+WORKER = f"{__name__}.Worker"
+"""Class whose name makes vLLM's processes import this file."""
 
 
 class Engine:
     """vLLM's engine. It belongs to the thread that creates it."""
 
-    def __init__(self, own: "VLLM"):
-        InProcess.gpu = int(own.device.partition(":")[2] or 0)
+    def __init__(self, arguments: Mapping[str, Any], device: str, deadline: float):
+        InProcess.gpu = int(device.partition(":")[2] or 0)
         if current_platform.is_cpu():
             sampler.batched_count_greater_than = _no_ranks
         with _undisturbed():
-            self._engine = LLMEngine.from_engine_args(arguments(own))
-        self._deadline = own.deadline
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._deadline = deadline
         self._requests: dict[str, tuple[int | None, LoRARequest | None, str]] = {}
         """Requests that run: the token that each scores, its adapter, and the weights' version."""
         self._adapters: list[LoRARequest] = []
@@ -97,16 +61,11 @@ class Engine:
         self._numbered = 0
         self._call("init_weight_transfer_engine", {"init_info": {}})
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the prefix cache."""
-        return int(self._engine.vllm_config.cache_config.block_size)
-
     def add(self, key: str, request: Request) -> None:
         adapter = self._adapters[-1] if self._adapters else None
         try:
-            prompt, parameters = tokens_input(list(request.prompt)), _parameters(request)
-            self._engine.add_request(key, prompt, parameters, lora_request=adapter)
+            prompt = tokens_input(list(request.prompt))
+            self._engine.add_request(key, prompt, _parameters(request), lora_request=adapter)
         except VLLMClientError as error:
             raise ValueError(f"vLLM does not accept a request: {error}") from error
         self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
@@ -162,7 +121,8 @@ class Engine:
         (one,) = result.outputs
         if one.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"a request ended with {one.finish_reason!r}")
-        flat, (scored, _, version) = one.logprobs, self._requests.pop(result.request_id)
+        flat = one.logprobs
+        scored, _, version = self._requests.pop(result.request_id)
         logp = np.array(flat.logprobs, np.float32)
         spans = [(span.start, span.version) for span in one.weight_versions]
         return Output(
@@ -170,7 +130,6 @@ class Engine:
             logp=logp[flat.start_indices],  # at each place, that of the sampled token comes first
             finished=one.finish_reason == "stop",
             score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
-            cached=int(result.num_cached_tokens or 0),
             switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
         )
 
@@ -187,7 +146,7 @@ class InProcess(UniProcExecutor):
 
 
 class Worker:
-    """Empty extension of vLLM's workers; its name makes their processes import this file."""
+    """Empty extension of vLLM's workers."""
 
 
 @dataclass
@@ -205,7 +164,8 @@ class Update(WeightTransferUpdateInfo):
 class Arrays(WeightTransferEngine[Init, Update]):
     """Receives weights as arrays, which vLLM then loads like those of a checkpoint."""
 
-    init_info_cls, update_info_cls = Init, Update
+    init_info_cls = Init
+    update_info_cls = Update
 
     def init_transfer_engine(self, init_info: Init) -> None: ...
 
@@ -264,7 +224,8 @@ def _undisturbed() -> Iterator[None]:
     """Undo what vLLM does to the process: it seeds generators, and replaces a torch function."""
     set_num_threads = torch.set_num_threads
     set_num_threads(torch.get_num_threads())  # a thread has a number of its own
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield

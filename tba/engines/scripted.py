@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from tba.engines import Engine
-from tba.engines._stop import length_to_stop
+from tba.engines._decoding import length_to_stop
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
-from tba.engines import Engine
-from tba.engines._choose import choose
-from tba.engines._prompt_cache import decoder, run_prompts
-from tba.engines._stop import StopStrings
+from tba.engines import Engine, SharedLock
+from tba.engines._decoding import StopStrings, choose, decoder, run_prompts
 from tba.models.cache import states_at_once
 from tba.models.lora import load_placed
 from tba.types import Completion, Sampling
-from tba.weights import Probe, SharedLock, Weights, load_weights
+from tba.weights import Probe, Weights, load_weights
 
 DROP = 1 / 8
 """Share of finished responses at which they are dropped from the batch; dropping costs a copy."""

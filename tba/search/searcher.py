@@ -90,7 +90,7 @@ class SearchSetup:
         guard = self.guard(device)  # first: its process starts while the models load
         text = replace(load_text(self.policy).within(self.engine.context), steps=self.steps)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
-        engine: Engine = plugin.build(self.policy, text, device, bf16)
+        engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
         limit = self.engine.logp_gap_limit(bf16)
         guard.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher

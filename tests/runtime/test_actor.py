@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tba.engines import SharedLock
 from tba.prompt import Prompt
 from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
-from tba.weights import Sent, SharedLock, Weights
+from tba.weights import Sent, Weights
 
 SECONDS = 20
 """Deadline of every wait in these tests."""
