@@ -104,6 +104,23 @@ def test_modules_that_a_reward_file_imports_count(user: Path) -> None:
     assert source(reward="reward.py:score").changed(before) == ["helper.py"]
 
 
+def test_libraries_do_not_count_wherever_they_are_installed(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of `pip install --target`, too, which has a record of them."""
+    rewrite(user / "reward.py", "import helper", "import helper, installed, mine")
+    (user / "lib" / "installed-1.dist-info").mkdir(parents=True)
+    (user / "lib" / "installed-1.dist-info" / "RECORD").write_text("installed.py,,\n")
+    for name in ("installed", "mine"):
+        (user / "lib" / f"{name}.py").write_text(HELPER)
+    monkeypatch.syspath_prepend(str(user / "lib"))
+    before = source(reward="reward.py:score")
+    rewrite(user / "lib" / "installed.py", "'1'", "'2'")
+    assert source(reward="reward.py:score").changed(before) == []
+    rewrite(user / "lib" / "mine.py", "'1'", "'3'")
+    assert source(reward="reward.py:score").changed(before) == ["mine.py"]
+
+
 def test_a_package_on_the_path_counts_with_what_it_imports(user: Path) -> None:
     package = user / "mylab" / "inner"
     package.mkdir(parents=True)
@@ -118,13 +135,6 @@ def test_a_package_on_the_path_counts_with_what_it_imports(user: Path) -> None:
     assert {"rewards.py", "base.py"} < set(before.files.values())
     rewrite(user / "mylab" / "base.py", "1.0", "2.0")
     assert source(reward="mylab.inner.rewards:one").changed(before) == ["base.py"]
-
-
-def judge(folder: Path, weights: bytes = b"weights") -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(weights)
-    return str(folder)
 
 
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
@@ -157,17 +167,6 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
 def test_options_of_judges_and_factories_count(user: Path, case: str) -> None:
     before, now, changed = CHANGES[case]
     assert source(reward=now).changed(source(reward=before)) == changed
-
-
-def test_the_model_of_a_judge_counts_by_its_files(user: Path) -> None:
-    table = {"use": "classifier", "model": judge(user / "judge")}
-    before = source(reward=table)
-    moved = {**table, "model": str((user / "judge").rename(user / "moved"))}
-    assert source(reward=moved).changed(before) == []
-    large = {**table, "model": judge(user / "large", b"a" * 10**6)}
-    assert source(reward=large).changed(before) == ["task.reward.model"]
-    rewrite(user / "moved" / "model.safetensors", "weights", "Weights")
-    assert source(reward=moved).changed(before) == ["task.reward.model"]
 
 
 def test_a_file_that_an_option_names_counts_by_its_contents(user: Path) -> None:
@@ -210,12 +209,6 @@ def f(completions, **row):
     return [helper(text) + (text in words) for text in completions]
 """
 CLOSURE = "def make(x):\n    def f(completions): return [x for _ in completions]\n    return f\n"
-OBJECT = """
-class Judge:
-    def __init__(self, weight): self.weight = weight
-    def rate(self, text): return self.weight * len(text)
-    def __call__(self, completions, **row): return [self.rate(t) for t in completions]
-"""
 MEMORY = {
     "its own code": (MAIN, MAIN.replace("(text in words)", "(text not in words)")),
     "a function that it calls": (MAIN, MAIN.replace("len(text) *", "len(text) +")),
@@ -227,31 +220,12 @@ MEMORY = {
     "a partial": (
         f"{MAIN}f = functools.partial(f, x=1)", f"{MAIN}f = functools.partial(f, x=2)",
     ),
-    "a cached function": (
-        f"{MAIN}helper = functools.cache(helper)",
-        f"{MAIN}helper = functools.cache(helper)".replace("len(text) *", "len(text) +"),
-    ),
-    "an attribute of an object": (f"{OBJECT}f = Judge(1)", f"{OBJECT}f = Judge(2)"),
-    "a method of an object": (
-        f"{OBJECT}f = Judge(1)", f"{OBJECT}f = Judge(1)".replace("* len", "+ len"),
-    ),
-    "a table of numbers": (
-        "import numpy\nx = numpy.arange(9)\nf = lambda completions: x",
-        "import numpy\nx = numpy.arange(9) + 1\nf = lambda completions: x",
-    ),
-    "the weights of a model": (
-        "import torch\nx = torch.nn.Linear(2, 3)\ntorch.nn.init.ones_(x.weight)\n"
-        "torch.nn.init.ones_(x.bias)\nf = lambda completions: x",
-        "import torch\nx = torch.nn.Linear(2, 3)\ntorch.nn.init.zeros_(x.weight)\n"
-        "torch.nn.init.ones_(x.bias)\nf = lambda completions: x",
-    ),
     "a closure that is empty": (
         "def make():\n    def f(completions): return x\n    if False: x = 1\n    return f\n"
         "f = make()",
         "def make():\n    def f(completions): return [x]\n    if False: x = 1\n    return f\n"
         "f = make()",
     ),
-    "a bound method": (f"{OBJECT}f = Judge(1).__call__", f"{OBJECT}f = Judge(2).__call__"),
 }  # fmt: skip
 
 

@@ -211,14 +211,12 @@ def _alone(score: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return an array or a scalar of any library as a list or a number; other things as they are.
 
-    numpy, PyTorch, JAX and pandas have `tolist`, pyarrow and polars the next three.
+    numpy, PyTorch, JAX and pandas have `tolist`, the arrays of others `__array__`.
     """
-    for name in ("tolist", "to_pylist", "to_list", "as_py"):
-        if callable(method := getattr(value, name, None)):
-            return method()
-    known = hasattr(value, "__array__") or hasattr(value, "__array_interface__")
-    if not known and not hasattr(value, "__dlpack__"):
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
+    if not hasattr(value, "__array__"):
         return value
     import numpy as np  # not above: most scoring processes do without
 
-    return (np.asarray(value) if known else np.from_dlpack(value)).tolist()
+    return np.asarray(value).tolist()

@@ -1,9 +1,10 @@
 """Arguments of reward functions, as in TRL, and what they log."""
 
 import functools
+import inspect
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NoReturn
@@ -66,6 +67,15 @@ class RewardLog:
     def notes(self, place: int) -> dict[str, str]:
         """Return what was logged about one of the completions, by column."""
         return {column: texts[place] for column, texts in self._notes.items()}
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments that it names; with all of them if it has `**columns`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**arguments)
+    names = {p.name for p in parameters}
+    return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:

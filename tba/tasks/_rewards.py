@@ -2,17 +2,15 @@
 
 import contextlib
 import importlib.util
-import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
 from tba.config.secrets import masked, read_secrets
@@ -56,34 +54,6 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
     return function
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with the arguments that it takes: all for `**columns`, else those it names.
-
-    A column is left out if its name is that of an argument which is set already, such as `self`.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in arguments]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        taken = {*by_place, *_set_already(function)}
-    else:
-        taken = arguments.keys() - {p.name for p in parameters} | {*by_place}
-    named = {name: value for name, value in arguments.items() if name not in taken}
-    return function(*[arguments[name] for name in by_place], **named)
-
-
-def _set_already(function: Any) -> list[str]:
-    """Return the first arguments of a method, or of a partial function, that it brings itself."""
-    if isinstance(function, partial):
-        count, inner = len(function.args), function.func
-    elif inspect.ismethod(function):
-        count, inner = 1, function.__func__
-    else:  # an instance, or a function, whose call brings nothing
-        method = function.__call__
-        return _set_already(method) if inspect.ismethod(method) else []
-    parameters = list(inspect.signature(inner).parameters.values())[:count]
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] + _set_already(inner)
-
-
 def member(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class called `name`."""
     where, _, own = name.rpartition(":")
@@ -110,18 +80,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _running(place: str) -> Iterator[None]:
-    """Make any error of the user's code a ValueError, which names its file and line.
-
-    `sys.exit` and `os._exit` are errors, too: no file may end the process that imports it.
-    """
-    leave, pid = os._exit, os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != pid:  # a process that the file has started
-            leave(status)
-        raise SystemExit(status)
-
-    os._exit = refuse
+    """Make any error of the user's code, `sys.exit` too, a ValueError with its file and line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -132,14 +91,23 @@ def _running(place: str) -> Iterator[None]:
             at = f"; {ADVICE}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(masked(f"{place}: {kind}{error}{at}")) from error
-    finally:
-        os._exit = leave
 
 
 @cache
 def _from_file(path: Path, changed: int) -> ModuleType:
-    """Run a file once for each time `changed` of its last change."""
-    name = _module_name(path)
+    """Run a file once for each time `changed` of its last change.
+
+    Its module has the name of the file, by which processes that a function starts can import it:
+    they get `sys.path`. If another module has this name, it is one of ours, the same everywhere.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()
+    name = f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    with contextlib.suppress(ImportError, ValueError):  # no module's name, or a package has none
+        named = importlib.util.find_spec(path.stem)
+        if named is not None and Path(str(named.origin)).resolve() == path:
+            name = path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -150,19 +118,3 @@ def _from_file(path: Path, changed: int) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _module_name(path: Path) -> str:
-    """Return the name of a file's module, the same in each process, so that objects can be pickled.
-
-    It is the file's own name, by which processes that a function starts can import it: they get
-    `sys.path`. If this is the name of another module, it is one of ours.
-    """
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    importlib.invalidate_caches()
-    with contextlib.suppress(ImportError, ValueError):  # no module's name, or a package has none
-        found = importlib.util.find_spec(path.stem)
-        if found is not None and Path(str(found.origin)).resolve() == path:
-            return path.stem
-    return f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"

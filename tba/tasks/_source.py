@@ -1,12 +1,10 @@
-"""What decides the rewards of a run: code, options and models, by digests of their contents.
+"""What decides the rewards of a run: code and options, by digests.
 
-Moving a file is no change, nor is another comment or layout. Files that a function reads and the
-packages that it imports are not seen.
+Moving a file is no change, nor is another comment or layout. Files that a function reads, packages
+that it imports and the weights of a model are not seen.
 """
 
 import ast
-import importlib.util
-import inspect
 import json
 import sys
 import sysconfig
@@ -14,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import version
+from importlib.metadata import distributions, version
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -27,12 +26,11 @@ UNUSED = {
     *("held_out_data", "held_out_split", "held_out_size", "pass_reward", "gold", "weight", "chat"),
     *("prompt", "system_prompt", "shots", "shots_data", "shot_response", "max_turns"),
     *("max_prompt_tokens", "drop_duplicates"),
-    *("deadline", "retries", "concurrency", "token_budget", "api_key_env"),
+    *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key_env"),
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
-OURS, LIBRARY = Path(__file__).parents[1], sysconfig.get_path("stdlib")
-BLOCK, BLOCKS = 2**20, 64
-"""Bytes of a block, and about how many blocks are read of a larger file."""
+OURS = Path(__file__).parents[1]
+LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ class RewardSource:
         """Add an option: a table, a value, or the name of a function, a class, a file, a model."""
         if isinstance(value, Mapping):
             use = value.get("use", "")
-            ours = use.isidentifier()
-            if ours and use not in ("custom", "mixture"):  # which leave scoring to others
+            is_ours = use.isidentifier()
+            if is_ours and use not in ("custom", "mixture"):  # which leave scoring to others
                 self.options["the version of tba"] = version("tba")
             for name, inner in value.items():
-                if name not in UNUSED or not (ours or key == "task"):
+                if name not in UNUSED or not (is_ours or key == "task"):
                     self.add(f"{key}.{name}", inner)
         elif isinstance(value, list):
             for i, inner in enumerate(value):
@@ -78,9 +76,7 @@ class RewardSource:
             return name
         path = Path(text).expanduser()
         if text and path.is_file():
-            return _of_file(path)
-        if text and (path / "config.json").is_file():  # a model
-            return sorted([file.name, _of_file(file)] for file in path.iterdir() if file.is_file())
+            return sha256(path.read_bytes()).hexdigest()
         for module in (where, text.rpartition(".")[0], text):
             if module in sys.modules and self._add_module(module):
                 return text[len(module) :]
@@ -92,18 +88,19 @@ class RewardSource:
         Return whether there is a file to add.
         """
         try:
-            top, spec = (importlib.util.find_spec(n) for n in (name.partition(".")[0], name))
+            if _is_library(name.partition(".")[0]):
+                return False
+            spec = find_spec(name)
         except (ImportError, ValueError, AttributeError):  # such as a name within a module
             return False
-        if top is None or spec is None or not (top.has_location and top.origin and spec.origin):
+        if spec is None or not spec.has_location or spec.origin is None:
             return False
-        path = Path(top.origin).resolve()
+        path = Path(spec.origin).resolve()
         if path.is_relative_to(OURS):
             self.options["the version of tba"] = version("tba")
-        elif not (path.is_relative_to(LIBRARY) or "site-packages" in path.parts):
-            self._add_file(Path(spec.origin), spec.parent or "")
-            return True
-        return False
+            return False
+        self._add_file(path, spec.parent or "")
+        return True
 
     def _add_file(self, path: Path, package: str = "") -> None:
         """Add a file with code, and the local modules that it imports."""
@@ -117,53 +114,44 @@ class RewardSource:
             if isinstance(node, ast.ImportFrom):
                 origin = node.module or ""
                 if node.level and package:
-                    origin = importlib.util.resolve_name("." * node.level + origin, package)
+                    origin = resolve_name("." * node.level + origin, package)
                 self._add_module(origin)
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
                     self._add_module(f"{origin}.{alias.name}".lstrip("."))
 
     def _held(self, value: Any, seen: dict[int, Any]) -> Any:
-        """Return as JSON what an object from Python does and holds; add the files with its code."""
-        again = partial(self._held, seen=seen)
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor) and not value.is_sparse:
-            value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        if isinstance(value, bytes):
-            return sha256(value).hexdigest()
-        if isinstance(value, int | float | str | None):
+        """Return as JSON what a function from Python does and uses; add its file.
+
+        Of an object that is neither a function nor plain data, only the class counts.
+        """
+        if isinstance(value, int | float | str | bytes | None):
             return repr(value)
         if id(value) in seen:
             return "seen"
         seen[id(value)] = value
         if isinstance(value, list | tuple):
-            return [again(each) for each in value]
+            return [self._held(each, seen) for each in value]
         if isinstance(value, Mapping | set | frozenset):
-            inner = value.items() if isinstance(value, Mapping) else value
-            return sorted(json.dumps(again(each)) for each in inner)
+            items = value.items() if isinstance(value, Mapping) else value
+            return sorted(json.dumps(self._held(item, seen)) for item in items)
+        if isinstance(value, partial):
+            return self._held([value.func, value.args, value.keywords], seen)
         if isinstance(value, CodeType):
-            return again([value.co_code, value.co_names, value.co_consts])
-        if isinstance(value, FunctionType | ModuleType | type):
-            name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-            has_file = name != "__main__" and name in sys.modules
-            if has_file:
-                self._add_module(name)
-            parts: list[Any] = [value.__name__]
-            if isinstance(value, FunctionType):
-                cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-                parts += [value.__defaults__, value.__kwdefaults__, cells]
-                if not has_file:
-                    used = {n: value.__globals__.get(n) for n in _names(value.__code__)}
-                    parts += [value.__code__, used]
-            elif isinstance(value, type) and not has_file:
-                parts += [{n: v for n, v in vars(value).items() if n != "__firstlineno__"}]
-                parts += value.__bases__
-            return again(parts)
-        try:  # the object's own code decides what is raised
-            wrapped = inspect.unwrap(value)  # of functools.cache
-            return again(value.__reduce_ex__(4) if wrapped is value else wrapped)
-        except Exception:
-            return repr(type(value))
+            return self._held([value.co_code, value.co_names, value.co_consts], seen)
+        named = value if isinstance(value, FunctionType | ModuleType | type) else type(value)
+        module = named.__name__ if isinstance(named, ModuleType) else named.__module__
+        has_file = module != "__main__" and module in sys.modules
+        if has_file:
+            self._add_module(module)
+        if not isinstance(value, FunctionType):
+            return named.__name__
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts: list[Any] = [value.__name__, value.__defaults__, value.__kwdefaults__, cells]
+        if not has_file:
+            used = {name: value.__globals__.get(name) for name in _names(value.__code__)}
+            parts += [value.__code__, used]
+        return self._held(parts, seen)
 
 
 def source_of(config: Config, memory: InMemory | None) -> RewardSource:
@@ -176,21 +164,26 @@ def source_of(config: Config, memory: InMemory | None) -> RewardSource:
     return source
 
 
+def _is_library(module: str) -> bool:
+    """Return whether a module that is not in a package is of Python itself, or was installed.
+
+    A folder of `pip install --target` has a record of the files that pip has put there.
+    """
+    spec = find_spec(module)
+    place = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
+    if place is None or not Path(place).exists():  # built into Python
+        return True
+    path = Path(place).resolve()
+    if path.is_relative_to(LIBRARY) or {"site-packages", "dist-packages"} & {*path.parts}:
+        return True
+    installed = [d for d in distributions(path=[str(path.parent)]) if d.read_text("RECORD")]
+    return any(file.parts[0] == path.name for d in installed for file in d.files or ())
+
+
 def _names(code: CodeType) -> set[str]:
     """Return the names that code uses, with the code of functions within it."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _of_file(path: Path) -> str:
-    """Return a digest of a file; of a large one, of blocks from all over it."""
-    size = path.stat().st_size
-    digest = sha256(str(size).encode())
-    with path.open("rb") as file:
-        for start in range(0, size, max(BLOCK, size // BLOCKS)):
-            file.seek(start)
-            digest.update(file.read(BLOCK))
-    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:

@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any
 
 from tba.prompt import Prompt
-from tba.tasks._rewards import call
+from tba.tasks._call import call
 
 AT_ONCE = 64
 """Calls that run at one time."""

@@ -12,11 +12,11 @@ from tba.config.plugins import GIVEN
 from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
-from tba.tasks._call import PASSED, RewardLog, arguments_of, metric_names
+from tba.tasks._call import PASSED, RewardLog, arguments_of, call, metric_names
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
-from tba.tasks._rewards import ADVICE, RewardFunction, call, member, reward_function
+from tba.tasks._rewards import ADVICE, RewardFunction, member, reward_function
 from tba.tasks._tools import Tools, describe
 
 

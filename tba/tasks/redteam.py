@@ -17,9 +17,10 @@ from tba.config.errors import about
 from tba.config.tables import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength
+from tba.tasks._call import call
 from tba.tasks._data import rows
 from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
-from tba.tasks._rewards import RewardFunction, call, reward_function
+from tba.tasks._rewards import RewardFunction, reward_function
 from tba.tasks._victim import Victim
 from tba.tasks.judges import then
 

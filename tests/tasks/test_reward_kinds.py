@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pyarrow
 import pytest
 import torch
 
-from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
 from tba.search.rewards import Guard
 from tba.search.verdicts import Rejected, verdict_on
@@ -28,23 +26,6 @@ from tba.tasks.custom import Custom
 class OnlyArray:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array([0.5, 2.0])
-
-
-class OnlyInterface:
-    def __init__(self) -> None:
-        self._kept = np.array([0.5, 2.0])
-        self.__array_interface__ = self._kept.__array_interface__
-
-
-class OnlyDlpack:
-    def __init__(self) -> None:
-        self._kept = np.array([0.5, 2.0])
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._kept.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._kept.__dlpack_device__()
 
 
 def generated() -> Iterator[float]:
@@ -70,10 +51,7 @@ TWO: dict[str, Callable[[], Any]] = {
     "pandas, nullable": lambda: pandas.Series([0.5, 2.0], dtype="Float64"),
     "pyarrow": lambda: pyarrow.array([0.5, 2.0]),
     "pyarrow, chunks": lambda: pyarrow.chunked_array([[0.5], [2.0]]),
-    "scalars of pyarrow": lambda: [pyarrow.scalar(0.5), pyarrow.scalar(2)],
     "array": OnlyArray,
-    "array interface": OnlyInterface,
-    "dlpack": OnlyDlpack,
     "memoryview": lambda: memoryview(np.array([0.5, 2.0])),
     "exact": lambda: [Decimal("0.5"), Fraction(4, 2)],
 }
@@ -93,7 +71,6 @@ def test_an_array_without_an_axis_is_the_reward_of_one_completion(one: Any) -> N
 def test_true_is_one_and_none_stays_none() -> None:
     for scores in (np.array([True, False]), [np.bool_(True), False], torch.tensor([True, False])):
         assert [verdict_on(score) for score in listed(scores)] == [1.0, 0.0]
-    assert listed(pyarrow.array([None, 1.0])) == [None, 1.0]
     assert listed(np.ma.array([1.0, 2.0], mask=[True, False])) == [None, 2.0]
 
 
@@ -128,67 +105,9 @@ def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
         listed(whole)
 
 
-TAKEN = {"self": "a", "cls": "b", "this": "c", "completions": "d", "prompts": "e", "state": "f"}
-"""Columns of a user's data, with the names of arguments."""
-
-
-class Judge:
-    """Returns the number of columns that it was given, and checks that they are the columns."""
-
-    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
-        assert isinstance(self, Judge) and completions == ["one"]
-        return [sum(columns[name] == [value] for name, value in TAKEN.items() if name in columns)]
-
-    def method(this, completions: list[str], **columns: Any) -> list[float]:
-        return Judge.static(completions, **columns)
-
-    @classmethod
-    def of_class(cls, completions: list[str], **columns: Any) -> list[float]:
-        assert cls is Judge
-        return cls()(completions, **{k: v for k, v in columns.items() if k != "self"})
-
-    @staticmethod
-    def static(completions: list[str], **columns: Any) -> list[float]:
-        return Judge()(completions, **{k: v for k, v in columns.items() if k != "self"})
-
-    def named(self, completions: list[str], this: list[str]) -> list[float]:
-        return [float(this == ["c"])]
-
-
-def by_place(completions: list[str], /, **columns: Any) -> list[float]:
-    return Judge.static(completions, **columns)
-
-
-def second(state: int, completions: list[str], **columns: Any) -> list[float]:
-    assert state == 3
-    return Judge.static(completions, **columns)
-
-
-FUNCTIONS: dict[str, tuple[Callable[..., Any], float]] = {
-    "instance": (Judge(), 3.0),  # cls, this, state; the others are arguments of the call
-    "method": (Judge().method, 2.0),
-    "class method": (Judge.of_class, 2.0),
-    "static method": (Judge.static, 3.0),
-    "static method of an instance": (Judge().static, 3.0),
-    "named columns": (Judge().named, 1.0),
-    "by place": (by_place, 3.0),
-    "partial, by place": (partial(second, 3), 2.0),
-    "partial of a method": (partial(Judge.method, Judge()), 2.0),
-    "partial of a bound method": (partial(Judge().method), 2.0),
-}
-
-
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_column_may_have_the_name_of_an_argument_that_is_set_already(kind: str) -> None:
-    function, expected = FUNCTIONS[kind]
-    task = Custom(data="", reward="", memory=InMemory(reward=(function,)))
-    assert task.score(Prompt("0", "?", TAKEN), [Answer("one", True)]) == [expected]
-
-
 BROKEN = {
     "import sys; sys.exit(4)": "SystemExit: 4",
     "quit()": "SystemExit: None",
-    "import os; os._exit(0)": "SystemExit: 0",
     "def f(:": "SyntaxError: invalid syntax (bad.py, line 2)",
     "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package_that_nob",
     "from math import nothing": "ImportError: cannot import name 'nothing'",
@@ -211,12 +130,6 @@ def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(
         told = str(error.value)
         assert told.startswith(f"task.reward = {name!r}: {BROKEN[code]}")
         assert "SyntaxError" in told or told.endswith(f"({file}, line 2)")
-
-
-def test_a_factory_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "makes.py").write_text("import os\ndef make(n):\n    os._exit(n)\n")
-    with pytest.raises(ValueError, match=r"^task\.reward: SystemExit: 3 \(.*makes\.py, line 3\)"):
-        reward_function("task.reward", Use(use=f"{tmp_path}/makes.py:make", n=3))
 
 
 def test_a_member_of_a_class_can_be_named(tmp_path: Path) -> None:
