@@ -1,4 +1,4 @@
-"""Write the table of docs/performance.md from results.json: `python benchmarks/_report.py`."""
+"""Write the table of benchmarks/README.md from results.json: `python benchmarks/_report.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from _measure import read
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent.parent / "benchmarks" / "README.md"
 BEGIN = "<!-- The table is written by benchmarks/_report.py from benchmarks/results.json. -->"
 END = "<!-- End of the table. -->"
 

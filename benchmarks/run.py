@@ -1,4 +1,4 @@
-"""Run the benchmarks one after another, and write the table of docs/performance.md.
+"""Run the benchmarks one after another, and write the table of benchmarks/README.md.
 
     make bench                        # at most 40 minutes on two idle cores
     make bench ONLY="publish lora"    # some of them
