@@ -19,10 +19,10 @@ from tba.runs.choice import read_scores
 from tba.runs.console import Console, open_console
 from tba.runs.files import write_json
 from tba.runs.generations import recover
+from tba.runs.journal import Journal
 from tba.runs.lock import locked
 from tba.runs.parts import RunSetup, check
 from tba.runs.resumed import check_step, config_of
-from tba.runs.space import check_space
 from tba.runs.stop import Stop
 from tba.runs.stored import Stored, choose_stored
 from tba.runs.summary import Summary, Tracker
@@ -142,7 +142,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device, is_new=stored is None)
-    check_space(parts, folder, trainer)
+    checkpoint.check_space(c, len(parts.prompts), folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = generator(c.run.seed, Use.REPLAY)
@@ -164,7 +164,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
     limit = c.engine.logp_gap_limit(trainer.policy.autocast)
     earlier = log.read(folder / log.METRICS), log.read_warnings(folder)
     warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *earlier)
-    journal = log.Journal(folder, c, progress.step)
+    journal = Journal(folder, c, progress.step)
     closing.callback(journal.close)
     pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
     setup, groups = parts.search_setup(), c.trainer.groups

@@ -18,11 +18,11 @@ from tba.runs import checkpoint, log
 from tba.runs.choice import kept_beside, score_of, without_better
 from tba.runs.console import Console
 from tba.runs.files import is_full, write_json
+from tba.runs.journal import Journal
 from tba.runs.parts import RunSetup
-from tba.runs.provenance import record_session
 from tba.runs.stop import Stop
-from tba.runs.summary import Summary, Tracker, by_part
-from tba.runs.warn import Sign, Warnings
+from tba.runs.summary import Summary, Tracker, by_part, record_session
+from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
 from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.types import Group, collate
@@ -71,7 +71,7 @@ class Run:
     searchers: Searchers
     checkpoints: checkpoint.Checkpoints
     rng: np.random.Generator
-    journal: log.Journal
+    journal: Journal
     console: Console
     tracker: Tracker
     warnings: Warnings
@@ -180,7 +180,7 @@ class Run:
         if not self.parts.held_out:  # else the console follows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
 
-    def warn(self, signs: list[Sign], at_end: bool = False) -> None:
+    def warn(self, signs: list[RunWarning], at_end: bool = False) -> None:
         """Show warnings, and write them down for a resumed run."""
         for key, text in signs:
             self.console.warn(text)

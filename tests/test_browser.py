@@ -22,7 +22,7 @@ from tba.config.schema import DEFAULT, load
 from tba.report import report
 from tba.report.charts import AXES
 from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
-from tba.runs.panels import PANELS
+from tba.runs.metrics import PANELS
 from tba.studies.results import Ledger, Trial
 
 ROOT = Path(__file__).parent.parent

@@ -154,21 +154,6 @@ def test_a_save_does_not_create_the_folder_of_a_run_that_was_moved(tmp_path: Pat
     assert names(tmp_path) == ["away"]
 
 
-def test_a_save_during_which_the_folder_is_moved_is_not_complete(tmp_path: Path) -> None:
-    """What is written after the move lands in a folder that the save did not make."""
-    trainer, folder = Slow(), tmp_path / "run" / "checkpoints"
-    folder.parent.mkdir()
-    checkpoints = Checkpoints(folder, keep=2, deadline=DEADLINE, config={})
-    save(checkpoints, trainer, 1)
-    folder.parent.rename(tmp_path / "away")
-    (folder / ".step-00000001").mkdir(parents=True)  # as libraries do that write files
-    trainer.go.set()
-    join(1)
-    with pytest.raises(RuntimeError, match="was moved or removed while it was written"):
-        checkpoints.wait()
-    assert generations(folder) == generations(tmp_path / "away" / "checkpoints") == []
-
-
 @pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ENOENT])
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int

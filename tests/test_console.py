@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 
 from tba.runs import console as module
 from tba.runs.console import Console, LiveConsole
-from tba.runs.panels import PANELS
+from tba.runs.metrics import PANELS
 from tba.runs.summary import Summary
 from tba.search.result import Evaluation, Example
 

@@ -18,7 +18,7 @@ from tba import run
 from tba.config.plugins import resolve_all
 from tba.config.schema import parse
 from tba.config.tables import WarnTable
-from tba.runs.panels import PANELS
+from tba.runs.metrics import PANELS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -17,11 +17,10 @@ from test_ray import wait_until
 
 from tba.assemble import check_memory, run
 from tba.cli import _config
-from tba.runs.checkpoint import newest
+from tba.runs.checkpoint import checkpoint_size, newest
 from tba.runs.generations import files_of
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
-from tba.runs.space import checkpoint_size
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -183,7 +182,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_start(
         pytest.importorskip("peft")
     chosen = config(tiny_model, tmp_path / "run", "eval.prompts=0", "run.steps=2", *settings)
     parts = check(chosen)
-    size = checkpoint_size(parts, parts.trainer("cpu"))
+    size = checkpoint_size(chosen, parts.trainer("cpu"))
     if chosen.runtime.use == "local":
         run(chosen)
         files = files_of(newest(tmp_path / "run" / "checkpoints"))
@@ -192,7 +191,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_start(
         assert size <= sum(sizes) < 1.1 * size + 20_000
     else:
         local = config(tiny_model, tmp_path / "run", "eval.prompts=0")
-        assert size < checkpoint_size(check(local), parts.trainer("cpu"))
+        assert size < checkpoint_size(local, parts.trainer("cpu"))
 
 
 def test_weights_that_have_no_room_in_memory_are_told(

@@ -28,8 +28,8 @@ PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
 RAY = ("ray", "actor", "handle", "cluster", "bind")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
-    "wandb": {"runs/sinks.py"},
-    "trackio": {"runs/sinks.py"},
+    "wandb": {"runs/journal.py"},
+    "trackio": {"runs/journal.py"},
     "peft": {"models/lora.py"},
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},

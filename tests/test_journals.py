@@ -14,7 +14,8 @@ from toy import Ones
 from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load, read_json
-from tba.runs.log import CONFIG, METRICS, SAMPLES, Journal, read, read_evaluations, rewind
+from tba.runs.journal import Journal
+from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations, rewind
 from tba.runs.offline import export_run
 
 LINES: dict[str, Callable[[bytes], bytes]] = {

@@ -92,7 +92,7 @@ def test_no_file_of_a_resumed_run_goes_through_a_link(
     for name in (METRICS, SUMMARY, "report/index.html"):
         (folder / name).rename(kept := folder / "kept")
         (folder / name).symlink_to(kept)
-    for name in (".step-00000003", ".replaced-step-00000003", "step-00000003"):
+    for name in (".step-00000003", "step-00000003"):
         (folder / "checkpoints" / name).symlink_to(elsewhere := tmp_path / "elsewhere")
     elsewhere.mkdir(exist_ok=True)
     before = (folder / "kept").read_text()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import tba.assemble
 from tba.runs.log import SAMPLES, SESSIONS, read
-from tba.runs.provenance import without_secrets
 
 SETTINGS = (
     "engine=scripted", "engine.answers=['1', '1', '', '27', '1+1', '371']", "sampling.samples=12",
@@ -27,13 +26,12 @@ def test_each_session_of_a_run_is_recorded(
     """The second is not in a git repository."""
     folder = tmp_path / "run"
     tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
-    monkeypatch.setattr("sys.argv", ["/bin/tba", "train", "--resume", "a b"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=2"), resume=folder)
     first, second = read(folder / SESSIONS)
     assert (first["step"], second["step"]) == (0, 1)
-    assert second["command"] == "tba train --resume 'a b'" and second["commit"] is None
+    assert second["commit"] is None and second["config"]["run"]["steps"] == 2
     assert datetime.fromisoformat(first["started"]) <= datetime.fromisoformat(second["started"])
     assert first["versions"]["python"] == platform.python_version()
     assert first["versions"]["torch"] == torch.__version__
@@ -49,24 +47,3 @@ def test_a_stored_group_has_each_of_its_completions_once(toy_model: Path, tmp_pa
     }
     completions = [row["completion"] for row in rows]
     assert len(set(completions)) == len(completions) > 1
-
-
-@pytest.mark.parametrize(
-    ("argument", "shown"),
-    [
-        ("sampling.max_tokens=128", "sampling.max_tokens=128"),
-        ("task.reward={use='http',api_key_env='KEY'}", "api_key_env='KEY'"),
-        ("task.api_key=s3cret words", "api_key=***"),
-        ("x={hf_token = 's3cret, s3cret', k = 1}", "hf_token = ***, k = 1"),
-        ("url=http://user:s3cret@host/classify", "url=http://***@host/classify"),
-        ("header=Authorization: Bearer s3cret", "Authorization: ***"),
-        ("name=hf_s3cretS3cret", "name=hf_***"),
-    ],
-)
-def test_secrets_on_the_command_line_are_not_recorded(argument: str, shown: str) -> None:
-    command = without_secrets(["/home/me/bin/tba", "train", argument, "run.steps=3"])
-    assert shown.replace("'", "") in command.replace("'", "").replace('"', "")
-    assert "s3cret" not in command and "home" not in command
-    assert command.startswith("tba train ") and command.endswith(" run.steps=3")
-    told = without_secrets(["tba", "train", "--hf-token", "s3cret", "run.steps=3"])
-    assert told == "tba train --hf-token '***' run.steps=3"

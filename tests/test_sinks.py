@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and trackio get the same panels; completions are tables, and traces."""
+"""TensorBoard, W&B and trackio get the same panels; completions are tables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import pytest
 from tba.config.schema import Config, load
 from tba.report.charts import OTHERS, panel_charts, sections
 from tba.runs.console import Console
+from tba.runs.journal import Journal
 from tba.runs.log import METRICS as METRICS_FILE
-from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, Journal, read
-from tba.runs.panels import PANELS, SECTION, first_screen, tensorboard_layout
+from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, read
+from tba.runs.metrics import PANELS, SECTION, first_screen, tensorboard_layout
 from tba.runs.parts import check
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +121,6 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Recorder, 
 
         module.init = init
         module.Table = lambda dataframe: dataframe.to_dict("records")
-        module.Trace = lambda messages, metadata: SimpleNamespace(said=messages, about=metadata)
         monkeypatch.setitem(sys.modules, name, module)
         return recorder, opened
 
@@ -145,23 +145,18 @@ def test_wandb_gets_metrics_panels_and_tables(
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
 
 
-def test_trackio_gets_traces_with_reward_lag_and_version(
+def test_trackio_gets_the_same(
     service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
 ) -> None:
     recorder, opened = service("trackio")
     write(tmp_path, config("log.trackio=true", "log.wandb_project=sums"))
     assert opened["project"] == "sums" and opened["name"].startswith(f"{tmp_path.name}-")
-    (first, _), traces = recorder.logged("loss"), recorder.logged("traces")
+    first, _ = recorder.logged("loss")
     assert SCREEN.items() <= first.items() and first["seconds"] == 2.0
     assert "time" not in first and "sync/logp_gap" not in first  # its own name; JSON has no NaN
-    (one, other), (late,) = (given["traces"] for given in traces)
-    assert one.said == [
-        {"role": "user", "content": "1+1="},
-        {"role": "assistant", "content": "2"},
-    ]
-    about = {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "lag": 0}
-    assert one.about == {**about, "id": "train-3", "columns": '{"answer": 2}'}
-    assert other.about["reward"] is None and late.about["lag"] == 3
+    (one, other), (late,) = (given["completions"] for given in recorder.logged("completions"))
+    assert (one["prompt"], one["completion"], one["columns"]) == ("1+1=", "2", '{"answer": 2}')
+    assert other["kind"] == "eval" and late["lag"] == 3
     assert ("alert", "too few") in recorder.calls
 
 
@@ -276,8 +271,8 @@ import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 (run,) = trackio.Api().runs("sums")
-kept = SQLiteStorage.get_logs("sums", run.name), SQLiteStorage.get_traces("sums", run.name)
-print(json.dumps([run.name, *kept, run.alerts()], default=str))
+kept = SQLiteStorage.get_logs("sums", run.name)
+print(json.dumps([run.name, kept, run.alerts()], default=str))
 """
 
 
@@ -287,7 +282,7 @@ def test_trackio_keeps_a_run(tmp_path: Path) -> None:
     folder, settings = tmp_path / "run", ["log.trackio=true", "log.wandb_project=sums"]
     own = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     carry_out(own, "-m", "tba.cli", "train", f"run.folder={folder}", *SHORT, *settings)
-    name, logs, traces, alerts = json.loads(carry_out(own, "-c", READ).splitlines()[-1])
+    name, logs, alerts = json.loads(carry_out(own, "-c", READ).splitlines()[-1])
     assert name.startswith("run-")
 
     metrics, samples = read(folder / METRICS_FILE), read(folder / SAMPLES)
@@ -302,13 +297,5 @@ def test_trackio_keeps_a_run(tmp_path: Path) -> None:
     columns = ("step", "kind", "prompt", "completion", "reward", "version")
     shown = [[row[column] for column in columns] for row in samples]
     assert [[row[column] for column in columns] for table in tables for row in table] == shown
-    said = [
-        [*(message["content"] for message in trace["messages"]), trace["metadata"]["reward"]]
-        for trace in traces
-    ]
-    assert sorted(said) == sorted(
-        [row["prompt"], row["completion"], row["reward"]] for row in samples
-    )
-    assert all({"lag", "version", "kind"} <= trace["metadata"].keys() for trace in traces)
     warnings = json.loads((folder / SUMMARY).read_text())["warnings"]
     assert warnings and {alert["text"] for alert in alerts} == {*warnings}

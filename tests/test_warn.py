@@ -15,9 +15,10 @@ from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import load
 from tba.replay.buffer import STEPS, ReplayBuffer
-from tba.runs.log import METRICS, WARNINGS, Journal, read, read_warnings, rewind
+from tba.runs.journal import Journal
+from tba.runs.log import METRICS, WARNINGS, read, read_warnings, rewind
 from tba.runs.summary import Tracker
-from tba.runs.warn import FIRST, WINDOW, Sign, Warnings
+from tba.runs.warn import FIRST, WINDOW, RunWarning, Warnings
 from tba.search.result import SearchStats
 from tba.types import Group
 
@@ -53,7 +54,7 @@ def row(metrics: dict[str, float]) -> dict[str, float]:
     return {**SOUND, "time": float(next(SECONDS)), **metrics}
 
 
-def texts(signs: list[Sign]) -> list[str]:
+def texts(signs: list[RunWarning]) -> list[str]:
     return [text for _, text in signs]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from tba.report.page import MODES, names
-from tba.runs.panels import EACH_REWARD, PANELS, Panel
+from tba.runs.metrics import EACH_REWARD, PANELS, Panel
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""

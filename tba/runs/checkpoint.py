@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections import defaultdict
@@ -18,29 +19,32 @@ from typing import Any
 
 import numpy as np
 
+from tba.config.errors import size
+from tba.config.schema import Config
 from tba.learn import Trainer
 from tba.learn.state import MODEL
+from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
 from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
-    REPLACED,
     damage,
     files_of,
     generations,
     path_of,
+    put,
     remove,
     saved,
     sha256_of,
     step_of,
 )
-from tba.runs.log import CONFIG
+from tba.runs.log import CHECKPOINTS, CONFIG
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
-from tba.weights import read_weights, write_weights
+from tba.weights import read_weights, trained, write_weights
 
 STATE, HELD = "state.json", "held.safetensors"
 SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
@@ -49,6 +53,9 @@ FORMAT = 6  # version of a generation's files; those of another are not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""
+
+TOKEN, RESPONSE = 12, 100
+"""Bytes of a token and of a response in the replay buffer: docs/architecture.md."""
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +122,9 @@ class Checkpoints:
         self.wait()
         target = path_of(self._folder, progress.step)
         aside, name = self._folder / f".{target.name}", f"checkpoint of step {progress.step}"
-        made = _begin(aside)
+        own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
+        remove(aside)
+        aside.mkdir()
         write_trainer = trainer.save(aside)
         older = [g for g in generations(self._folder) if step_of(g) < progress.step]
         write_buffer = buffer.save(aside, older[-1] if older else None)
@@ -128,7 +137,7 @@ class Checkpoints:
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
                 (aside / CONFIG).write_text(json.dumps(self.config), "utf-8")
-                _commit(aside, target, made, known=segments)
+                _commit(aside, target, known=segments)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
@@ -183,14 +192,6 @@ class Checkpoints:
                 log.error("%s", error)
 
 
-def _begin(folder: Path) -> os.stat_result:
-    """Make an empty folder, but not the run's: a run whose folder was moved away ends."""
-    own_folder(folder.parent).mkdir(exist_ok=True)
-    remove(folder)
-    folder.mkdir()
-    return folder.stat()
-
-
 def _write_search(folder: Path, search: SearchState, progress: Progress) -> None:
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
@@ -201,23 +202,13 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     (folder / STATE).write_text(json.dumps(state), "utf-8")
 
 
-def _commit(aside: Path, target: Path, made: os.stat_result, known: Mapping[str, str]) -> None:
-    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading.
-
-    FileNotFoundError if `aside` is no longer the folder that was `made`. What writes into it
-    creates folders that are missing, so that a part of a generation could be taken for a whole one.
-    """
+def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
+    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
     digests = {name: known.get(name) or sha256_of(path) for name, path in files_of(aside).items()}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
-    if not os.path.samestat(aside.stat(), made):
-        raise FileNotFoundError(f"{aside} was moved or removed while it was written")
-    if target.exists():
-        replaced = target.with_name(f"{REPLACED}{target.name}")
-        remove(replaced)
-        target.rename(replaced)
-    aside.rename(target)
+    put(aside, target)
     _sync(target.parent)
 
 
@@ -288,3 +279,34 @@ def restore(
         held=load_groups(generation / HELD),
     )
     return Progress(**state["progress"]), search
+
+
+def check_space(config: Config, prompts: int, folder: Path, trainer: SingleTrainer) -> None:
+    """Raise ValueError if the disk of a run's folder has no room for a checkpoint.
+
+    Warn if it may have no room for all checkpoints that the run keeps.
+    """
+    least = checkpoint_size(config, trainer)
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        raise ValueError(
+            f"{folder} has {size(free)} of free space, but a checkpoint takes {size(least)}: the"
+            " weights, and AdamW's two moments of them; free some, or choose a folder on another"
+            " disk with run.folder=…"
+        )
+    saves = config.checkpoint
+    kept = len(generations(folder / CHECKPOINTS))
+    written = 1 + saves.keep + saves.keep_best - kept  # one before the oldest is removed
+    responses = min(config.replay.capacity, config.replay.per_prompt * prompts)
+    most = written * least + 2 * responses * (config.sampling.max_tokens * TOKEN + RESPONSE)
+    if free < most:
+        told = "%s has %s of free space, and the run may need up to %s for %d checkpoints; when the"
+        log.warning(f"{told} disk is full, it ends", folder, size(free), size(most), written)
+
+
+def checkpoint_size(config: Config, trainer: SingleTrainer) -> int:
+    """Return the bytes of a checkpoint without the replay buffer."""
+    own = sum(p.nbytes for p in trained(trainer.policy.model).values())
+    searcher = trainer.published_bytes if config.runtime.use == "local" else 0
+    reference = own if config.policy.reset_reference_every else 0
+    return 3 * own + searcher + reference

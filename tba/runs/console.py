@@ -19,7 +19,7 @@ from rich.text import Text
 from tba.config.errors import printable
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
-from tba.runs.panels import EACH_REWARD, shown
+from tba.runs.metrics import EACH_REWARD, shown
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line comes before that
     from tba.runs.summary import Summary

@@ -9,10 +9,10 @@ from tba.config.plugins import check_unimported, resolve
 from tba.config.schema import Config
 from tba.config.tables import PLUGGED, LogTable, PolicyTable, Use
 from tba.models import model_path
+from tba.runs.journal import check_wandb
 from tba.runs.lock import check_usable
 from tba.runs.log import check_unused, folder_of
 from tba.runs.resumed import config_of
-from tba.runs.sinks import check_wandb
 from tba.tasks._data import is_path
 from tba.tasks._memory import InMemory, build_task, with_memory
 

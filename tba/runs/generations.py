@@ -1,7 +1,6 @@
 """Generations of checkpoints on disk: which ones are complete and sound. It needs no torch.
 
-A generation is written as `.step-N` and renamed to `step-N` when it is complete. One that it
-replaces is `.replaced-step-N` meanwhile.
+A generation is written as `.step-N`, and renamed to `step-N` when it is complete.
 """
 
 import fcntl
@@ -19,8 +18,7 @@ from typing import IO
 from tba.runs.files import own_folder
 
 MANIFEST = "manifest.json"
-REPLACED = ".replaced-"
-NAME = re.compile(r"(\.|\.replaced-)?step-\d{8,}")
+NAME = re.compile(r"\.?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
 
 TRIES = 100
@@ -39,17 +37,9 @@ def step_of(generation: Path) -> int:
 
 
 def generations(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first.
-
-    A kill between the two renames of a replacement leaves `.step-N`, which is complete then.
-    """
-    names = {path.name for path in saved(folder)}
-    complete = {name for name in names if name.startswith("step-")}
-    for name in names:
-        target = name.removeprefix(REPLACED)
-        if name.startswith(REPLACED) and target not in names:
-            complete.add(f".{target}" if f".{target}" in names else name)
-    return sorted((folder / name for name in complete), key=step_of)
+    """Return the complete checkpoints, oldest first."""
+    complete = (path for path in saved(folder) if not path.name.startswith("."))
+    return sorted(complete, key=step_of)
 
 
 @contextmanager
@@ -89,16 +79,25 @@ def saved(folder: Path) -> set[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Finish a replacement that a kill interrupted, and remove unfinished saves.
+    """Finish a save that a kill interrupted before its last step, and remove unfinished ones.
 
     Only for the process that writes checkpoints to this folder.
     """
-    for generation in generations(own_folder(folder)):
-        if generation.name.startswith("."):
-            name = generation.name.removeprefix(REPLACED).removeprefix(".")
-            generation.rename(folder / name)
-    for path in saved(folder) - {*generations(folder)}:
-        remove(path)
+    for path in saved(own_folder(folder)) - {*generations(folder)}:
+        target = path_of(folder, step_of(path))
+        if path.is_symlink() or damage(path) or (target.exists() and not damage(target)):
+            remove(path)
+        else:
+            put(path, target)
+
+
+def put(complete: Path, target: Path) -> None:
+    """Give a generation its name; one that has it is removed first."""
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
+        shutil.rmtree(target)
+    complete.rename(target)
 
 
 def remove(generation: Path) -> None:

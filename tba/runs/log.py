@@ -1,23 +1,18 @@
-"""Files of a run: config, metrics and sample completions, which sinks show as well."""
+"""Folder of a run: the names of its files, and how they are read."""
 
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from tba.config.schema import Config, read_json
-from tba.runs.files import own, write_whole
+from tba.runs.files import write_whole
 from tba.runs.generations import generations
-from tba.runs.sinks import Sink, open_sinks
 
 METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
 SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoints"
-
-LONGEST_VALUE = 10_000
-"""Most characters of a column's value in samples.jsonl."""
 
 Replay = Literal["keep", "rescore", "drop"]
 """What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
@@ -114,100 +109,3 @@ def rewind(run: Path, step: int, last: int) -> None:
         rows = [row for row in read(path) if not (comes_again(row) or row.get("at_end"))]
         kept = [json.dumps(row) + "\n" for row in rows]
         write_whole(path, "".join(kept))
-
-
-class Journal:
-    """Writer of metrics, samples and warnings; `start` is the step at which the run begins."""
-
-    def __init__(self, folder: Path, config: Config, start: int = 0):
-        self._folder = folder
-        self._sinks = open_sinks(config, folder, start)
-        self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
-
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step, or of an evaluation of its weights.
-
-        Those of an evaluation have `requested`, the step at which it was requested.
-        """
-        self._write(METRICS, {"step": step, **metrics})
-        self._show_samples()
-        self._show(lambda sink: sink.row(step, metrics))
-
-    def sample(
-        self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
-        version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
-        id: str = "", columns: Mapping[str, Any] | None = None, drawn: int = 1,
-    ) -> None:  # fmt: skip
-        """Log a completion for a person to read; `kind` is `train` or `eval`.
-
-        `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested; `id` and `columns` are those of the prompt; the batch
-        has the completion `drawn` times.
-        """
-        row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
-        row |= {"id": id, "prompt": prompt, "completion": completion}
-        if columns:
-            row["columns"] = {name: _readable(value) for name, value in columns.items()}
-        if drawn > 1:
-            row["drawn"] = drawn
-        if requested is not None:
-            row["requested"] = requested
-        self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
-        if self._sinks:
-            flat = {
-                "columns": json.dumps(row.get("columns", {})),
-                "lag": max(0, step - 1 - version),
-            }
-            self._shown.append(row | flat)
-
-    def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
-        """Log a warning; `key` is that of `[warn]`. One `at_end` goes if the run is resumed."""
-        row: dict[str, Any] = {"step": step, "key": key, "text": text}
-        self._write(WARNINGS, row | ({"at_end": True} if at_end else {}))
-        self._show(lambda sink: sink.warn(step, text))
-
-    def close(self) -> None:
-        self._show_samples()
-        self._show(lambda sink: sink.close())
-
-    def _show_samples(self) -> None:
-        """Give the samples since the last call to the sinks, together: they make a table."""
-        shown, self._shown = self._shown, []
-        if shown:
-            self._show(lambda sink: sink.samples(shown))
-
-    def _show(self, show: Callable[[Sink], None]) -> None:
-        """Give something to every sink. One whose files cannot be written gets nothing more."""
-        for sink in list(self._sinks):
-            try:
-                show(sink)
-            except OSError as error:  # TensorBoard's thread has ended then
-                told = "%s: %s; it gets nothing more until the run is resumed"
-                log.warning(told, type(sink).__name__, error)
-                self._sinks.remove(sink)
-
-    def _write(self, name: str, row: dict[str, Any]) -> None:
-        for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[key] = None  # JSON has no NaN
-        _append(self._folder / name, f"{json.dumps(row)}\n".encode())
-
-
-def _readable(value: Any) -> Any:
-    """Return a column's value as strict JSON: NaN is null, and a long value is its beginning."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if len(text) > LONGEST_VALUE:
-        return f"{text[:LONGEST_VALUE]} …"
-    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file, all of it or nothing."""
-    with open(path, "ab", buffering=0, opener=own) as file:
-        end, rest = file.tell(), line
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            file.truncate(end)  # else the next line would follow a part of this one
-            raise

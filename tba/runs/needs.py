@@ -7,8 +7,8 @@ from torch import nn
 
 from tba.config.errors import size
 from tba.learn.trainer import SingleTrainer
+from tba.runs.checkpoint import checkpoint_size
 from tba.runs.parts import RunSetup
-from tba.runs.space import checkpoint_size
 from tba.types import collate_tokens
 from tba.weights import trained
 
@@ -52,7 +52,7 @@ def needs(parts: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
         f" {epochs:.3g} epochs of {len(parts.prompts):,} prompts, if each group is used once",
         f"memory of the trainer: {size(fixed)} for weights, gradients, moments and copies, up to"
         f" {_activations(parts, trainer, prompt)} for activations (docs/memory.md); a checkpoint"
-        f" has {size(checkpoint_size(parts, trainer))}",
+        f" has {size(checkpoint_size(parts.config, trainer))}",
         f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
         f" responses have {length} tokens",
     ]

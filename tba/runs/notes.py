@@ -10,7 +10,7 @@ from tokenizers.models import Unigram
 from tba.config.schema import Config
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
-from tba.runs.warn import Sign
+from tba.runs.warn import RunWarning
 
 Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""
@@ -46,7 +46,9 @@ def log_doubled_bos(text: Tokenizer, encoded: Sequence[Encoded]) -> None:
         log.warning(told, doubled, len(encoded), text.tokenizer.bos_token)
 
 
-def unknown_characters(limit: float, text: Tokenizer, encoded: Sequence[Encoded]) -> list[Sign]:
+def unknown_characters(
+    limit: float, text: Tokenizer, encoded: Sequence[Encoded]
+) -> list[RunWarning]:
     """Return a warning if a larger share of the prompts than `limit` has unknown characters."""
     unknown = _unknown_token(text.tokenizer)
     number = None if unknown is None else text.tokenizer.convert_tokens_to_ids(unknown)

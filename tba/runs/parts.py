@@ -34,7 +34,7 @@ from tba.prompt import Prompt
 from tba.runs.early import check_log
 from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
 from tba.runs.sets import evaluation_sets, kept
-from tba.runs.warn import Sign
+from tba.runs.warn import RunWarning
 from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
@@ -76,7 +76,7 @@ class RunSetup:
     """What decides rewards."""
     notes: Sequence[str]
     """What the run tells at its start."""
-    signs: Sequence[Sign]
+    signs: Sequence[RunWarning]
     """Warnings that are given at the start."""
 
     def prompt_stream(self) -> PromptStream:

