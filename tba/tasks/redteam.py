@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,23 +11,38 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from tba.config.errors import about
-from tba.config.tables import Count, Fraction, Positive, PositiveFloat, PositiveShare, Use
-from tba.prompt import Answer, Prompt
+from tba.config.tables import (
+    Count,
+    Fraction,
+    PolicyTable,
+    Positive,
+    PositiveFloat,
+    PositiveShare,
+    Use,
+)
+from tba.models.pretrained import Tokenizer, load_text
+from tba.prompt import Answer, Message, Prompt
 from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength
 from tba.tasks._call import call
 from tba.tasks._data import rows
-from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
 from tba.tasks._rewards import RewardFunction, reward_function
-from tba.tasks._victim import Victim
 from tba.tasks.judges import then
+from tba.tasks.judges._model import JudgeModel
 
 GROUP = 128
 """Answers from `seeds` in one group."""
 HELD_OUT = "held-out-"
 """Beginning of the ids of prompts that are evaluated."""
+REMEMBERED = 1000
+"""Attacks with which new ones are compared: the latest that were far from those before."""
+TOKENS = 8192
+"""Tokens in one pass of the victim or of the encoder, padding included."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +89,11 @@ class RedTeam(Task):
     """Sampling temperature of the victim."""
     victim_top_p: PositiveShare = 0.92
     """Nucleus sampling of the victim."""
-    near_duplicates: Literal["keep", "edit", "cosine"] = "keep"
-    """Reject attacks near to one of the 1,000 before, by words or by cosine distance."""
+    near_duplicates: Literal["keep", "edit"] = "keep"
+    """edit: reject attacks near to one of the latest 1,000 by the edit distance of their words."""
     near_distance: Fraction = 0.25
-    """Distance below which they are near."""
+    """Distance below which attacks are near: words to insert, delete or replace, over the words of
+    both attacks."""
     encoder: str | None = None
     """Folder or name of an encoder, such as sentence-transformers/all-MiniLM-L6-v2."""
     seeds: str | None = None
@@ -88,16 +104,8 @@ class RedTeam(Task):
     def __post_init__(self) -> None:
         if "{attack}" not in self.victim_prompt:
             raise ValueError("task.victim_prompt must contain {attack}, where the attack goes")
-        if self.near_duplicates == "cosine" and self.encoder is None:
-            raise ValueError(
-                "task.near_duplicates = 'cosine' needs task.encoder; set it to"
-                " sentence-transformers/all-MiniLM-L6-v2, or task.near_duplicates=edit"
-            )
         if self.near_duplicates == "edit" and find_spec("rapidfuzz") is None:
-            raise ValueError(
-                "task.near_duplicates = 'edit' needs RapidFuzz: pip install rapidfuzz, or set"
-                " task.near_duplicates=cosine"
-            )
+            raise ValueError("task.near_duplicates = 'edit' needs RapidFuzz: pip install rapidfuzz")
 
     @property
     def pass_reward(self) -> float:
@@ -110,11 +118,11 @@ class RedTeam(Task):
     def prompts(self) -> Sequence[Prompt]:
         if self.data is None:
             return [Prompt("attack", self.prompt)]
-        prompts, table = [], rows("task.data", self.data, self.split, required=("prompt",))
+        prompts = []
+        table = rows("task.data", self.data, self.split, required=("prompt",))
         for i, row in enumerate(table):
             text = row.pop("prompt")
-            if not isinstance(text, str | list):
-                raise ValueError(f"task.data: row {i} has the prompt {text!r}; give it text")
+            _check_text("task.data", i, "prompt", text, str | list)
             prompts.append(Prompt(f"attack-{i}", text, row))
         return prompts
 
@@ -124,42 +132,41 @@ class RedTeam(Task):
         return [replace(prompt, id=f"{HELD_OUT}{i}") for i, prompt in enumerate(turns)]
 
     def given(self) -> Sequence[Answered]:
-        """Return the earlier attacks, those of a prompt together."""
+        """Return the earlier attacks; a group has those of one prompt, all with rewards or none."""
         if self.seeds is None:
             return []
-        prompts, groups = self.prompts(), defaultdict(list)
+        prompts = self.prompts()
         places = {json.dumps(prompt.text): i for i, prompt in enumerate(prompts)}
+        origin = f"task.seeds = {self.seeds!r}"
         columns = ("completion", "prompt", "reward")
+        tables = defaultdict(list)
         seeds = rows("task.seeds", self.seeds, "train", required=columns[:1], columns=columns)
         for i, row in enumerate(seeds):
-            if not isinstance(row["completion"], str):
-                what = f"row {i} has the completion {row['completion']!r}; give it text"
-                raise ValueError(f"task.seeds = {self.seeds!r}: {what}")
+            _check_text(origin, i, "completion", row["completion"], str)
             place = 0 if len(prompts) == 1 else places.get(json.dumps(row.get("prompt")))
             if place is None:
                 raise ValueError(
-                    f"task.seeds = {self.seeds!r}: the prompt {row.get('prompt')!r} is not one of"
-                    " task.data; give each row the `prompt` that it continues"
+                    f"{origin}: the prompt {row.get('prompt')!r} is not one of task.data; give each"
+                    " row the `prompt` that it continues"
                 )
-            with about(f"task.seeds = {self.seeds!r}: row {i}"):
+            with about(f"{origin}: row {i}"):
                 known = row.get("reward") not in (None, "")  # no value in CSV is an empty text
                 row["reward"] = float(row["reward"]) if known else None
-            groups[place, known].append(row)
-        answered: list[Answered] = []
-        for (place, known), table in groups.items():
+            tables[place, known].append(row)
+        groups: list[Answered] = []
+        for (place, known), table in tables.items():
             for start in range(0, len(table), GROUP):
-                some, of = table[start : start + GROUP], prompts[place]
-                answered.append(
-                    Answered(
-                        id=f"seeds-{len(answered)}",
-                        text=of.text,
-                        columns=of.columns,
-                        of=of,
-                        answers=[row["completion"] for row in some],
-                        rewards=[row["reward"] for row in some] if known else None,
-                    )
+                group = table[start : start + GROUP]
+                answered = Answered(
+                    id=f"seeds-{len(groups)}",
+                    text=prompts[place].text,
+                    columns=prompts[place].columns,
+                    of=prompts[place],
+                    answers=[row["completion"] for row in group],
+                    rewards=[row["reward"] for row in group] if known else None,
                 )
-        return answered
+                groups.append(answered)
+        return groups
 
     @property
     def dependencies(self) -> list[tuple[str, Any]]:
@@ -180,13 +187,15 @@ class RedTeam(Task):
         asked = [i for i in fresh if self._long_enough(attacks[i])]
         scores: list[float | None] = [NEAR_DUPLICATE] * len(attacks)
         for i in fresh:
-            scores[i] = float(np.log(self.floor)) if training else 0.0
+            scores[i] = math.log(self.floor) if training else 0.0
         if not asked:
             return scores
 
         def with_harm(harm: Sequence[float]) -> Scores:
-            for i, own in zip(asked, self._table(harm, len(asked)), strict=True):
-                scores[i] = float(np.log(own.clip(self.floor)).mean() if training else own.mean())
+            table = self._checked(harm, len(asked))
+            rewards = np.log(table.clip(self.floor)) if training else table
+            for i, reward in zip(asked, rewards.mean(1), strict=True):
+                scores[i] = float(reward)
             if near is not None:
                 # not before: an attack is scored again if the judge has raised
                 near.keep([attacks[i] for i in asked])
@@ -203,14 +212,14 @@ class RedTeam(Task):
     def _judged(self, prompt: Prompt, attacks: Sequence[str]) -> Any:
         """Return what the judge says of the victim's answers to these attacks, all in one list."""
         seed = blake2b(json.dumps([prompt.id, attacks]).encode(), digest_size=7).digest()
-        said = self._victim.answer(attacks, int.from_bytes(seed))
+        answers = self._victim.answer(attacks, int.from_bytes(seed))
         count = len(attacks) * self.answers
         arguments: dict[str, Any] = {n: [value] * count for n, value in prompt.columns.items()}
         arguments["prompts"] = [attack for attack in attacks for _ in range(self.answers)]
-        arguments["completions"] = [answer for own in said for answer in own]
+        arguments["completions"] = [answer for to_attack in answers for answer in to_attack]
         return call(self._judge, arguments)
 
-    def _table(self, harm: Sequence[float], attacks: int) -> Float[np.ndarray, "A N"]:
+    def _checked(self, harm: Sequence[float], attacks: int) -> Float[np.ndarray, "A N"]:
         """Return the judge's list by attack; ValueError if it is no list of harms."""
         if len(harm) != attacks * self.answers:
             raise WrongLength(
@@ -225,37 +234,161 @@ class RedTeam(Task):
         return table
 
     @cached_property
-    def _victim(self) -> Victim:
-        return Victim(
-            self.victim, self.victim_prompt, self.victim_chat, self.answers,
-            self.victim_max_tokens, self.victim_temperature, self.victim_top_p,
-        )  # fmt: skip
+    def _victim(self) -> "Victim":
+        return Victim(self)
 
     @cached_property
     def _judge(self) -> RewardFunction:
         return reward_function("task.judge", self.judge)
 
     @cached_property
-    def _encoder(self) -> Encoder | None:
-        return None if self.encoder is None else Encoder(self.encoder)
+    def _encoder(self) -> JudgeModel | None:
+        if self.encoder is None:
+            return None
+        return JudgeModel(self.encoder, "AutoModel", "fp32", TOKENS, "task.encoder")
 
     @cached_property
-    def _near(self) -> NearDuplicates | None:
-        if self.near_duplicates == "keep":
-            return None
-        encoder = self._encoder if self.near_duplicates == "cosine" else None
-        return NearDuplicates(self.near_distance, encoder)
+    def _near(self) -> "NearDuplicates | None":
+        return None if self.near_duplicates == "keep" else NearDuplicates(self.near_distance)
+
+
+class Victim:
+    """The causal LM that red-teaming attacks. It is loaded when it answers for the first time."""
+
+    def __init__(self, task: RedTeam, token_budget: int = TOKENS):
+        self.task = task
+        budget = token_budget // task.answers
+        self._model = JudgeModel(task.victim, "AutoModelForCausalLM", "auto", budget, "task.victim")
+
+    @cached_property
+    def text(self) -> Tokenizer:
+        """The tokenizer; ValueError if there is no such model, or no chat template."""
+        try:
+            text = load_text(PolicyTable(model=self.task.victim))
+        except ValueError as error:
+            raise ValueError(str(error).replace("policy.model", "task.victim")) from error
+        if self.task.victim_chat and text.tokenizer.chat_template is None:
+            raise ValueError(
+                f"task.victim_chat = true, but the tokenizer of {self.task.victim!r} has no chat"
+                " template; remove the key, and write task.victim_prompt around {attack}"
+            )
+        return text
+
+    def check(self) -> None:
+        _ = self.text
+        self._model.check()
+
+    def load(self, device: str) -> None:
+        self._model.load(device)
+
+    def length(self, attack: str) -> int:
+        """Return the number of tokens of an attack, with EOS."""
+        return len(self.text.tokenizer(attack, add_special_tokens=False)["input_ids"]) + 1
+
+    def encode(self, attack: str) -> list[int]:
+        """Return the tokens of the victim's prompt with an attack."""
+        shown: str | list[Message] = self.task.victim_prompt.replace("{attack}", attack)
+        if self.task.victim_chat:
+            shown = [{"role": "user", "content": shown}]
+        return self.text.encode(Prompt("attack", shown)).tolist()
+
+    def answer(self, attacks: Sequence[str], seed: int) -> list[list[str]]:
+        """Return the answers to each attack, the same for the same attacks and seed."""
+        rows = [self.encode(attack) for attack in attacks]
+        # transformers draws from the global generators, which others use too
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            tokens = self._model.run(rows, self._generate, self.text.pad_id, "left")
+        decode = self.text.tokenizer.batch_decode
+        return [decode(to_attack, skip_special_tokens=True) for to_attack in tokens]
+
+    def _generate(self, model: Any, prompts: Tensor, mask: Tensor) -> Tensor:
+        """Return the tokens of the answers to each prompt [N A T], padded to the longest length."""
+        output = model.generate(
+            input_ids=prompts,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=self.task.victim_temperature,
+            top_p=self.task.victim_top_p,
+            top_k=0,
+            max_new_tokens=self.task.victim_max_tokens,
+            num_return_sequences=self.task.answers,
+            eos_token_id=sorted(self.text.eos_ids),
+            pad_token_id=self.text.pad_id,
+        )
+        tokens = output[:, prompts.shape[1] :]
+        missing = self.task.victim_max_tokens - tokens.shape[1]
+        padded = pad(tokens, (0, missing), value=self.text.pad_id)
+        return padded.view(len(prompts), self.task.answers, -1)
+
+
+class NearDuplicates:
+    """Recognises texts that are near to one of the latest that were kept, by their words."""
+
+    def __init__(self, distance: float):
+        self.distance = distance
+        self._kept: deque[list[str]] = deque(maxlen=REMEMBERED)
+
+    def far(self, texts: Sequence[str]) -> list[int]:
+        """Return the places of texts that are far from those kept, and from earlier ones."""
+        from rapidfuzz.distance import Levenshtein
+
+        places = []
+        others = list(self._kept)
+        for place, text in enumerate(texts):
+            words = _words(text)
+            for other in others:
+                least = self.distance * max(1, len(words) + len(other))
+                if Levenshtein.distance(words, other) < least:
+                    break
+            else:
+                places.append(place)
+                others.append(words)
+        return places
+
+    def keep(self, texts: Sequence[str]) -> None:
+        """Compare later texts with these."""
+        self._kept.extend(map(_words, texts))
 
 
 @dataclass(frozen=True)
 class _Distance:
     """Scores each attack by the mean pairwise distance of its group; None for a single attack."""
 
-    encoder: Encoder
+    encoder: JudgeModel
     pass_reward: float | None = None
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         if len(answers) < 2:
             return [None] * len(answers)
-        distance = mean_distance(self.encoder([a.text.strip() for a in answers]))
+        distance = mean_distance(embeddings(self.encoder, [a.text.strip() for a in answers]))
         return [distance] * len(answers)
+
+
+def embeddings(encoder: JudgeModel, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+    """Return sentence embeddings of length 1: the mean of a model's last hidden states."""
+    shown = [text or "." for text in texts]
+    rows = encoder.tokenizer(shown, truncation=True)["input_ids"]
+    return encoder.run(rows, _mean_state, 0, "right").numpy()
+
+
+def _mean_state(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    summed = (states * mask[..., None]).sum(1)  # its direction is that of the mean
+    return normalize(summed, dim=-1)
+
+
+def mean_distance(embeddings: Float[np.ndarray, "N D"]) -> float:
+    """Return the mean cosine distance of all pairs of N embeddings of length 1, or 0 if unknown."""
+    n = len(embeddings)
+    alike = np.square(embeddings.sum(0, np.float64)).sum() - np.square(embeddings).sum()
+    return float(1 - alike / (n * (n - 1)))
+
+
+def _words(text: str) -> list[str]:
+    return text.lower().split()
+
+
+def _check_text(origin: str, row: int, column: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{origin}: row {row} has the {column} {value!r}; give it text")

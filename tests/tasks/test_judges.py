@@ -31,12 +31,12 @@ from tba.prompt import Answer, Prompt
 from tba.runs.parts import check
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
-from tba.tasks._victim import Victim
 from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel
 from tba.tasks.judges.classifier import Classifier
 from tba.tasks.judges.guard import GuardModel
+from tba.tasks.redteam import Victim
 
 VOCABULARY = [PAD, EOS, "<|user|>", "<|assistant|>", *string.digits, *string.ascii_letters]
 VOCABULARY += [*" +=?.:|<>\n"]
@@ -207,7 +207,7 @@ def test_the_chat_template_is_used_if_there_is_one(make: Make) -> None:
 
 def test_a_completion_cannot_write_the_control_tokens_of_the_chat_template(make: Make) -> None:
     folder = make(chat=True)
-    model = JudgeModel(str(folder), AutoModelForSequenceClassification, "auto", 100)
+    model = JudgeModel(str(folder), "AutoModelForSequenceClassification", "auto", 100)
     (row,) = model.encode(["a"], ["b<|user|>"], None)
     control = [VOCABULARY.index("<|user|>"), VOCABULARY.index("<|assistant|>")]
     assert [token for token in row if token in control] == control

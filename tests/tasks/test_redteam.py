@@ -27,9 +27,14 @@ from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.parts import check
 from tba.strategies.mixture import Mixture
 from tba.tasks import NEAR_DUPLICATE, Answered
-from tba.tasks._distance import Encoder, NearDuplicates, mean_distance
-from tba.tasks._victim import Victim
-from tba.tasks.redteam import GROUP, RedTeam
+from tba.tasks.redteam import (
+    GROUP,
+    NearDuplicates,
+    RedTeam,
+    Victim,
+    embeddings,
+    mean_distance,
+)
 from tba.types import Group, Trajectory, collate
 
 JUDGES = '''
@@ -162,28 +167,36 @@ def test_a_judge_that_returns_no_harms_is_told(make: Make, judge: str, message: 
 # The victim
 
 
-def victim(model: Path, **options: Any) -> Victim:
-    given = {"template": "{attack}", "chat": False, "answers": 3, "max_tokens": 6}
-    return Victim(str(model), **(given | {"temperature": 1.0, "top_p": 1.0} | options))
+def victim(model: Path, answers: int = 3, temperature: float = 1.0, **options: Any) -> Victim:
+    task = RedTeam(
+        victim=str(model),
+        judge="judges:half",
+        answers=answers,
+        victim_temperature=temperature,
+        victim_max_tokens=6,
+        victim_top_p=1.0,
+        **options,
+    )
+    return Victim(task, token_budget=24)
 
 
 def test_a_victim_answers_the_same_for_the_same_seed(wide_model: Path) -> None:
     """It answers in batches, the longest attacks first, and leaves the global generators alone."""
     attacks = ["1+2=", "3", "71=2+5", "1+2"]
-    some = victim(wide_model, token_budget=24)
+    some = victim(wide_model)
     state = torch.get_rng_state()
     first = some.answer(attacks, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert [len(own) for own in first] == [3] * 4
     assert all(len(text) <= 6 and "<" not in text for own in first for text in own)
-    assert victim(wide_model, token_budget=24).answer(attacks, seed=1) == first
+    assert victim(wide_model).answer(attacks, seed=1) == first
     assert some.answer(attacks, seed=2) != first
 
 
 def test_answers_belong_to_their_attacks(wide_model: Path) -> None:
     """At a low temperature, a victim answers as if it were greedy, whatever the order."""
     attacks = ["71=2+5", "1", "33+", "2=2=2"]
-    cold = victim(wide_model, temperature=1e-3, answers=2, token_budget=24)
+    cold = victim(wide_model, temperature=1e-3, answers=2)
     together = cold.answer(attacks, seed=0)
     assert together == [cold.answer([attack], seed=5)[0] for attack in attacks]
     assert len({own[0] for own in together}) > 1
@@ -192,17 +205,17 @@ def test_answers_belong_to_their_attacks(wide_model: Path) -> None:
 def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    plain = victim(wide_model, template="={attack}+")
-    assert plain.text.tokenizer.decode(plain._encode("12")) == "=12+"
+    plain = victim(wide_model, victim_prompt="={attack}+")
+    assert plain.text.tokenizer.decode(plain.encode("12")) == "=12+"
     folder = tmp_path / "chatty"
     shutil.copytree(wide_model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}={{ m['content'] }}={% endfor %}"
     tokenizer.save_pretrained(folder)
-    chat = victim(folder, chat=True)
-    assert chat.text.tokenizer.decode(chat._encode("12")) == "=12="
+    chat = victim(folder, victim_chat=True)
+    assert chat.text.tokenizer.decode(chat.encode("12")) == "=12="
     with pytest.raises(ValueError, match=r"task\.victim_chat = true, but the tokenizer of"):
-        _ = victim(wide_model, chat=True).text
+        _ = victim(wide_model, victim_chat=True).text
 
 
 # Near-duplicates and diversity
@@ -262,17 +275,11 @@ def test_attacks_whose_judge_raised_are_no_duplicates_when_they_are_scored_again
     assert scored(task, "4 4 4") == [pytest.approx(math.log(0.4))]
 
 
-def test_near_duplicates_by_cosine(make: Make, wide_model: Path) -> None:
-    task = make(near_duplicates="cosine", near_distance=1e-5, encoder=str(wide_model))
-    scores = scored(task, "1234", "1234", "5=5=")
-    assert [r is NEAR_DUPLICATE for r in scores] == [False, True, False]
-    assert scored(task, "5=5=") == [NEAR_DUPLICATE]
-
-
 def test_distance_is_the_mean_over_all_pairs(make: Make, wide_model: Path) -> None:
     task = make(encoder=str(wide_model))
     texts = ["1234", "5=5=5=", "", "777777777", "1234"] * 15
-    unit = Encoder(str(wide_model))(texts)
+    assert task._encoder is not None
+    unit = embeddings(task._encoder, texts)
     norms = np.linalg.norm(unit, axis=1)
     np.testing.assert_allclose(norms, [text != "" for text in texts], atol=1e-5)
     pairs = [1 - unit[i] @ unit[j] for i in range(75) for j in range(75) if i != j]
@@ -477,7 +484,7 @@ MISTAKES = {
         r"sampling\.explore does not work with objective\.use = 'rloo'",
     ),
     "near-duplicates": (
-        ["task.near_duplicates=cosine", "objective=grpo"],
+        ["task.near_duplicates=edit", "objective=grpo"],
         r"task\.near_duplicates does not work with objective\.use = 'grpo'.* left out; remove",
     ),
     "one temperature": (["sampling.explore=[0.5]"], r"sampling\.explore"),

@@ -46,18 +46,16 @@ class ModelJudge(Judge):
 
     @cached_property
     def _model(self) -> "JudgeModel":
-        import transformers
-
-        auto = getattr(transformers, self.auto)
-        return JudgeModel(self.model, auto, self.dtype, self.token_budget)
+        return JudgeModel(self.model, self.auto, self.dtype, self.token_budget)
 
 
 @dataclass
 class JudgeModel:
-    """A tokenizer and a model. `auto` is transformers' AutoModel class of its kind."""
+    """A tokenizer and a model."""
 
     name: str
-    auto: Any
+    auto: str
+    """Name of the class of transformers that loads it."""
     dtype: Dtype
     token_budget: int
     """Tokens in one forward pass, padding included."""
@@ -73,6 +71,12 @@ class JudgeModel:
     def config(self) -> Any:
         return self._files[1]
 
+    @property
+    def _class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.auto)
+
     @cached_property
     def _files(self) -> tuple[Any, Any]:
         """The tokenizer and config.json; ValueError if there is no such model."""
@@ -81,18 +85,19 @@ class JudgeModel:
     def check(self) -> None:
         """Raise ValueError if there is no such model, or its files lack weights."""
         _ = self._files
-        check_files(self.auto, self.name, self.key)
+        check_files(self._class, self.name, self.key)
 
     def load(self, device: str) -> None:
         """Load the weights to a device, unless another judge of this process has done so."""
-        bf16 = self.dtype == "bf16"
         if self.dtype == "auto":
             bf16 = computes_in_bf16(PolicyTable(model=self.name), device)
+        else:
+            bf16 = self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
         key = (model_path(self.name, self.key), self.auto, dtype, device)
         self._model = LOADED.get(key)
         if self._model is None:
-            model = load_weighted(self.auto, dtype, self.name, self.key)
+            model = load_weighted(self._class, dtype, self.name, self.key)
             self._model = LOADED[key] = model.to(device)
 
     def encode(
@@ -143,13 +148,15 @@ class JudgeModel:
         results: dict[int, Tensor] = {}
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
         while order:
-            count = 1 if pad is None else max(1, self.token_budget // max(1, len(rows[order[0]])))
-            places, order = order[:count], order[count:]
+            longest = max(1, len(rows[order[0]]))
+            count = 1 if pad is None else max(1, self.token_budget // longest)
+            places = order[:count]
+            order = order[count:]
             ids = [torch.tensor(rows[place], dtype=torch.long) for place in places]
             mask = [torch.ones_like(row) for row in ids]
             padded = pad_sequence(ids, batch_first=True, padding_value=pad or 0, padding_side=side)
             masked = pad_sequence(mask, batch_first=True, padding_side=side)
             device = self._model.device
-            found = forward(self._model, padded.to(device), masked.to(device)).cpu()
-            results |= dict(zip(places, found, strict=True))
+            outputs = forward(self._model, padded.to(device), masked.to(device)).cpu()
+            results |= dict(zip(places, outputs, strict=True))
         return torch.stack([results[place] for place in range(len(rows))])
