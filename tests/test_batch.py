@@ -22,6 +22,7 @@ class Steps:
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.most, self.failing, self.aborted, self.closed = 0, False, list[str](), 0
+        self.added: list[str] = []
         self.allowed = threading.Event()
         self.allowed.set()
 
@@ -29,6 +30,7 @@ class Steps:
         if not request.prompt:
             raise ValueError("a prompt is empty")
         self.left[key] = request.sampling.max_tokens
+        self.added.append(key)
         self.most = max(self.most, len(self.left))
 
     def step(self) -> Sequence[tuple[str, Output]]:
@@ -84,31 +86,36 @@ def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight: bool) -
         update = threads.submit(batch.update, lambda: running.append(len(engine.left)), 7)
         until(lambda: batch._updates)
         engine.allowed.set()
-        waited, versions = update.result(30), [version for _, version in call.result(30)]
+        waited, outputs = update.result(30)
+        versions = [version for _, version in call.result(30)]
     assert running == [2 if in_flight else 0]
     assert versions == [0, 0, 7]
-    assert waited > 0 and batch.version == 7
+    assert waited > 0 and outputs == [] and batch.version == 7
 
 
-def test_nothing_begins_while_an_update_is_verified() -> None:
-    """The requests that verify it go first, and the others begin after them."""
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_nothing_begins_while_an_update_is_verified(in_flight: bool) -> None:
+    """The first check is also answered before the change; responses that run go on."""
     engine = Steps()
-    batch = Batch(lambda: engine, slots=1, in_flight=False, deadline=30.0)
-    ended: list[str] = []
-
-    def call(name: str, first: bool) -> None:
-        batch.run(requests(2), first)
-        ended.append(name)
-
+    batch = Batch(lambda: engine, slots=1, in_flight=in_flight, deadline=30.0)
+    seen: list[set[str]] = []
+    engine.allowed.clear()
     with ThreadPoolExecutor(2) as threads:
-        with batch.hold():
-            batch.update(lambda: None, 1)
-            search = threads.submit(call, "search", False)
-            until(lambda: batch._waiting)
-            call("probe", True)
-            assert len(batch._waiting) == 1 and not batch._running
-        search.result(30)
-    assert ended == ["probe", "search"]
+        search = threads.submit(batch.run, requests(4, 1))
+        until(lambda: engine.left)
+
+        def apply() -> None:
+            seen.append(set(engine.left))
+            seen.append(set(engine.added))
+
+        update = threads.submit(batch.update, apply, 7, requests(1, 2))
+        until(lambda: batch._updates)
+        engine.allowed.set()
+        outputs = update.result(30)[1]
+        versions = [version for _, version in search.result(30)]
+    assert len(outputs) == 2 and versions == [0, 7]
+    assert seen == [{"0"} if in_flight else set(), {"0", "check 0"}]
+    assert engine.added == ["0", "check 0", "check 0", "check 1", "1"]
 
 
 def test_a_call_past_its_deadline_is_aborted() -> None:

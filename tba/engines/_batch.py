@@ -3,8 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -80,9 +80,13 @@ class _Update:
 
     apply: Callable[[], None]
     version: int
+    checks: Sequence[Request]
+    """Requests whose outputs verify the change; the first one is also answered before it."""
     asked: float = field(default_factory=time.perf_counter)
-    waited: float | None = None
-    """Seconds that it waited for running requests, once it has been applied."""
+    waited: float = 0.0
+    """Seconds that it waited for running requests."""
+    outputs: list[Output] | None = None
+    """Outputs of the checks, once the change has been applied."""
 
 
 class Batch:
@@ -90,26 +94,20 @@ class Batch:
 
     A free slot goes to the request that has waited longest, whoever called, so that the batch is
     full as long as there is work. An update waits until nothing runs, and nothing starts while it
-    waits, so that each request sees one state of the engine; with `in_flight` it is applied at
-    once. Within `hold()`, only requests that are `first` begin. A ValueError about a request is
-    raised in its call. Any other exception of the engine ends it, and is raised in every call, now
-    and later, as EngineError; so are missed deadlines.
+    waits or is verified, so that each request sees one state of the engine; with `in_flight` it is
+    applied at once. A ValueError about a request is raised in its call. Any other exception of the
+    engine ends it, and is raised in every call, now and later, as EngineError; so are missed
+    deadlines.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Stepper],
-        slots: int,
-        in_flight: bool,
-        deadline: float,
-    ):
+    def __init__(self, start: Callable[[], Stepper], slots: int, in_flight: bool, deadline: float):
         """Start the engine, in the thread that will step it."""
         self.version = 0
-        self._slots, self._in_flight, self._deadline = slots, in_flight, deadline
+        self._slots = slots
+        self._in_flight = in_flight
+        self._deadline = deadline
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[tuple[_Call, int]] = deque()
-        self._urgent: deque[tuple[_Call, int]] = deque()  # those that are `first`
-        self._holds = 0
         self._running: dict[str, tuple[_Call, int]] = {}
         self._updates: deque[_Update] = deque()
         self._aborted: list[str] = []
@@ -120,15 +118,11 @@ class Batch:
         self._thread.start()
         self._wait(lambda: self._engine is not None)
 
-    def run(self, requests: Sequence[Request], first: bool = False) -> list[tuple[Output, int]]:
-        """Return each request's output, and the version that began it.
-
-        With `first`, the requests go before others that wait.
-        """
+    def run(self, requests: Sequence[Request]) -> list[tuple[Output, int]]:
+        """Return each request's output, and the version that began it."""
         call = _Call(requests)
-        items = [(call, place) for place in range(len(requests))]
         with self._changed:
-            (self._urgent if first else self._waiting).extend(items)
+            self._waiting.extend((call, place) for place in range(len(requests)))
             self._changed.notify_all()
         try:
             self._wait(lambda: call.ended)
@@ -139,32 +133,26 @@ class Batch:
             raise call.refused
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Let only requests begin that are `first`, such as those that verify an update."""
-        with self._changed:
-            self._holds += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._holds -= 1
-                self._changed.notify_all()
+    def update(
+        self, apply: Callable[[], None], version: int, checks: Sequence[Request] = ()
+    ) -> tuple[float, list[Output]]:
+        """Apply a change between two steps, then answer the checks before anything else begins.
 
-    def update(self, apply: Callable[[], None], version: int) -> float:
-        """Apply a change between two steps; return the seconds it waited for running requests."""
-        update = _Update(apply, version)
+        The first check is also answered before the change, so that a cache that outlives it shows.
+        Returns the seconds that the change waited for running requests, and the checks' outputs.
+        """
+        update = _Update(apply, version, checks)
         with self._changed:
             self._updates.append(update)
             self._changed.notify_all()
         try:
-            self._wait(lambda: update.waited is not None)
+            self._wait(lambda: update.outputs is not None)
         except EngineError:
             with self._changed, suppress(ValueError):  # or nobody would verify it
                 self._updates.remove(update)
             raise
-        assert update.waited is not None
-        return update.waited
+        assert update.outputs is not None
+        return update.waited, update.outputs
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done()`; EngineError if the engine has failed, or past the deadline."""
@@ -191,7 +179,6 @@ class Batch:
     def _give_up(self, call: _Call) -> None:
         with self._changed:
             self._waiting = deque(item for item in self._waiting if item[0] is not call)
-            self._urgent = deque(item for item in self._urgent if item[0] is not call)
             keys = [key for key, (owner, _) in self._running.items() if owner is call]
             self._aborted += keys
             for key in keys:
@@ -219,27 +206,45 @@ class Batch:
         """Wait for work, apply an update or start requests, and make a step."""
         with self._changed:
             self._changed.wait_for(self._has_work)
-            aborted, self._aborted = self._aborted, []
-            update = self._due_update()
+            aborted = self._aborted
+            self._aborted = []
+            update = None
+            if self._updates and (self._in_flight or not self._running):
+                update = self._updates.popleft()
             begun = [] if update or self._updates else self._begin()
         engine.abort(aborted)
         if update is not None:
-            waited = time.perf_counter() - update.asked
-            update.apply()
-            with self._changed:
-                update.waited, self.version = waited, update.version
-                self._changed.notify_all()
+            self._apply(engine, update)
             return
         for key, request in begun:
             try:
                 engine.add(key, request)
             except ValueError as error:
                 self._refuse(key, error)
-        ended = engine.step() if self._running else []
-        if ended:
-            with self._changed:
-                self._deliver(ended)
-                self._changed.notify_all()
+        if self._running:
+            self._deliver(engine.step())
+
+    def _apply(self, engine: Stepper, update: _Update) -> None:
+        update.waited = time.perf_counter() - update.asked
+        self._answer(engine, update.checks[:1])
+        update.apply()
+        outputs = self._answer(engine, update.checks)
+        with self._changed:
+            self.version = update.version
+            update.outputs = outputs
+            self._changed.notify_all()
+
+    def _answer(self, engine: Stepper, checks: Sequence[Request]) -> list[Output]:
+        """Return the outputs of the checks; requests that run go on meanwhile."""
+        keys = [f"check {place}" for place in range(len(checks))]
+        for key, request in zip(keys, checks, strict=True):
+            engine.add(key, request)
+        outputs: dict[str, Output] = {}
+        while not outputs.keys() >= set(keys):
+            ended = engine.step()
+            outputs.update(ended)
+            self._deliver(ended)
+        return [outputs[key] for key in keys]
 
     def _refuse(self, key: str, error: ValueError) -> None:
         """End the call of a request that the engine did not accept; others go on."""
@@ -250,31 +255,25 @@ class Batch:
                 self._give_up(call)
 
     def _has_work(self) -> bool:
-        begin = self._urgent or (self._waiting and not self._holds)
-        due = begin or self._running or self._updates or self._aborted or self._failure
-        return bool(due)
-
-    def _due_update(self) -> _Update | None:
-        if self._updates and (self._in_flight or not self._running):
-            return self._updates.popleft()
-        return None
+        work = (self._waiting, self._running, self._updates, self._aborted, self._failure)
+        return any(work)
 
     def _begin(self) -> list[tuple[str, Request]]:
-        """Give the free slots to the requests that have waited longest, or are first."""
+        """Give the free slots to the requests that have waited longest."""
         begun = []
-        while len(self._running) < self._slots:
-            waiting = self._urgent or (() if self._holds else self._waiting)
-            if not waiting:
-                break
-            call, place = waiting.popleft()
-            key, self._count = str(self._count), self._count + 1
+        while self._waiting and len(self._running) < self._slots:
+            call, place = self._waiting.popleft()
+            key = str(self._count)
+            self._count += 1
             self._running[key] = call, place
             call.versions[place] = self.version
             begun.append((key, call.requests[place]))
         return begun
 
     def _deliver(self, ended: Sequence[tuple[str, Output]]) -> None:
-        for key, output in ended:
-            if key in self._running:  # else it was given up
-                call, place = self._running.pop(key)
-                call.outputs[place] = output
+        with self._changed:
+            for key, output in ended:
+                if key in self._running:  # else it was given up, or is a check
+                    call, place = self._running.pop(key)
+                    call.outputs[place] = output
+            self._changed.notify_all()

@@ -1,10 +1,9 @@
 """Generation by vLLM in the searcher's process: continuous batching, with verified updates."""
 
 import os
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -19,10 +18,10 @@ from tba.config.schema import Config
 from tba.config.tables import OFF, PolicyTable, SamplingTable
 from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request, Stepper
-from tba.models.lora import empty_adapted, write_adapter
+from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_config, load_empty_model, model_path
 from tba.types import Completion, Sampling
-from tba.weights import Probe, Weights, check_same_model
+from tba.weights import Probe, Weights, as_tensor, check_same_model
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -115,7 +114,6 @@ class VLLM(Engine):
     def __post_init__(self) -> None:
         lora = self.policy.lora
         self._model = load_empty_model(self.policy) if lora is None else empty_adapted(self.policy)
-        self._loading = threading.Lock()  # an update and its verification at a time
         self._engine: Any = None
         at_once = self.in_flight or lora is not None
         self._batch = Batch(self._start, self.max_num_seqs, at_once, self.deadline)
@@ -139,15 +137,15 @@ class VLLM(Engine):
         return [group * (sampling.samples // drawn) for group in groups]
 
     def load_weights(self, weights: Weights) -> float | None:
-        with self._loading:
-            check_same_model(self._model, weights.arrays, "the weights are of")
-            probe = weights.probe
-            if probe is not None:  # so that a cache of the old weights would show in the gap
-                self._gap(replace(probe, tokens=probe.tokens[:1], logp=probe.logp[:1]))
-            with self._batch.hold():  # no response begins before the weights have been verified
-                update = partial(self._update, weights)
-                self.drained += self._batch.update(update, weights.version)
-                return None if probe is None else self._gap(probe)
+        check_same_model(self._model, weights.arrays, "the weights are of")
+        probe = weights.probe
+        checks = [] if probe is None else self._scores(probe)
+        update = partial(self._update, weights)
+        waited, outputs = self._batch.update(update, weights.version, checks)
+        self.drained += waited
+        if probe is None:
+            return None
+        return float(np.abs([output.score for output in outputs] - probe.logp).mean())
 
     def close(self) -> None:
         self._batch.close()
@@ -213,22 +211,19 @@ class VLLM(Engine):
             self._engine.load(with_tied_head(weights.arrays, self._model), weights.version)
         else:
             with TemporaryDirectory(prefix="tba_vllm_") as folder:
-                write_adapter(weights, self.policy, Path(folder))
+                tensors = {name: as_tensor(array) for name, array in weights.arrays.items()}
+                save_adapter(self._model, tensors, Path(folder))
                 self._engine.load_adapter(Path(folder), weights.version)
 
-    def _gap(self, probe: Probe) -> float:
-        """Return the mean |difference| between the engine's log-probs of the probe and its own.
-
-        A token is generated after each beginning of the response, before other requests.
-        """
+    def _scores(self, probe: Probe) -> list[Request]:
+        """Return requests that score each token of the response after the tokens before it."""
         sampling = Sampling(1, probe.temperature, 1)
         context = probe.prompt_tokens.tolist()
         requests = []
         for place, token in enumerate(probe.tokens.tolist()):
             requests.append(self._request(context, sampling, place, token))
             context = [*context, token]
-        scores = [output.score for output, _ in self._batch.run(requests, first=True)]
-        return float(np.abs(scores - probe.logp).mean())
+        return requests
 
 
 def check_sampling(sampling: SamplingTable) -> None:

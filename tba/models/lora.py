@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,15 +25,14 @@ from tba.config.tables import LoraTable, PolicyTable
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained
 
-ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"  # files of a PEFT adapter
-TRAINED, REFERENCE = "default", "reference"  # names of the trained adapter and the frozen one
+ADAPTER = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+TRAINED = "default"  # name of the adapter that is trained
+REFERENCE = "reference"  # name of the frozen one
 WHOLE = f".modules_to_save.{TRAINED}."  # in names of modules that are trained whole
 PREFIX = "base_model.model."  # of names in PEFT's files, which leave out that of the adapter
 ALL = ("all-linear",)
-UNSUPPORTED = (
-    "alora_invocation_tokens", "alpha_pattern", "layer_replication", "use_bdlora", "use_dora",
-    "use_qalora",
-)  # fmt: skip
+UNSUPPORTED = ("alora_invocation_tokens", "alpha_pattern", "use_dora")
 """Settings of PEFT that change what the tensors of an adapter compute."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
@@ -116,19 +115,16 @@ def load_reference(model: Any, weights: Weights) -> None:
 
 
 def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors of the model's trained adapter as a folder that PEFT loads."""
-    _write(tensors, model.peft_config[TRAINED], folder)
-
-
-def write_adapter(weights: Weights, policy: PolicyTable, folder: Path) -> None:
-    """Write published weights as a folder that PEFT and vLLM load."""
-    assert policy.lora is not None
-    tensors = {name: as_tensor(array) for name, array in weights.arrays.items()}
-    settings = _settings(policy)
-    if policy.lora.target_modules == ALL:
-        layers = [name.partition(".lora_")[0] for name in tensors]
-        settings.target_modules = {layer.rpartition(".")[2] for layer in layers}
-    _write(tensors, settings, folder)
+    """Write tensors of the model's trained adapter as a folder that PEFT and vLLM load."""
+    settings = copy(model.peft_config[TRAINED])
+    for name, value in vars(settings).items():
+        if isinstance(value, set):  # which PEFT writes in an order that differs between processes
+            setattr(settings, name, sorted(value))
+    settings.save_pretrained(str(folder))
+    plain = {}
+    for name, tensor in tensors.items():
+        plain[PREFIX + name.replace(WHOLE, ".").replace(f".{TRAINED}.", ".")] = tensor
+    save_file(plain, folder / ADAPTER)
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
@@ -155,30 +151,26 @@ def check_adapter(policy: PolicyTable) -> str:
             "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
         )
     model = load_empty_model(policy)
-    _check_targets(model, policy.lora)
-    _check_whole(model, policy.lora)
-    folder = None if policy.lora.start is None else Path(policy.lora.start).expanduser()
-    if folder is not None:
-        _check_settings(folder, policy.lora)
+    _check_names(model, policy.lora)
     _inject(model, _settings(policy, model), TRAINED)
-    if folder is not None:
-        _check_tensors(model, folder, policy.lora)
-    adapted, left = set(), set()
+    if policy.lora.start is not None:
+        _check_start(model, Path(policy.lora.start).expanduser(), policy.lora)
+    adapted = set()
+    left = set()
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".base_layer." in name:
             adapted.add(re.split(r"\.lora_|\.base_layer", name)[0].rpartition(".")[2])
         elif parameter.ndim > 1 and not parameter.requires_grad:
             left.add(".".join(name.replace(".original_module", "").split(".")[-2:]))
     left -= {f"{name.rpartition('.')[2]}.weight" for name in policy.lora.modules_to_save}
-    return (
-        f"LoRA adapts {', '.join(sorted(adapted))}"
-        + (f", and trains {', '.join(w)} whole" if (w := policy.lora.modules_to_save) else "")
-        + f"; it leaves as they are: {', '.join(sorted(left)) or 'no matrices'}"
-    )
+    whole = policy.lora.modules_to_save
+    trains = f", and trains {', '.join(whole)} whole" if whole else ""
+    leaves = ", ".join(sorted(left)) or "no matrices"
+    return f"LoRA adapts {', '.join(sorted(adapted))}{trains}; it leaves as they are: {leaves}"
 
 
-def _settings(policy: PolicyTable, model: Any = None) -> Any:
-    """Return PEFT's settings. Those of GPT-2's layers depend on the model."""
+def _settings(policy: PolicyTable, model: Any) -> Any:
+    """Return PEFT's settings for the model."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -191,7 +183,7 @@ def _settings(policy: PolicyTable, model: Any = None) -> Any:
         modules_to_save=list(policy.lora.modules_to_save) or None,
         use_rslora=policy.lora.use_rslora,
         task_type="CAUSAL_LM",
-        fan_in_fan_out=model is not None and any(isinstance(m, Conv1D) for m in model.modules()),
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's layers
         base_model_name_or_path=policy.model,
     )
 
@@ -248,15 +240,6 @@ def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
         model.get_parameter(frozen).copy_(tensor)
 
 
-def _write(tensors: Mapping[str, Tensor], settings: Any, folder: Path) -> None:
-    ordered = copy(settings)  # PEFT writes sets in an order that differs between processes
-    sets = {name: value for name, value in vars(settings).items() if isinstance(value, set)}
-    vars(ordered).update({name: sorted(value) for name, value in sets.items()})
-    ordered.save_pretrained(str(folder))
-    plain = {n.replace(WHOLE, ".").replace(f".{TRAINED}.", "."): t for n, t in tensors.items()}
-    save_file({PREFIX + name: tensor for name, tensor in plain.items()}, folder / ADAPTER)
-
-
 def _own_name(name: str) -> str:
     """Return the name in a model of a tensor in PEFT's file."""
     name = name.removeprefix(PREFIX)
@@ -266,83 +249,53 @@ def _own_name(name: str) -> str:
     return re.sub(r"\.(lora_[AB])\.", rf".\1.{TRAINED}.", name)
 
 
-def _check_targets(model: Any, lora: LoraTable) -> None:
-    """Raise ValueError unless each target is the name of a linear layer, or the end of one."""
+def _check_names(model: Any, lora: LoraTable) -> None:
+    """Raise ValueError unless each name in `policy.lora` is the end of a layer's name.
+
+    PEFT skips names that it does not find.
+    """
     head = model.get_output_embeddings()
-    names = [name for name, module in _linear(model).items() if module is not head]
-    for target in lora.target_modules if lora.target_modules != ALL else ():
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names})
-            raise ValueError(
-                f"policy.lora.target_modules: no linear layer is called {target!r}"
-                f"{choices(target, known)}; or leave it out for all of them"
-            )
-
-
-def _check_whole(model: Any, lora: LoraTable) -> None:
-    """Raise ValueError unless each module to train whole is a single one, not tied or adapted."""
-    modules = dict(model.named_modules())
-    single = {name for name, module in modules.items() if not list(module.children())}
+    linear = [name for name, module in _linear(model).items() if module is not head]
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    ends = lora.target_modules
-    adapted = [name for name in _linear(model) if ends == ALL or name.endswith(ends)]
-    if ends == ALL:
-        adapted = [n for n in adapted if modules[n] is not model.get_output_embeddings()]
-    for target in lora.modules_to_save:
-        names = {name for name in modules if name.endswith(target)}
-        problem = ""
-        if not names or names - single:
-            known = sorted({name.rpartition(".")[2] for name in single})
-            problem = f"no single module with weights{choices(target, known)}"
-        elif any(uses[id(p)] > 1 for name in names for p in modules[name].parameters()):
-            problem = "tied to another module, as an LM head is to the embeddings; leave it out"
-        elif names & set(adapted):
-            problem = "adapted as well; name other layers in policy.lora.target_modules"
-        if problem:
-            raise ValueError(f"policy.lora.modules_to_save: {target!r} is {problem}")
+    single = []
+    for name, module in model.named_modules():
+        if not list(module.children()) and all(uses[id(p)] == 1 for p in module.parameters()):
+            single.append(name)
+    if lora.target_modules != ALL:
+        _check_ends("target_modules", lora.target_modules, linear, "linear layer")
+    _check_ends("modules_to_save", lora.modules_to_save, single, "single module, untied,")
 
 
-def _check_settings(folder: Path, lora: LoraTable) -> None:
-    """Raise ValueError unless the folder has an adapter with the settings of `policy.lora`."""
+def _check_ends(key: str, ends: Sequence[str], names: Sequence[str], kind: str) -> None:
+    for end in ends:
+        if not any(f".{name}".endswith(f".{end}") for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise ValueError(f"policy.lora.{key}: no {kind} is called {end!r}{choices(end, known)}")
+
+
+def _check_start(model: Any, folder: Path, lora: LoraTable) -> None:
+    """Raise ValueError unless the folder has an adapter that computes what the model's would."""
+    named = f"policy.lora.from = {lora.start!r}"
     for file in (SETTINGS, ADAPTER):
         if not (folder / file).is_file():
             raise ValueError(
-                f"policy.lora.from = {lora.start!r}: the folder has no {file};"
+                f"{named}: the folder has no {file};"
                 " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
             )
     settings = json.loads((folder / SETTINGS).read_text("utf-8"))
-    for key, name in (("r", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
-        value, given = lora.model_dump()[key], settings.get(name, False)
-        if given != value:
-            raise ValueError(
-                f"policy.lora.{key} = {value}, but the adapter in {lora.start} has"
-                f" {name} = {given}; set policy.lora.{key}={str(given).lower()}"
-            )
-    problems = [name for name in UNSUPPORTED if settings.get(name)]
-    for name, known in (("peft_type", ("LORA",)), ("init_lora_weights", STARTS)):
-        if settings.get(name, known[0]) not in known:
-            problems.append(f"{name} = {settings[name]!r}")
-    if problems:
+    expected = {"r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
+    wrong = [name for name, value in expected.items() if settings.get(name, False) != value]
+    wrong += [name for name in UNSUPPORTED if settings.get(name)]
+    if settings.get("init_lora_weights", True) not in STARTS:
+        wrong.append("init_lora_weights")
+    if wrong:
+        differing = ", ".join(f"{name} = {settings.get(name)}" for name in wrong)
         raise ValueError(
-            f"policy.lora.from = {lora.start!r}: not a plain LoRA adapter"
-            f" ({', '.join(problems)}); give another one"
+            f"{named}: the adapter has {differing}; set r, alpha and use_rslora in policy.lora to"
+            " its values, or give a plain LoRA adapter"
         )
-
-
-def _check_tensors(model: Any, folder: Path, lora: LoraTable) -> None:
-    """Raise ValueError unless the adapter has the layers and shapes of the one in the model."""
     try:
-        with safe_open(folder / ADAPTER, "pt") as file:
-            named = {_own_name(n): file.get_slice(n) for n in file.keys()}  # noqa: SIM118
-            shapes = {name: tensor.get_shape() for name, tensor in named.items()}
+        tensors = read_adapter(folder)
     except SafetensorError as error:
-        raise ValueError(f"policy.lora.from = {lora.start!r} is damaged: {error}") from error
-    own = {n: list(p.shape) for n, p in model.named_parameters() if p.requires_grad}
-    differing = sorted(n for n in own.keys() | shapes.keys() if own.get(n) != shapes.get(n))
-    if differing:
-        names = {name.partition(".lora_")[0].rpartition(".")[2] for name in shapes}
-        raise ValueError(
-            f"policy.lora.from = {lora.start!r} does not fit policy.model with"
-            f" policy.lora.target_modules = {list(lora.target_modules)}: {differing[:3]} differ;"
-            f" the adapter has the layers {sorted(names)}"
-        )
+        raise ValueError(f"{named} is damaged: {error}") from error
+    check_same_model(model, tensors, f"{named} is of")
