@@ -62,8 +62,9 @@ class Completion:
 class Trajectory:
     """A completion with its reward, and its log-probs under the sampling policy and the reference.
 
-    `version` and `sampled` are those of the completion. `value` is there for objectives that ask
-    for rollouts: at each token, V of the state before its step (see `objectives.ValueRollouts`).
+    `version`, `switches` and `sampled` are as in the completion. `value` is there for objectives
+    that ask for rollouts: at each token, V of the state before its step (see
+    `objectives.ValueRollouts`).
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -74,6 +75,30 @@ class Trajectory:
     finished: bool
     value: Float32[np.ndarray, " T"] | None = None
     sampled: Bool[np.ndarray, " T"] | None = None
+    switches: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def versions(self) -> Int32[np.ndarray, " T"] | None:
+        """The version of the weights at each token; None if it is `version` at all of them."""
+        if not self.switches:
+            return None
+        versions = np.full(len(self.tokens), self.version, np.int32)
+        for place, version in self.switches:
+            versions[place:] = version
+        return versions
+
+    def lags(self, step: int) -> Int32[np.ndarray, " N"]:
+        """Return the steps since the weights of each sampled token, at the trainer's `step`."""
+        versions = self.versions
+        if versions is None:
+            versions = np.full(len(self.tokens), self.version, np.int32)
+        return step - (versions if self.sampled is None else versions[self.sampled])
+
+
+def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:
+    """Return where the version changes, and to which: see `Completion`."""
+    places = np.flatnonzero(np.diff(versions)) + 1
+    return tuple(zip(places.tolist(), versions[places].tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,18 @@ from toy import (
 
 from tba.assemble import open_run
 from tba.config.schema import Config
+from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
+from tba.objectives._terms import importance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
 from tba.run import Run
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
 from tba.strategies.uniform import Uniform
-from tba.types import Group, Sampling, collate
+from tba.types import Completion, Group, Sampling, collate
+from tba.weights import Weights, pack
 
 LIMIT = 0.02
 
@@ -178,6 +181,55 @@ def test_engine_samples_the_distribution_that_logp_states(
     observed = np.array(list(counts.values()))
     chi_square = ((observed - 4096 * p) ** 2 / (4096 * p)).sum()
     assert chi_square < len(p) + 5 * np.sqrt(2 * len(p))  # five standard deviations
+
+
+def sample_switching(engine: Engine, newer: Weights, prompt: np.ndarray) -> list[Completion]:
+    """Sample 4096 responses; newer weights take over after the first token of each."""
+    ((*begun,),) = engine.generate([prompt], Sampling(4096, 1.0, 1), seed=3)
+    engine.load_weights(newer)
+    begun_prompts = [np.concatenate([prompt, c.tokens]) for c in begun]
+    ended = engine.generate(begun_prompts, Sampling(1, 1.0, MAX_TOKENS - 1), seed=4)
+    completions = []
+    for first, (last,) in zip(begun, ended, strict=True):
+        tokens = np.concatenate([first.tokens, last.tokens])
+        logp = np.concatenate([first.logp, last.logp])
+        switched = Completion(tokens, logp, last.finished, 0, switches=((1, newer.version),))
+        completions.append(first if first.finished else switched)
+    return completions
+
+
+def test_importance_weights_are_unbiased_if_weights_change_within_responses(
+    shallow_toy_model: Path, tmp_path: Path
+) -> None:
+    """pi / mu is exact by enumeration, with each token's log-prob under its own weights."""
+    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
+    older, newer, live = (first_policy(parts.config) for _ in range(3))
+    rng = torch.Generator().manual_seed(0)
+    for policy in (newer, live):
+        for parameter in policy.model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
+    prompt = parts.prompts[1]
+    before, after, now = (group_of_all(parts.text, prompt, p) for p in (older, newer, live))
+    batch = collate([now])
+    logp = torch.cat([collate([before]).ref_logp[..., :1], collate([after]).ref_logp[..., 1:]], 2)
+    mu, pi, stale = (x.sum(-1)[0].exp() for x in (logp, batch.ref_logp, collate([before]).ref_logp))
+    # samples and their log-probs are those of the enumeration
+    engine = parts.search_setup().build("cpu", False).engine
+    weights = pack(newer.model, version=1, bf16=False)
+    completions = sample_switching(engine, weights, parts.text.encode(prompt))
+    place = {t.tokens.tobytes(): i for i, t in enumerate(now.trajectories)}
+    drawn = np.array([place[c.tokens.tobytes()] for c in completions])
+    for c, i in zip(completions, drawn, strict=True):
+        np.testing.assert_allclose(c.logp, logp[0, i, : len(c.tokens)], atol=1e-5)
+    expected = 4096 * mu.numpy()
+    chi_square = ((np.bincount(drawn, minlength=len(mu)) - expected) ** 2 / expected).sum()
+    assert chi_square < len(mu) + 5 * np.sqrt(2 * len(mu))  # five standard deviations
+    # the weights that objectives compute turn expectations under mu into those under pi
+    behaved = replace(batch, behavior_logp=logp)
+    weight = importance("sequence", batch.ref_logp, behaved, cap=1e6)[0, :, 0]
+    wanted = (pi * batch.reward[0]).sum()
+    torch.testing.assert_close((mu * weight * batch.reward[0]).sum(), wanted, atol=1e-5, rtol=0)
+    assert ((mu * pi / stale * batch.reward[0]).sum() - wanted).abs() > 0.01  # one version: biased
 
 
 def test_group_is_untouched_by_its_neighbours(shallow_toy_model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_replay import first_tokens, group, is_conserved, random_groups, trajectory
 
-from tba.replay import segments
+from tba.replay import files as replay_files
 from tba.replay.buffer import REWRITE_EVERY, ReplayBuffer
 from tba.replay.files import SEGMENTS
 from tba.strategies.mixture import Mixture
@@ -24,7 +24,7 @@ def content(buffer: ReplayBuffer) -> list[tuple]:
     listed = []
     for prompt, g in zip(columns.prompts, buffer.groups(), strict=True):
         rows = columns.rows(prompt)
-        some = [(t.tokens.tolist(), t.reward, t.version) for t in g.trajectories]
+        some = [(t.tokens.tolist(), t.reward, t.version, t.switches) for t in g.trajectories]
         listed.append((g.prompt, g.reference, some, *(column[rows].tolist() for column in numbers)))
     return listed
 
@@ -107,7 +107,7 @@ def test_segments_that_cannot_be_linked_are_written(
     def refuse(source: Path, target: Path) -> None:
         raise OSError("no hard links here")
 
-    monkeypatch.setattr(segments.os, "link", refuse)
+    monkeypatch.setattr(replay_files.os, "link", refuse)
     buffer = ReplayBuffer()
     buffer.add([group("a", trajectory(1))], 0)
     buffer.save(tmp_path / "a")()

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.replay.files import State
-from tba.replay.store import SHOWN, Store, key_of
-from tba.replay.table import EMPTY, Table
+from tba.replay.store import EMPTY, SHOWN, Store, Table, key_of
 from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
@@ -146,7 +145,7 @@ class ReplayBuffer:
         self._store = Store()
 
     def _add(self, group: Group, now: int) -> None:
-        finite = _only_finite(group.trajectories)
+        finite = [t for t in group.trajectories if _is_finite(t)]
         self.counts["not_finite"] += len(group.trajectories) - len(finite)
         if not finite:
             return
@@ -223,14 +222,11 @@ def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Str
         raise ValueError(f"{who} a group from several prompts; take one prompt's columns.rows")
 
 
-def _only_finite(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    numbers = [np.array([t.reward for t in trajectories])]
-    for t in trajectories:
-        numbers += [t.behavior_logp, t.ref_logp]
-        numbers += [] if t.value is None else [t.value]
-    if np.isfinite(np.concatenate(numbers)).all():
-        return list(trajectories)
-    return [t for t in trajectories if len(trajectories) > 1 and _only_finite([t])]
+def _is_finite(t: Trajectory) -> bool:
+    numbers = [np.array([t.reward]), t.behavior_logp, t.ref_logp]
+    if t.value is not None:
+        numbers.append(t.value)
+    return bool(np.isfinite(np.concatenate(numbers)).all())
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

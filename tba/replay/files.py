@@ -1,22 +1,118 @@
-"""Files of the replay buffer: groups end to end, and the state that goes with the segments."""
+"""Files of the replay buffer: segments, with the tokens of many trajectories, and its state."""
 
+import hashlib
 import json
+import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import safetensors.numpy
+from numpy.typing import DTypeLike
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tba.prompt import Prompt
-from tba.replay.segments import Segment, file_name
-from tba.types import Group, Trajectory
+from tba.types import Group, Trajectory, switches_of
 
 FOLDER = "replay"
 SEGMENTS = f"{FOLDER}/segments"
 STATE, COLUMNS, PROMPTS = "state.json", "columns.safetensors", "prompts.safetensors"
+
+KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
+OPTIONAL: dict[str, tuple[str, DTypeLike]] = {
+    "value": ("valued", np.float32),
+    "sampled": ("masked", np.bool_),
+    "versions": ("switched", np.int32),
+}
+"""Arrays that only some trajectories have, with the column of a row that says which do."""
+PLACE = ("offset", "length", "reward", "version", "finished", "valued", "masked", "switched")
+"""Columns of a row that its trajectory is read with, in the order of `Segment.trajectory`."""
+
+
+@dataclass
+class Segment:
+    """Tokens of many trajectories, end to end. What has been written to it never changes."""
+
+    arrays: dict[str, np.ndarray]  # by field of a trajectory; OPTIONAL ones if one has them
+    used: int = 0  # tokens written
+    live: int = 0  # tokens of rows in use
+    sha256: str | None = None  # digest of the file that it was last written to or read from
+
+    @classmethod
+    def with_room(cls, tokens: int) -> "Segment":
+        """Return an empty segment with room for so many tokens."""
+        return cls({name: _room(tokens, kind) for name, kind in KINDS.items()})
+
+    def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
+        """Add trajectories, which reach up to `end`."""
+        for name, (_, kind) in OPTIONAL.items():
+            missing = name not in self.arrays
+            if missing and any(getattr(t, name) is not None for t in trajectories):
+                self.arrays[name] = _room(len(self.arrays["tokens"]), kind)
+        for name, array in self.arrays.items():
+            given = [(t, getattr(t, name)) for t in trajectories]
+            # zeros of the least type for a trajectory that lacks this array
+            parts = [np.zeros(len(t.tokens), bool) if x is None else x for t, x in given]
+            np.concatenate(parts, out=array[self.used : end])
+        self.live += end - self.used
+        self.used = end
+
+    def trajectory(
+        self,
+        offset: int,
+        length: int,
+        reward: float,
+        version: int,
+        finished: bool,
+        valued: bool,
+        masked: bool,
+        switched: bool,
+    ) -> Trajectory:
+        """Return the trajectory of a row, given its columns PLACE."""
+        part = {name: array[offset : offset + length] for name, array in self.arrays.items()}
+        return Trajectory(
+            tokens=part["tokens"],
+            behavior_logp=part["behavior_logp"],
+            ref_logp=part["ref_logp"],
+            reward=reward,
+            version=version,
+            finished=finished,
+            value=part["value"] if valued else None,
+            sampled=part["sampled"] if masked else None,
+            switches=switches_of(part["versions"]) if switched else (),
+        )
+
+    def write(self, folder: Path, older: Path | None) -> str:
+        """Link this segment's file from the folder `older`, or write it; return its sha256."""
+        if self.sha256 is not None and older is not None:
+            try:
+                os.link(older / file_name(self.sha256), folder / file_name(self.sha256))
+                return self.sha256
+            except OSError:
+                pass  # not there, or on a file system without hard links: the content is here
+        content = safetensors.numpy.save(self.arrays)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        path = folder / file_name(self.sha256)
+        path.unlink(missing_ok=True)  # never write into a file that is linked elsewhere
+        path.write_bytes(content)
+        return self.sha256
+
+    @classmethod
+    def read(cls, folder: Path, sha256: str) -> "Segment | None":
+        """Return the segment of a file; None if it is missing or not as it was written."""
+        try:
+            content = (folder / file_name(sha256)).read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(content).hexdigest() != sha256:
+            return None
+        arrays = safetensors.numpy.load(content)
+        return cls(arrays, used=len(arrays["tokens"]), sha256=sha256)
 
 
 @dataclass(frozen=True)
@@ -40,8 +136,12 @@ class State:
         save_file(dict(self.columns), path / COLUMNS)
         save_groups(self.prompts, path / PROMPTS)
         segments = [{"name": file_name(sha256), "sha256": sha256} for sha256 in sums]
-        plain = {"counts": self.counts, "saves": self.saves, "segments": segments}
-        plain["earlier"] = self.earlier
+        plain = {
+            "counts": self.counts,
+            "saves": self.saves,
+            "segments": segments,
+            "earlier": self.earlier,
+        }
         (path / STATE).write_text(json.dumps(plain), "utf-8")
         return {f"{SEGMENTS}/{file_name(sha256)}": sha256 for sha256 in sums}
 
@@ -56,56 +156,67 @@ class State:
             segments=[Segment.read(folder / SEGMENTS, sha256) for sha256 in sums],
             counts=plain["counts"],
             saves=plain["saves"],
-            earlier=plain.get("earlier", {}),
+            earlier=plain["earlier"],
         )
 
 
+def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return the columns PLACE of trajectories, except their offsets."""
+    columns: dict[str, list[Any]] = {"length": [len(t.tokens) for t in trajectories]}
+    for name in ("reward", "version", "finished"):
+        columns[name] = [getattr(t, name) for t in trajectories]
+    for name, (column, _) in OPTIONAL.items():
+        columns[column] = [getattr(t, name) is not None for t in trajectories]
+    return columns
+
+
 def save_groups(groups: Sequence[Group], file: Path) -> None:
-    prompts = json.dumps([asdict(g.prompt) for g in groups])
     trajectories = [t for g in groups for t in g.trajectories]
-    valued = [t.value for t in trajectories if t.value is not None]
-    masked = [t.sampled for t in trajectories if t.sampled is not None]
+    columns = columns_of(trajectories)
+    tokens = sum(columns["length"])
+    segment = Segment.with_room(tokens)
+    if trajectories:
+        segment.append(trajectories, tokens)
     arrays = {
-        "prompt_tokens": _joined([g.prompt_tokens for g in groups], np.int32),
+        "prompt_tokens": np.concatenate(
+            [np.zeros(0, np.int32), *(g.prompt_tokens for g in groups)]
+        ),
         "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
         "references": np.array([g.reference for g in groups], np.int64),
         "sizes": np.array([len(g.trajectories) for g in groups], np.int64),
-        "tokens": _joined([t.tokens for t in trajectories], np.int32),
-        "behavior_logp": _joined([t.behavior_logp for t in trajectories]),
-        "ref_logp": _joined([t.ref_logp for t in trajectories]),
-        "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
-        "value": _joined(valued),
-        "valued": np.array([t.value is not None for t in trajectories], np.bool_),
-        "sampled": _joined(masked, np.bool_),
-        "masked": np.array([t.sampled is not None for t in trajectories], np.bool_),
-        "reward": np.array([t.reward for t in trajectories], np.float64),
-        "version": np.array([t.version for t in trajectories], np.int64),
-        "finished": np.array([t.finished for t in trajectories], np.bool_),
+        **segment.arrays,
+        **{name: np.array(values) for name, values in columns.items()},
     }
-    save_file(arrays, file, {"prompts": prompts})
+    save_file(arrays, file, {"prompts": json.dumps([asdict(g.prompt) for g in groups])})
 
 
 def load_groups(file: Path) -> tuple[Group, ...]:
     with safe_open(file, "numpy") as opened:
         prompts = [Prompt(**p) for p in json.loads(opened.metadata()["prompts"])]
     arrays = load_file(file)
-    lengths = arrays["lengths"]
-    flat = [_parted(arrays[name], lengths) for name in ("tokens", "behavior_logp", "ref_logp")]
-    plain = [arrays[name].tolist() for name in ("reward", "version", "finished")]
-    optional = []
-    for name, has in (("value", arrays["valued"]), ("sampled", arrays["masked"])):
-        given = iter(_parted(arrays[name], lengths[has]))
-        optional.append([next(given) if there else None for there in has.tolist()])
-    trajectories = map(Trajectory, *flat, *plain, *optional)
-    tokens = _parted(arrays["prompt_tokens"], arrays["prompt_lengths"])
-    sizes = arrays["sizes"].tolist()
-    owned = [tuple(islice(trajectories, size)) for size in sizes]
-    return tuple(map(Group, prompts, tokens, owned, arrays["references"].tolist()))
+    arrays["offset"] = np.cumsum(arrays["length"]) - arrays["length"]
+    rows = zip(*(arrays[name].tolist() for name in PLACE), strict=True)
+    segment = Segment({name: arrays[name] for name in (*KINDS, *OPTIONAL) if name in arrays})
+    trajectories = (segment.trajectory(*row) for row in rows)
+    ends = np.cumsum(arrays["prompt_lengths"])
+    groups = []
+    for prompt, tokens, size, reference in zip(
+        prompts,
+        np.split(arrays["prompt_tokens"], ends)[:-1],
+        arrays["sizes"].tolist(),
+        arrays["references"].tolist(),
+        strict=True,
+    ):
+        groups.append(Group(prompt, tokens, tuple(islice(trajectories, size)), reference))
+    return tuple(groups)
 
 
-def _joined(parts: Sequence[np.ndarray], kind: type = np.float32) -> np.ndarray:
-    return np.concatenate([np.zeros(0, kind), *(part.astype(kind) for part in parts)])
+def file_name(sha256: str) -> str:
+    return f"{sha256[:20]}.safetensors"
 
 
-def _parted(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(flat, np.cumsum(lengths))[:-1]
+def _room(size: int, kind: DTypeLike) -> np.ndarray:
+    """Return zeros in pages of their own. Freed ones go back to the system; the heap keeps them."""
+    length = max(1, size * np.dtype(kind).itemsize)
+    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, kind, size)

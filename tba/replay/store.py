@@ -2,27 +2,190 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tba.replay.files import State
-from tba.replay.segments import OPTIONAL, Segment, Segments
-from tba.replay.table import EMPTY, Line, Table
+from tba.replay.files import PLACE, Segment, State, columns_of
 from tba.types import Group, Trajectory
 
+EMPTY = -1  # stamp of a row that is not in use
+SIZE = 2**18  # tokens in a segment; a longer response gets a segment of its own
 SHOWN = ("prompt", "reward", "version", "arrived", "count", "arrived_count", "length")
 """Columns that strategies see."""
-SAVED = (*SHOWN, "segment", "offset", "finished", "valued", "masked")
+SAVED = tuple(dict.fromkeys((*SHOWN, "segment", *PLACE)))
 KEY = np.dtype("V12")
-ROW: dict[str, DTypeLike] = dict.fromkeys((*SHOWN, "segment", "offset"), np.int32)
-ROW |= {"reward": np.float64, **dict.fromkeys(("finished", "valued", "masked"), bool)}
-ROW |= {"key": KEY, "stamp": np.int64}
-"""Columns of the distinct responses; see `segments.OPTIONAL` for `valued` and `masked`."""
+ROW: dict[str, DTypeLike] = dict.fromkeys(SAVED, np.int32)
+ROW |= dict.fromkeys(("finished", "valued", "masked", "switched"), bool)
+ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64}
+"""Columns of the distinct responses; see `files.OPTIONAL` for those that end in -ed."""
 PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: the step of the latest arrival, and how many responses there are."""
+
+
+class Table:
+    """Numbers in named columns, by row; `stamp` is that of the latest arrival, EMPTY if free."""
+
+    def __init__(self, kinds: Mapping[str, DTypeLike]) -> None:
+        self.columns = {name: np.zeros(0, kind) for name, kind in kinds.items()}
+        self._free: list[int] = []
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.columns[column]
+
+    def take(self, count: int) -> np.ndarray:
+        """Return so many free rows. They are in use as soon as they have a stamp."""
+        size, missing = len(self["stamp"]), count - len(self._free)
+        if missing > 0:
+            more = max(missing, size // 4, 64)
+            for name, column in self.columns.items():
+                self.columns[name] = np.concatenate([column, np.zeros(more, column.dtype)])
+            self["stamp"][size:] = EMPTY
+            self._free = [*range(size + more - 1, size - 1, -1), *self._free]
+        start = len(self._free) - count
+        taken, self._free[start:] = self._free[start:], []
+        return np.array(taken[::-1], np.int32)
+
+    def free(self, rows: np.ndarray) -> None:
+        self["stamp"][rows] = EMPTY
+        self._free += rows.tolist()
+
+
+class ArrivalOrder:
+    """Rows of a table in order of arrival, each with the stamp of that arrival.
+
+    An entry counts while its row still has this stamp: a row leaves all orders when its
+    stamp changes. Outdated entries are swept out when they are in the way, so every operation takes
+    constant time a row, amortized.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._rows = np.empty(4, np.int32)
+        self._stamps = np.empty(4, np.int64)
+        self._start = self._end = 0
+
+    def append(self, rows: np.ndarray) -> None:
+        """Add rows, which have their stamp, at the end."""
+        if self._end + len(rows) > len(self._rows):
+            self._sweep(len(rows))
+        added = slice(self._end, self._end + len(rows))
+        self._rows[added] = rows
+        self._stamps[added] = self._table["stamp"][rows]
+        self._end = added.stop
+
+    def rows(self, count: int) -> np.ndarray:
+        """Return the rows that count, the oldest first; there are `count` of them."""
+        if self._end - self._start != count:
+            self._sweep(0)
+        return self._rows[self._start : self._end]
+
+    def take(self, count: int) -> np.ndarray:
+        """Remove the oldest `count` rows that count, and return them."""
+        taken = []
+        while count > 0 and self._start < self._end:
+            part = slice(self._start, min(self._start + count, self._end))
+            taken.append(self._rows[part][self._valid(part)])
+            self._start = part.stop
+            count -= len(taken[-1])
+        return np.concatenate(taken)
+
+    def _valid(self, part: slice) -> np.ndarray:
+        return self._table["stamp"][self._rows[part]] == self._stamps[part]
+
+    def _sweep(self, room: int) -> None:
+        """Drop outdated entries and make room for more."""
+        part = slice(self._start, self._end)
+        valid = self._valid(part)
+        rows, stamps = self._rows[part][valid], self._stamps[part][valid]
+        size = len(rows) + room
+        if not 2 * size <= len(self._rows) <= 8 * size:
+            size = max(4, size * 3 // 2)
+            self._rows, self._stamps = np.empty(size, np.int32), np.empty(size, np.int64)
+        self._rows[: len(rows)] = rows
+        self._stamps[: len(rows)] = stamps
+        self._start, self._end = 0, len(rows)
+
+
+class Segments:
+    """All segments of a buffer, by number. One of them can be open for more trajectories."""
+
+    def __init__(self, table: Table) -> None:
+        self.by_number: dict[int, Segment] = {}
+        self._table = table
+        self._open: int | None = None
+
+    def append(self, trajectories: Sequence[Trajectory]) -> tuple[int, np.ndarray]:
+        """Store trajectories in one segment; return its number and the offset of each."""
+        lengths = [len(t.tokens) for t in trajectories]
+        number = self._with_room(sum(lengths))
+        segment = self.by_number[number]
+        ends = segment.used + np.cumsum(lengths)
+        segment.append(trajectories, int(ends[-1]))
+        return number, ends - lengths
+
+    def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
+        """Yield the trajectories of these rows of the table."""
+        numbers = self._table["segment"][rows].tolist()
+        columns = [self._table[name][rows].tolist() for name in PLACE]
+        for number, *place in zip(numbers, *columns, strict=True):
+            yield self.by_number[number].trajectory(*place)
+
+    def forget(self, rows: np.ndarray) -> None:
+        """Count the tokens of these rows as no longer in use."""
+        numbers, lengths = self._table["segment"][rows], self._table["length"][rows]
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            self.by_number[number].live -= length
+        self._table["segment"][rows] = EMPTY
+
+    def close(self) -> None:
+        """Give up the room in the open segment, of which pages never written took no memory."""
+        if self._open is not None:
+            segment = self.by_number[self._open]
+            segment.arrays = {n: array[: segment.used] for n, array in segment.arrays.items()}
+            self._open = None
+
+    def compact(self) -> None:
+        """Release segments without rows; move rows of others if an eighth of all is not in use."""
+        for number in [n for n, s in self.by_number.items() if s.live == 0 and n != self._open]:
+            del self.by_number[number]
+        waste = {n: s.used - s.live for n, s in self.by_number.items()}
+        live = sum(segment.live for segment in self.by_number.values())
+        while sum(waste.values()) > live / 8 + SIZE:
+            worst = max(waste, key=waste.__getitem__)
+            del waste[worst]
+            self._move(worst)
+
+    def merge(self) -> None:
+        """Move the rows of segments that are mostly empty to common ones."""
+        self.close()
+        for number in [n for n, s in self.by_number.items() if s.live < SIZE / 2]:
+            self._move(number)
+        self.close()
+
+    def _move(self, number: int) -> None:
+        """Move what is in use in a segment to the open one, and release the segment."""
+        if number == self._open:
+            self.close()
+        table = self._table
+        moved = np.flatnonzero(table["segment"] == number)
+        for start in range(0, len(moved), 1024):
+            part = moved[start : start + 1024]
+            place = self.append(list(self.trajectories(part)))
+            table["segment"][part], table["offset"][part] = place
+        del self.by_number[number]
+
+    def _with_room(self, tokens: int) -> int:
+        if self._open is not None:
+            segment = self.by_number[self._open]
+            if segment.used + tokens <= len(segment.arrays["tokens"]):
+                return self._open
+            self.close()
+        self._open = max(self.by_number, default=-1) + 1
+        self.by_number[self._open] = Segment.with_room(max(SIZE, tokens))
+        return self._open
 
 
 class Store:
@@ -32,12 +195,12 @@ class Store:
         self.rows = Table(ROW)
         self.prompts = Table(PROMPT)
         self.segments = Segments(self.rows)
-        self._order = Line(self.rows)
-        self._prompt_order = Line(self.prompts)
+        self._order = ArrivalOrder(self.rows)
+        self._prompt_order = ArrivalOrder(self.prompts)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
         """By row: step and samples, in turn, of the arrivals of its response before the latest."""
-        self._lines: dict[int, Line] = {}  # the rows of their responses
+        self._orders: dict[int, ArrivalOrder] = {}  # the rows of their responses
         self._numbers: dict[str, int] = {}
         self._index: dict[bytes, int] = {}
         self._arrivals = 0
@@ -51,11 +214,11 @@ class Store:
 
     def rows_of(self, prompt: int) -> np.ndarray:
         """Return the rows of a prompt, the oldest arrival first."""
-        return self._lines[prompt].rows(self.prompts["held"].item(prompt))
+        return self._orders[prompt].rows(self.prompts["held"].item(prompt))
 
     def evict(self, count: int, prompt: int | None = None) -> int:
         """Remove the oldest rows, of a prompt or of all; return how many these are."""
-        line = self._order if prompt is None else self._lines[prompt]
+        line = self._order if prompt is None else self._orders[prompt]
         return self.remove(line.take(count))
 
     def number(self, group: Group) -> int:
@@ -69,7 +232,7 @@ class Store:
             self.prompts["stamp"][number] = self._arrivals
             tokens = np.array(group.prompt_tokens, np.int32)
             self.heads[number] = replace(group, prompt_tokens=tokens, trajectories=())
-            self._lines[number] = Line(self.rows)
+            self._orders[number] = ArrivalOrder(self.rows)
             self._numbers[group.prompt.id] = number
         elif not np.array_equal(self.heads[number].prompt_tokens, group.prompt_tokens):
             raise RuntimeError(
@@ -103,11 +266,8 @@ class Store:
         rows = self.rows.take(len(new))
         table = self.rows
         table["segment"][rows], table["offset"][rows] = self.segments.append(trajectories)
-        for name in ("reward", "version", "finished"):
-            table[name][rows] = [getattr(t, name) for t in trajectories]
-        table["length"][rows] = [len(t.tokens) for t in trajectories]
-        for name, (column, _) in OPTIONAL.items():
-            table[column][rows] = [getattr(t, name) is not None for t in trajectories]
+        for name, values in columns_of(trajectories).items():
+            table[name][rows] = values
         table["arrived"][rows] = now
         self._arrive(prompt, rows, list(new))
         return rows
@@ -129,7 +289,7 @@ class Store:
         prompts = self.prompts
         empty = np.flatnonzero((prompts["held"] == 0) & (prompts["stamp"] != EMPTY))
         for number in empty.tolist():
-            del self._numbers[self.heads.pop(number).prompt.id], self._lines[number]
+            del self._numbers[self.heads.pop(number).prompt.id], self._orders[number]
         self.prompts.free(empty)
 
     def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
@@ -192,7 +352,7 @@ class Store:
         table["stamp"][rows] = np.arange(self._arrivals, self._arrivals + len(rows))
         self._arrivals += len(rows)
         self._order.append(rows)
-        self._lines[prompt].append(rows)
+        self._orders[prompt].append(rows)
         prompts["held"][prompt] += len(rows)
         prompts["latest"][prompt] = table["arrived"][rows[-1]]
         prompts["stamp"][prompt] = self._arrivals

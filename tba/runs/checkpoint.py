@@ -49,7 +49,7 @@ from tba.weights import read_weights, trained, write_weights
 STATE, HELD = "state.json", "held.safetensors"
 SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
 
-FORMAT = 6  # version of a generation's files; those of another are not resumed
+FORMAT = 7  # version of a generation's files; those of another are not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""

@@ -323,8 +323,6 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks[f"sampling.{name} = {value}"] = f"without it; set sampling.{name}={OFF[name]}"
     if config.sampling.explore is not None:
         lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
-    if config.engine.options.get("in_flight"):
-        lacks["engine.in_flight"] = "of several versions of the weights; remove engine.in_flight"
     if seeded:
         lacks["task.seeds"] = "of the reference; remove task.seeds"
     if task.leaves_out is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -125,6 +126,7 @@ class Tracker:
             "samples_trained": total["samples_trained"],
             "off_policy/lag_mean": fmean(lags),
             "off_policy/lag_max": max(lags),
+            "off_policy/lag_by_token": np.concatenate([t.lags(step) for t in trajectories]).mean(),
             "completions/clipped_ratio": fmean(not t.finished for t in trajectories),
             "samples_per_second": self._rate(stats.samples),
             "buffer/size": len(buffer),

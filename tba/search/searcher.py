@@ -266,8 +266,18 @@ class Searcher:
             given = prompt if isinstance(prompt, Answered) else None
             for (c, reward), ref_logp in zip(rewarded[i], rows, strict=True):
                 own = c.logp if given is None else ref_logp
-                made = c.tokens, own, ref_logp, float(reward), c.version, c.finished
-                trajectories.append(Trajectory(*made, sampled=c.sampled))
+                trajectories.append(
+                    Trajectory(
+                        tokens=c.tokens,
+                        behavior_logp=own,
+                        ref_logp=ref_logp,
+                        reward=float(reward),
+                        version=c.version,
+                        finished=c.finished,
+                        sampled=c.sampled,
+                        switches=c.switches,
+                    )
+                )
             owner = prompt if given is None else given.of
             groups.append(Group(owner, tokens[i], tuple(trajectories), version))
         return groups
