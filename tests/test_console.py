@@ -40,7 +40,7 @@ SUMMARY = Summary(
     last={},
     warnings=["half of the groups have equal rewards"],
 )
-CURVES = [curve for panel in PANELS for curve in panel.curves if "*" not in curve.metric]
+CURVES = [metric for panel in PANELS for metric in panel.metrics if "*" not in metric.name]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def live() -> Iterator[LiveConsole]:
 
 @pytest.mark.parametrize("count", range(len(CURVES) + 1))
 def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: int) -> None:
-    live.step(3, {curve.metric: 0.5 for curve in CURVES[:count]})
+    live.step(3, {metric.name: 0.5 for metric in CURVES[:count]})
     live.phase("generating 3/8 prompts")
     live.evaluation(Evaluation(2, SCORES, []))
     live.sample("1+1=", "2", 1.0)
@@ -60,7 +60,7 @@ def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: in
     with terminal.capture() as captured:
         terminal.print(live._view())
     panel = captured.get()
-    assert all(curve.label in panel for curve in CURVES[:count])
+    assert all(metric.label in panel for metric in CURVES[:count])
     assert "pass@1" in panel and "generating 3/8 prompts" in panel
     assert "3/9" in panel
 

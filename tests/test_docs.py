@@ -18,7 +18,7 @@ from tba import run
 from tba.config.plugins import resolve_all
 from tba.config.schema import parse
 from tba.config.tables import WarnTable
-from tba.runs.metrics import PANELS
+from tba.runs.metrics import PANELS, SECTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,6 +46,13 @@ def test_every_panel_and_every_warning_is_explained() -> None:
         assert f"### {key}\n" in warnings
         if not isinstance(field.default, bool | None):
             assert f"`warn.{key} = {field.default}`" in warnings
+
+
+def test_the_table_of_metrics_is_the_one_of_the_package() -> None:
+    page = (ROOT / "docs" / "watching.md").read_text().partition("## All metrics")[2]
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", page, re.MULTILINE)
+    groups = [group.metrics for group in (*PANELS, *SECTIONS)]
+    assert rows == [(metric.name, metric.meaning) for metrics in groups for metric in metrics]
 
 
 def test_the_architecture_page_quotes_the_loop() -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.charts import OTHERS, POINTS, columns, panel_charts, sections
-from tba.report.page import measures_of
+from tba.report.charts import OTHERS, POINTS, Charts, columns
 from tba.runs.journal import Journal
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, WARNINGS
 from tba.runs.metrics import PANELS
@@ -281,7 +280,7 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
         "off_policy/lag_mean": [3.0, 4.0], "off_policy/ess": [1.0, 0.5], "buffer/size": [8.0, 9.0],
         "grad_norm": [0.5, nan], "kl": [nan, nan],
     }  # fmt: skip
-    drawn = panel_charts([pd.DataFrame(steps), pd.DataFrame({"grad_norm": [0.25]})])
+    drawn = Charts([pd.DataFrame(steps), pd.DataFrame({"grad_norm": [0.25]})]).panels()
     by_title = {chart["title"]: chart for chart in drawn}
     reward = by_title["reward"]
     assert reward["metrics"] == ("reward", "rewards/a/mean", "rewards/b/mean")
@@ -291,14 +290,16 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
     assert by_title["responses in the buffer"]["form"] == "count"
     assert by_title["gradient norm"]["form"] == "positive"
     assert by_title["KL to the reference (nats per token)"]["metrics"] == ()
-    (only,) = (c for c in panel_charts([pd.DataFrame({"off_policy/ess": [0.5]})]) if c["metrics"])
+    (only,) = (
+        c for c in Charts([pd.DataFrame({"off_policy/ess": [0.5]})]).panels() if c["metrics"]
+    )
     assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
 
 
 @pytest.mark.parametrize(
     ("score", "title", "form"),
     [
-        ("distance", "distance of answers (cosine)", "positive"),
+        ("distance", "distance", "number"),
         ("win_rate", "win rate", "share"),
     ],
 )
@@ -307,7 +308,7 @@ def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, for
     names = ("reward", "pass@1", score, f"{score}_stderr")
     evaluations = pd.DataFrame({f"eval/sampled_{name}": [0.5, 0.25] for name in names})
     evaluations["requested"] = [0.0, 10.0]  # the step of the request, which is no metric
-    shown = sections([evaluations], measures_of([evaluations]))
+    shown = Charts([evaluations]).sections()
     drawn = {chart["title"]: chart for chart in shown["Held-out prompts"][1]}
     chart = drawn[title]
     assert (chart["metrics"][0], chart["form"]) == (f"eval/sampled_{score}", form)

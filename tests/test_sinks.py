@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 
 from tba.config.schema import Config, load
-from tba.report.charts import OTHERS, panel_charts, sections
+from tba.report.charts import OTHERS, Charts
 from tba.runs.console import Console
 from tba.runs.journal import Journal
 from tba.runs.log import METRICS as METRICS_FILE
 from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, read
-from tba.runs.metrics import PANELS, SECTION, first_screen, tensorboard_layout
+from tba.runs.metrics import FIRST_SCREEN, PANELS, first_screen, tensorboard_layout
 from tba.runs.parts import check
 
 ROOT = Path(__file__).parent.parent
@@ -34,14 +34,14 @@ METRICS = {
     "loss": 1.0,
 }
 EVERY = {
-    curve.metric.replace("*", "format"): 0.25 + number / 4
-    for number, curve in enumerate(curve for panel in PANELS for curve in panel.curves)
+    metric.name.replace("*", "format"): 0.25 + number / 4
+    for number, metric in enumerate(metric for panel in PANELS for metric in panel.metrics)
 }
 """A value for each metric of the first screen, of which a reward function has one as well."""
 SCREEN = {
-    f"{SECTION}/01 reward": 0.5,
-    f"{SECTION}/01 format": 0.25,
-    f"{SECTION}/04 kl": 0.01,
+    f"{FIRST_SCREEN}/01 reward": 0.5,
+    f"{FIRST_SCREEN}/01 format": 0.25,
+    f"{FIRST_SCREEN}/04 kl": 0.01,
 }
 
 
@@ -63,24 +63,24 @@ def write(folder: Path, given: Config) -> None:
 
 def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
     assert len(PANELS) == 12
-    metrics = [curve.metric for panel in PANELS for curve in panel.curves]
-    labels = [curve.label for panel in PANELS for curve in panel.curves]
+    metrics = [metric.name for panel in PANELS for metric in panel.metrics]
+    labels = [metric.label for panel in PANELS for metric in panel.metrics]
     assert len(set(metrics)) == len(metrics) and len(set(labels)) == len(labels)
     assert first_screen(METRICS) == SCREEN
 
 
 def test_the_report_has_the_panels_and_not_their_metrics_among_all_others() -> None:
     tables = [pd.DataFrame([EVERY])]
-    charts = panel_charts(tables)
+    charts = Charts(tables).panels()
     assert [chart["title"] for chart in charts] == [panel.title for panel in PANELS]
     assert [name for chart in charts for name in chart["metrics"]] == list(EVERY)
-    assert OTHERS not in sections(tables, {"": "pass@1"})
+    assert OTHERS not in Charts(tables).sections()
 
 
 def test_the_console_shows_each_metric_of_a_panel() -> None:
     lines: list[str] = []
     Console(9, lines.append).step(1, {"time": 1.0, **EVERY})
-    labels = [curve.label.replace("*", "format") for panel in PANELS for curve in panel.curves]
+    labels = [metric.label.replace("*", "format") for panel in PANELS for metric in panel.metrics]
     (line,) = lines
     assert [label for label in labels if f"  {label} " not in line] == []
 
@@ -171,8 +171,8 @@ def test_tensorboard_has_the_panels_as_its_custom_scalars(tmp_path: Path) -> Non
     (event,) = told.Tensors("custom_scalars__config__")
     layout = Layout.FromString(event.tensor_proto.string_val[0])
     (category,) = layout.category
-    assert category.title == SECTION
-    assert [chart.title for chart in category.chart] == list(tensorboard_layout()[SECTION])
+    assert category.title == FIRST_SCREEN
+    assert [chart.title for chart in category.chart] == list(tensorboard_layout()[FIRST_SCREEN])
     assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
 
 
@@ -187,12 +187,12 @@ def test_all_twelve_panels_reach_each_service(
     journal.row(1, EVERY)
     journal.close()
     screen = first_screen(EVERY)
-    numbers = {name.removeprefix(f"{SECTION}/")[:2] for name in screen}
+    numbers = {name.removeprefix(f"{FIRST_SCREEN}/")[:2] for name in screen}
     assert numbers == {f"{number:02}" for number in range(1, 13)} and len(screen) == len(EVERY)
     for recorder in recorders:
         (row,) = recorder.logged("reward")
         assert screen.items() | EVERY.items() <= row.items()
-    charts = list(tensorboard_layout()[SECTION].values())
+    charts = list(tensorboard_layout()[FIRST_SCREEN].values())
     assert len(charts) == 12
     patterns = [[re.compile(tag) for tag in tags] for _, tags in charts]
     for name in EVERY:
@@ -262,7 +262,7 @@ def test_wandb_keeps_a_run_without_a_network(tmp_path: Path) -> None:
     assert all(any(row <= other.items() for other in kept) for row in samples)
     (log,) = folder.glob("wandb/offline-*/*.wandb")
     warning, *_ = json.loads((folder / SUMMARY).read_text())["warnings"]
-    for text in (f"{SECTION}/04 kl", "grad_norm", warning):
+    for text in (f"{FIRST_SCREEN}/04 kl", "grad_norm", warning):
         assert text.encode() in log.read_bytes(), text
 
 

@@ -62,8 +62,8 @@ def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
 
 
 def names(measure: str, mode: str, subset: str = "") -> tuple[str, str]:
-    """Return the columns of a score, `pass@1` or `reward`, and of its standard error."""
-    stderr = "stderr" if measure == "pass@1" else "reward_stderr"
+    """Return the columns of a score, such as `pass@1` or `reward`, and of its standard error."""
+    stderr = "stderr" if measure == "pass@1" else f"{measure}_stderr"
     start = f"eval/{subset}/{mode}" if subset else f"eval/{mode}"
     return f"{start}_{measure}", f"{start}_{stderr}"
 

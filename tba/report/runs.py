@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tba.report.charts import AXES, LAG, OTHERS, columns, panel_charts, reward_chart, sections
+from tba.report.charts import AXES, OTHERS, Charts, columns, reward_chart
 from tba.report.page import MODES, duration, fitted, measures_of, names, score, script, write_page
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
 from tba.studies.results import Row, flat, read_json, read_metrics
 
+LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
 """The metric of each step for the shares of `summary.json`."""
 
@@ -190,7 +191,7 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
         )
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
     measures = measures_of([record.evaluations for record in records])
-    tables = [table for record in records for table in (record.steps, record.evaluations)]
+    charts = Charts([t for record in records for t in (record.steps, record.evaluations)])
     title = f"Comparison of {len(paths)} runs" if len(paths) > 1 else records[0].name
     headline = [{"run": r.name, **r.headline(measures)} for r in records]
     headline += [{"run": name, "Steps": "no metrics yet"} for name in begun]
@@ -201,8 +202,8 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
         "title": title, "compared": len(paths) > 1, "runs": records,
         "headline": pd.DataFrame(headline).fillna("–"), "facts": facts,
         "differences": _differences(records), "measures": measures,
-        "axes": AXES, "panels": panel_charts(tables), "reward": asdict(reward_chart()),
-        "sections": sections(tables, measures), "others": OTHERS,
+        "axes": AXES, "panels": charts.panels(), "reward": asdict(reward_chart()),
+        "sections": charts.sections(), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
     files = ("uplot.min.js", "charts.js", "report.js")

@@ -149,8 +149,8 @@ class Console:
         """
         latest = {**self._held_out, **metrics}
         values = []
-        for _, name, label, form in shown(latest):
-            text, function = form.format(latest[name]), EACH_REWARD.fullmatch(name)
+        for _, name, label, text in shown(latest):
+            function = EACH_REWARD.fullmatch(name)
             std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
             if isfinite(std):
                 text = f"{text} (std {std:.3f})"

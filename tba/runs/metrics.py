@@ -1,116 +1,95 @@
-"""The first screen of a run: twelve panels, the same in console, report, TensorBoard and W&B."""
+"""The metrics of a run, from metrics.toml: the twelve panels, and the sections of the report.
+
+Panels are the same in console, report, TensorBoard, Weights & Biases and trackio.
+"""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from math import isfinite
+from pathlib import Path
+from typing import Literal
 
-SECTION = "first screen"
+from pydantic import TypeAdapter
+
+FIRST_SCREEN = "first screen"
 """Where TensorBoard, W&B and trackio show the panels."""
 EACH_REWARD = re.compile(r"rewards/(.+)/mean")
 """Metric of each reward function."""
+FORMS = {"number": "{:.3f}", "positive": "{:.3f}", "share": "{:.1%}", "count": "{:,.0f}"}
+"""Formats of values by their axis."""
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric of a panel. A `*` in its name stands for any name, which is then the label."""
+class Metric:
+    """A metric. A `*` in its name stands for any name, which is then the label.
 
-    metric: str
-    label: str
-    form: str = "{:.3f}"
+    The axis of `number` fits the values; others begin at 0.
+    """
 
-    def labels(self, metrics: Collection[str]) -> dict[str, str]:
-        """Return the label of each of the metrics that the curve stands for."""
-        before, star, after = self.metric.partition("*")
+    name: str
+    meaning: str
+    label: str = ""
+    chart: str = ""
+    axis: Literal["number", "positive", "share", "count"] = "positive"
+    form: str = ""
+    """Format of a value, if it is not the one of the axis."""
+
+    def text(self, value: float) -> str:
+        return (self.form or FORMS[self.axis]).format(value)
+
+    def labels(self, names: Collection[str]) -> dict[str, str]:
+        """Return the label of each of the names that the metric stands for."""
+        before, star, after = self.name.partition("*")
         if not star:
-            return {self.metric: self.label} if self.metric in metrics else {}
-        names = matching(metrics, self.metric)
-        return {name: name.removeprefix(before).removesuffix(after) for name in names}
+            return {self.name: self.label} if self.name in names else {}
+        matched = matching(names, self.name)
+        return {name: name.removeprefix(before).removesuffix(after) for name in matched}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart, with the metrics that belong together."""
+    """One chart of the first screen, with the metrics that belong together."""
 
     title: str
     healthy: str  # what a healthy run shows, as in the table of docs/watching.md
-    curves: tuple[Curve, ...]
+    metrics: Sequence[Metric]
 
 
-PANELS = (
-    Panel("reward", "rises, and then levels off", (
-        Curve("reward", "reward"), Curve("rewards/*/mean", "*"),
-    )),
-    Panel("held-out pass@1", "rises with the reward", (
-        Curve("eval/sampled_pass@1", "pass@1", "{:.1%}"),
-        Curve("eval/greedy_pass@1", "pass@1 greedy", "{:.1%}"),
-    )),
-    Panel("cut-off responses", "near 0", (
-        Curve("completions/clipped_ratio", "cut off", "{:.1%}"),
-    )),
-    Panel("KL to the reference (nats per token)", "kl and k3 grow slowly", (
-        Curve("kl", "kl", "{:.4f} nats"), Curve("kl/k3", "k3", "{:.4f} nats"),
-    )),
-    Panel("entropy (nats per token)", "declines slowly", (
-        Curve("entropy", "entropy", "{:.3f} nats"),
-    )),
-    Panel("gradient norm", "no trend", (Curve("grad_norm", "gradient norm"),)),
-    Panel(
-        "log-prob gap, engine to trainer (nats)",
-        "as large as rounding: 1e-4 in fp32, a few hundredths in bf16",
-        (Curve("sync/logp_gap", "gap", "{:.2g} nats"),
-         Curve("sync/logp_gap_max", "worst gap", "{:.2g} nats")),
-    ),
-    Panel(
-        "lag (steps) and effective sample size",
-        "a lag of a few times runtime.publish_every; an effective sample size near 100 %",
-        (Curve("off_policy/lag_mean", "lag", "{:.1f} steps"),
-         Curve("off_policy/ess", "ess", "{:.1%}")),
-    ),
-    Panel(
-        "responses in the buffer",
-        "grows up to replay.capacity, or until each prompt has replay.per_prompt responses",
-        (Curve("buffer/size", "buffer", "{:,.0f} responses"),),
-    ),
-    Panel("waits (share of the time)", "both near 0", (
-        Curve("wait/trainer", "trainer waits", "{:.1%}"),
-        Curve("wait/searchers", "searchers wait", "{:.1%}"),
-    )),
-    Panel(
-        "samples per second",
-        "constant, apart from changes in the length of the responses",
-        (Curve("samples_per_second", "samples/s", "{:.1f}"),),
-    ),
-    Panel(
-        "samples per second of an engine",
-        "mean and worst of the latest searches are near each other",
-        (
-            Curve("engine/samples_per_second", "engine mean", "{:.1f} samples/s"),
-            Curve("engine/samples_per_second_min", "worst", "{:.1f} samples/s"),
-        ),
-    ),
-)  # fmt: skip
+@dataclass(frozen=True)
+class Section:
+    """A section of the report."""
+
+    title: str
+    about: str
+    metrics: Sequence[Metric]
+
+
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+PANELS = TypeAdapter(list[Panel]).validate_python(TABLE["panels"])
+SECTIONS = TypeAdapter(list[Section]).validate_python(TABLE["sections"])
 
 
 def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, str]]:
-    """Yield panel number, name, label and format of each metric that the panels show."""
+    """Yield panel number, name, label and text of each metric that the panels show."""
     for number, panel in enumerate(PANELS, 1):
-        for curve in panel.curves:
-            for name, label in curve.labels(metrics.keys()).items():
+        for metric in panel.metrics:
+            for name, label in metric.labels(metrics.keys()).items():
                 if isfinite(metrics[name]):
-                    yield number, name, label, curve.form
+                    yield number, name, label, metric.text(metrics[name])
 
 
 def first_screen(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the values that the panels show, by names that sort in the order of the panels."""
-    return {f"{SECTION}/{i:02} {label}": metrics[name] for i, name, label, _ in shown(metrics)}
+    return {f"{FIRST_SCREEN}/{i:02} {label}": metrics[n] for i, n, label, _ in shown(metrics)}
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
     """Return the panels as custom scalars of TensorBoard, whose tags are regular expressions."""
     charts: dict[str, list[object]] = {}
     for number, panel in enumerate(PANELS, 1):
-        tags = ["^" + re.escape(c.metric).replace(r"\*", ".*") + "$" for c in panel.curves]
+        tags = ["^" + re.escape(m.name).replace(r"\*", ".*") + "$" for m in panel.metrics]
         charts[f"{number:02} {panel.title}"] = ["Multiline", tags]
-    return {SECTION: charts}
+    return {FIRST_SCREEN: charts}
