@@ -1,6 +1,6 @@
 """Data types of the package, from a prompt to a batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -115,9 +115,6 @@ class Group:
     reference: int = 0
 
 
-PASS_TOKENS = 96
-"""Approximate cost of one more pass through the model, in tokens."""
-
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 
@@ -147,75 +144,6 @@ class TokenBatch:
     def present(self) -> Bool[Tensor, "B K T"]:
         """The tokens of the responses, sampled or not: all up to the last that was sampled."""
         return self.mask.flip(-1).cumsum(-1).flip(-1).bool()
-
-    def chunks(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-        """Yield batches of one group or more, each of at most `token_budget` tokens if possible."""
-        part: list[int] = []
-        # groups of similar length together: less padding
-        for b in torch.argsort(self.present.sum(-1).amax(1), stable=True).tolist():
-            if part and self.cost([*part, b]) > token_budget:
-                yield self.groups(part)
-                part = []
-            part.append(b)
-        yield self.groups(part)
-
-    def pieces(self: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-        """Yield pieces of this batch along K, each of at most `token_budget` tokens if possible."""
-        start = tokens = 0
-        prompts = len(self) * int(self.prompt_mask.sum(-1).max())
-        for k, own in enumerate(self.present.sum((0, 2)).tolist()):
-            if k > start and prompts + tokens + own > token_budget:
-                yield self.slice(slice(start, k))
-                start, tokens = k, 0
-            tokens += own
-        yield self.slice(slice(start, self.samples))
-
-    def cost(self, groups: Sequence[int]) -> int:
-        """Return the tokens that the policy runs over for these groups, each prompt once."""
-        prompts = self.prompt_mask[list(groups)].sum(-1)
-        return len(groups) * int(prompts.max()) + int(self.present[list(groups)].sum())
-
-    def first_alike(self) -> Int[Tensor, "B K"]:
-        """Return the first response of its group that has the same tokens, for each response.
-
-        The same of these must have been sampled.
-        """
-        coded = (2 * self.tokens + self.mask).masked_fill(~self.present, -1)
-        alike = (coded[:, :, None] == coded[:, None]).all(-1)
-        return alike.int().argmax(-1)
-
-    def only(self: AnyBatch, responses: Bool[Tensor, "B K"]) -> AnyBatch:
-        """Return the batch with only these responses; the others have no tokens."""
-        return replace(self, mask=self.mask & responses[..., None])
-
-    def passes(self) -> list[list[int]]:
-        """Divide the responses, numbered from 0 to B K - 1, into those that run together.
-
-        Responses of similar length do, so that few tokens are padding. A response of T tokens runs
-        over T - 1: the last one predicts nothing. This is the division with the fewest tokens if
-        each pass counts as PASS_TOKENS more.
-        """
-        lengths = self.present[..., 1:].sum(-1).flatten().numpy()
-        order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-        longest = lengths[order]
-        tokens, starts = np.zeros(1), [0]  # the best division of the first n of `order`, for each n
-        for n in range(1, len(order) + 1):
-            with_last = tokens + PASS_TOKENS + (n - np.arange(n)) * longest[:n]
-            starts.append(int(with_last.argmin()))
-            tokens = np.append(tokens, with_last.min())
-        parts: list[list[int]] = []
-        end = len(order)
-        while end:
-            parts.append(order[starts[end] : end].tolist())
-            end = starts[end]
-        return parts[::-1]
-
-    def padding(self) -> tuple[int, int]:
-        """Return the numbers of padding tokens, and of all tokens, that the policy runs over."""
-        lengths = self.present[..., 1:].sum(-1).flatten()
-        responses = sum(len(rows) * int(lengths[rows].max()) for rows in self.passes())
-        run = self.prompt_mask.numel() + responses
-        return run - int(self.prompt_mask.sum()) - int(lengths.sum()), run
 
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
         """Return these groups, with padding trimmed to their lengths."""

@@ -23,9 +23,8 @@ from transformers import (
 )
 
 import tba.learn.head
-import tba.learn.policy
 import tba.models.cache
-import tba.types
+from tba.learn import plan
 from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
 from tba.models.cache import enable_gradient_checkpointing
@@ -67,7 +66,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How prompts are shared: short rows are packed, longer ones have a cache."""
     if request.param == "cached":
-        monkeypatch.setattr(tba.learn.policy, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
     return str(request.param)
 
 
@@ -186,9 +185,9 @@ def test_passes_over_similar_lengths_change_nothing(
     """One pass over all responses, and one for each of their lengths."""
     policy = Policy(make(family), 0.7)
     for tokens in (1000, 0):
-        monkeypatch.setattr(tba.types, "PASS_TOKENS", tokens)
+        monkeypatch.setattr(plan, "PASS_TOKENS", tokens)
         lengths = {int(n) for n in batch.mask.sum(-1).flatten() if n > 1}
-        assert len(batch.passes()) == (1 if tokens else len(lengths))
+        assert len(plan.plan_of(batch, True, False).passes) == (1 if tokens else len(lengths))
         results = policy(batch), gradients(policy, batch)
         if tokens:
             whole = results
@@ -348,7 +347,7 @@ def test_responses_of_a_group_that_are_alike_run_once(
     groups = [[[4, 5], [6], [4, 5], [4, 5, 7], [4, 0]], [[8], [8], [8], [8], [8]]]
     responses = [[np.array(tokens, np.int32) for tokens in group] for group in groups]
     batch = collate_tokens([np.array([2, 3], np.int32), np.array([9], np.int32)], responses)
-    assert batch.first_alike().tolist() == [[0, 1, 0, 3, 4], [0] * 5]
+    assert plan.first_alike(batch).tolist() == [[0, 1, 0, 3, 4], [0] * 5]
     model = make("llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -360,8 +359,8 @@ def test_responses_of_a_group_that_are_alike_run_once(
     for every in (False, True):
         if every:
             each = torch.arange(5).expand(2, 5)
-            monkeypatch.setattr(tba.types.TokenBatch, "first_alike", lambda _, each=each: each)
-        results.append((policy(batch), gradients(policy, batch)))
+            monkeypatch.setattr(plan, "first_alike", lambda _, each=each: each)
+        results.append((policy(batch)[:3], gradients(policy, batch)))
     assert heads == [9, 9, 15, 15]  # tokens of distinct responses, then of all
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
 
@@ -388,7 +387,8 @@ def test_padding_is_counted_as_it_is_run(batch: Batch, way: str) -> None:
     inner.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    policy(batch)
-    padding, tokens = policy.padding(batch)
-    assert tokens == sum(sizes) and len(sizes) == (1 if way == "packed" else 2)
-    assert tokens - padding == int(batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum())
+    output = policy(batch)
+    assert output.tokens == sum(sizes) and len(sizes) == (1 if way == "packed" else 2)
+    assert output.tokens - output.padding == int(
+        batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum()
+    )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
-from tba.learn.policy import Policy, Way
+from tba.learn.plan import Layout, chunks, first_alike
+from tba.learn.policy import Policy
 from tba.learn.probe import probe_tokens
 from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
@@ -70,19 +71,19 @@ def test_masks_tell_what_was_sampled_from_what_is_there(spread: list[Group]) -> 
     lengths = [[len(t.tokens) for t in g.trajectories] for g in spread]
     assert batch.present.sum(-1).tolist() == lengths
     assert int(batch.mask.sum()) == sum(map(sum, lengths)) - 2 * 6  # six of twelve have a reply
-    for chunk in batch.chunks(30):
+    for chunk in chunks(batch, 30):
         assert chunk.tokens.shape[-1] == chunk.present.sum(-1).max()
-    assert sum(int(c.mask.sum()) for c in batch.chunks(30)) == int(batch.mask.sum())
+    assert sum(int(c.mask.sum()) for c in chunks(batch, 30)) == int(batch.mask.sum())
 
 
-@pytest.mark.parametrize("way", ["packed", "cached", "plain"])
+@pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
 def test_log_probs_are_those_of_the_whole_text(
-    way: Way, tiny_model: Path, spread: list[Group]
+    layout: Layout, tiny_model: Path, spread: list[Group]
 ) -> None:
     """The environment's tokens are context: the others have the log-probs that they have alone."""
     model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
     policy, batch = Policy(model, 0.7), collate(spread)
-    output = policy(batch, way)
+    output = policy(batch, layout)
     for b, g in enumerate(spread):
         for k, t in enumerate(g.trajectories):
             ids = torch.tensor(np.concatenate([g.prompt_tokens, t.tokens])).long()
@@ -101,7 +102,7 @@ def test_alike_are_responses_of_which_the_same_was_sampled(spread: list[Group]) 
     once = spread[0].trajectories[0]
     alone = replace(once, sampled=None)  # the policy wrote the reply itself
     batch = collate([replace(spread[0], trajectories=(alone, once, alone, once))])
-    assert batch.first_alike().tolist() == [[0, 1, 0, 1]]
+    assert first_alike(batch).tolist() == [[0, 1, 0, 1]]
 
 
 def test_a_probe_is_the_text_as_it_stands(spread: list[Group]) -> None:

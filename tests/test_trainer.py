@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import e
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import tba.learn.policy
 import tba.runs.parts
 from tba.config.plugins import Plugin
 from tba.config.schema import load
-from tba.learn import NotFinite, WrongReference
+from tba.learn import NotFinite, WrongReference, plan
 from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
-from tba.models.cache import select, visible
+from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.parts import check
 from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
@@ -118,11 +119,11 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
 
 def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> None:
     for budget in (1, 20, 35, 1000):
-        chunks = list(batch.chunks(budget))
+        chunks = list(plan.chunks(batch, budget))
         assert sum(len(c) for c in chunks) == len(batch)
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
-        assert all(len(c) == 1 or c.cost(range(len(c))) <= budget for c in chunks)
-        assert all(sum(p.samples for p in c.pieces(budget)) == batch.samples for c in chunks)
+        assert all(len(c) == 1 or plan.cost(c, range(len(c))) <= budget for c in chunks)
+        assert all(sum(p.samples for p in plan.pieces(c, budget)) == batch.samples for c in chunks)
 
 
 @pytest.mark.parametrize("groups", [1, 6])
@@ -132,12 +133,12 @@ def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
     padding, tokens, longest = 0, 0, 0
     for _ in range(20):
         lengths = rng.lognormal(np.log(150) - 0.6**2 / 2, 0.6, (groups, 16)).astype(int) + 1
-        responses = [[np.zeros(n, np.int32) for n in group] for group in lengths]
+        responses = [[rng.integers(9, size=n, dtype=np.int32) for n in group] for group in lengths]
         drawn = collate_tokens([np.zeros(100, np.int32)] * groups, responses)
-        rows = sorted(row for part in drawn.passes() for row in part)
-        assert rows == list(range(16 * groups))
-        counts = drawn.padding()
-        padding, tokens = padding + counts[0], tokens + counts[1]
+        planned = plan.plan_of(drawn, share_prompt=True, can_pack=False)
+        assert sorted(chain(*planned.passes)) == list(range(16 * groups))
+        padding += planned.padding
+        tokens += planned.tokens
         longest += drawn.mask.numel()
     assert padding / tokens < 0.1
     assert 1 - (tokens - padding) / longest > 0.5
@@ -154,7 +155,7 @@ def test_log_probs_that_depend_on_the_batch_are_refused(
         return selected
 
     def open_to_all(model: Any, owner: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return visible(model, torch.zeros_like(owner), torch.zeros_like(columns))
+        return attention_mask(model, torch.zeros_like(owner), torch.zeros_like(columns))
 
     policy = trainer(tiny_model).policy
     for weights in policy.model.parameters():
@@ -162,9 +163,9 @@ def test_log_probs_that_depend_on_the_batch_are_refused(
     prompts = [np.array([3, 4, 13], np.int32), np.arange(2, 14, dtype=np.int32)]
     if broken == "cached":
         monkeypatch.setattr(tba.learn.policy, "select", misplaced)
-        monkeypatch.setattr(tba.learn.policy, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
     elif broken == "packed":
-        monkeypatch.setattr(tba.learn.policy, "visible", open_to_all)
+        monkeypatch.setattr(tba.learn.policy, "attention_mask", open_to_all)
     if broken is None:
         policy.check_lengths(prompts, 20)
         return

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba.models.cache import EVERYONE, NOBODY, positions, takes_masks, visible
+from tba.models.cache import EVERYONE, NOBODY, attention_mask, positions, takes_masks
 from tba.models.pretrained import Tokenizer
 from tba.types import Sampling
 
@@ -109,7 +109,7 @@ class Shared:
         ids = torch.zeros_like(self.slots)
         ids[self.place] = tokens
         self.sees = torch.cat([self.sees, self.slots], 1)
-        mask = visible(self.model, self.slots, self.sees)
+        mask = attention_mask(self.model, self.slots, self.sees)
         out = self.model.base_model(
             input_ids=ids,
             attention_mask=mask,

@@ -5,15 +5,47 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tba.models.cache import states_at_once
 
 SLOPES_AT_ONCE = 2**26
 """Numbers in a block of gradients of the logits. A block costs one product for the weight."""
 
 
-def is_plain(head: nn.Module) -> bool:
+def token_logp(
+    model: Any, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"], temperature: float
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+    """Return the log-probability of each token after these states, and the entropy there.
+
+    The head runs a chunk at a time, and again on the way back if there are several chunks.
+    """
+    size = states_at_once(model)
+    head = model.get_output_embeddings()
+    if _is_plain(head):
+        return TokenLogp.apply(hidden, head.weight, tokens, temperature, size)
+    if len(hidden) <= size:
+        return _run(head, hidden, tokens, temperature)
+    chunks = []
+    for states, targets in zip(hidden.split(size), tokens.split(size), strict=True):
+        chunks.append(checkpoint(_run, head, states, targets, temperature, use_reentrant=False))
+    logps, entropies = zip(*chunks, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _is_plain(head: nn.Module) -> bool:
     """Return whether a head is one product: no adapter, no shards, no bias and no hooks."""
     hooks = [*head._forward_hooks, *head._forward_pre_hooks]
     return type(head) is nn.Linear and head.bias is None and not hooks
+
+
+def _run(
+    head: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `token_logp` for one chunk and any head."""
+    every = torch.log_softmax(head(hidden).float() / temperature, -1)
+    entropy = torch.special.entr(every.detach().exp()).sum(-1)
+    return every.gather(1, tokens[:, None]).squeeze(1), entropy
 
 
 class TokenLogp(torch.autograd.Function):
@@ -42,7 +74,9 @@ class TokenLogp(torch.autograd.Function):
             entropies.append(-every.exp().mul_(every).sum(-1))
         logp, entropy = torch.cat(logps), torch.cat(entropies)
         ctx.save_for_backward(states, matrix, tokens, logp)
-        ctx.temperature, ctx.size, ctx.dtypes = temperature, size, (hidden.dtype, weight.dtype)
+        ctx.temperature = temperature
+        ctx.size = size
+        ctx.dtypes = (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(entropy)
         return logp.squeeze(1), entropy
 

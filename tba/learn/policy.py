@@ -2,26 +2,19 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.head import TokenLogp, is_plain
-from tba.learn.packing import pack, packed_length, packed_padding
-from tba.models.cache import positions, select, states_at_once, takes_masks, visible
+from tba.learn.head import token_logp
+from tba.learn.plan import Layout, Plan, pack, plan_of
+from tba.models.cache import attention_mask, positions, select, takes_masks
 from tba.objectives import Head
 from tba.types import TokenBatch, collate_tokens
-
-Way = Literal["packed", "cached", "plain"]
-"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: K times."""
-
-PACKED_TOKENS, PACKED_PADDING = 256, 0.25
-"""Longest row to pack, because attention compares all of its responses; most padding of rows."""
 
 SHORT = 16
 """Tokens of a short response."""
@@ -38,6 +31,10 @@ class Output(NamedTuple):
     """Detached; 0 elsewhere."""
     head: Tensor | None
     """Output of the objective's head, if it has one: [B K T] or [B]."""
+    tokens: int
+    """Tokens that the model ran over."""
+    padding: int
+    """Tokens of these that were padding."""
 
 
 class Hidden(NamedTuple):
@@ -78,8 +75,8 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def logp(self, batch: TokenBatch) -> Float[Tensor, "B K T"]:
-        output: Output = self(batch)
+    def logp(self, batch: TokenBatch, temperature: float | None = None) -> Float[Tensor, "B K T"]:
+        output: Output = self(batch, temperature=temperature)
         return output.logp
 
     @torch.no_grad()
@@ -119,48 +116,39 @@ class Policy(nn.Module):
         with self._precision():
             output = self.model.base_model(input_ids=ids[None], use_cache=False)
             states = output.last_hidden_state[0, len(prompt) - 1 : -1]
-            return self._chunked(states, ids[len(prompt) :])[0]
+            return token_logp(self.model, states, ids[len(prompt) :], self.temperature)[0]
 
-    def forward(self, batch: TokenBatch, way: Way | None = None) -> Output:
+    def forward(
+        self,
+        batch: TokenBatch,
+        layout: Layout | None = None,
+        temperature: float | None = None,
+    ) -> Output:
         """Return log-probability and entropy at each sampled token, and the head's output.
 
         Responses of a group that are alike run once. Indices come from the batch on the CPU, so
-        that nothing waits for the GPU. All ways give the same; by default, it is the fastest that
-        `share_prompt` allows.
+        that nothing waits for the GPU. All layouts give the same; by default, it is the fastest
+        that `share_prompt` allows. The temperature is the policy's unless another one is given.
         """
-        alike = batch.first_alike()
-        distinct = _distinct(batch, alike)
-        ways = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
+        plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout)
+        runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self._precision():
-            hidden = ways[way or self._way(distinct)](distinct)
+            hidden = runs[plan.layout](plan)
             tokens = batch.tokens.flatten()[hidden.places].to(self.device)
             places = hidden.places.to(self.device)
-            logp, entropy = self._chunked(hidden.states, tokens)
+            logp, entropy = token_logp(
+                self.model, hidden.states, tokens, temperature or self.temperature
+            )
         read = self._read(hidden, batch, places)
         if read is not None and read.ndim == 3:
-            read = _of_alike(read, alike)
-        logp = _of_alike(_padded(logp, places, batch), alike)
-        return Output(logp, _of_alike(_padded(entropy, places, batch), alike), read)
-
-    def padding(self, batch: TokenBatch) -> tuple[int, int]:
-        """Return the numbers of padding tokens, and of all tokens, that a forward runs over."""
-        batch = _distinct(batch, batch.first_alike())
-        way = self._way(batch)
-        if way == "cached":
-            return batch.padding()
-        if way == "packed":
-            return packed_padding(batch)
-        run = batch.samples * batch.prompt_mask.numel() + batch.mask.numel()
-        return run - int(batch.samples * batch.prompt_mask.sum() + batch.present.sum()), run
-
-    def _way(self, batch: TokenBatch) -> Way:
-        """Return how this batch runs: packed if rows are short, and little of them is padding."""
-        if not self.share_prompt:
-            return "plain"
-        if not takes_masks(self.model) or packed_length(batch) > PACKED_TOKENS:
-            return "cached"
-        padding, run = packed_padding(batch)
-        return "packed" if padding <= PACKED_PADDING * run else "cached"
+            read = _of_alike(read, plan.alike)
+        return Output(
+            logp=_of_alike(_padded(logp, places, batch), plan.alike),
+            entropy=_of_alike(_padded(entropy, places, batch), plan.alike),
+            head=read,
+            tokens=plan.tokens,
+            padding=plan.padding,
+        )
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
@@ -176,13 +164,14 @@ class Policy(nn.Module):
         mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
 
-    def _packed(self, batch: TokenBatch) -> Hidden:
+    def _packed(self, plan: Plan) -> Hidden:
         """Run each prompt and all of its responses as one row."""
+        batch = plan.batch
         packed = pack(batch)
         owner = packed.owner.to(self.device)
         output = self.model.base_model(
             input_ids=packed.ids.to(self.device),
-            attention_mask=visible(self.model, owner, owner),
+            attention_mask=attention_mask(self.model, owner, owner),
             position_ids=packed.position.to(self.device),
             use_cache=False,
         )
@@ -190,8 +179,9 @@ class Policy(nn.Module):
         row, column = packed.predicting.to(self.device)
         return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
 
-    def _cached(self, batch: TokenBatch) -> Hidden:
+    def _cached(self, plan: Plan) -> Hidden:
         """Run each prompt once, then responses of similar length together."""
+        batch = plan.batch
         k, t = batch.tokens.shape[1:]
         moved = batch.to(self.device)
         prompt = self.model.base_model(
@@ -203,14 +193,14 @@ class Policy(nn.Module):
         first, of = batch.mask[..., 0].nonzero(as_tuple=True)
         states = [prompt.last_hidden_state[first.to(self.device), -1]]
         places = [(first * k + of) * t]
-        for rows in batch.passes():
+        for rows in plan.passes:
             following, own = self._following(batch, rows, prompt.past_key_values)
             states.append(following)
             places.append(own)
         return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
 
     def _following(
-        self, batch: TokenBatch, rows: list[int], cache: Any
+        self, batch: TokenBatch, rows: Sequence[int], cache: Any
     ) -> tuple[Float[Tensor, "M D"], Int[Tensor, " M"]]:
         """Return the states before these responses' sampled tokens, and the places of those."""
         t = batch.tokens.shape[2]
@@ -232,8 +222,9 @@ class Policy(nn.Module):
         states = output.last_hidden_state[row.to(self.device), column.to(self.device)]
         return states, chosen[row] * t + column + 1
 
-    def _plain(self, batch: TokenBatch) -> Hidden:
+    def _plain(self, plan: Plan) -> Hidden:
         """Run prompt and response together, each prompt K times: for models with another cache."""
+        batch = plan.batch
         k, t = batch.tokens.shape[1:]
         prompts = batch.prompt_tokens.repeat_interleave(k, 0)
         prompt_mask = batch.prompt_mask.repeat_interleave(k, 0)
@@ -248,29 +239,6 @@ class Policy(nn.Module):
         places = batch.mask.flatten().nonzero().squeeze(1)
         predicting = states[:, -t - 1 : -1].flatten(0, 1)[places.to(self.device)]
         return Hidden(states[::k, :-t], predicting, places)
-
-    def _chunked(
-        self, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"]
-    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Run the LM head a chunk at a time, and again on the way back if there are several."""
-        size = states_at_once(self.model)
-        head = self.model.get_output_embeddings()
-        if is_plain(head):
-            return TokenLogp.apply(hidden, head.weight, tokens, self.temperature, size)
-        if len(hidden) <= size:
-            return self._token_logp(hidden, tokens)
-        chunks = []
-        for states, targets in zip(hidden.split(size), tokens.split(size), strict=True):
-            chunks.append(checkpoint(self._token_logp, states, targets, use_reentrant=False))
-        logps, entropies = zip(*chunks, strict=True)
-        return torch.cat(logps), torch.cat(entropies)
-
-    def _token_logp(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each token and the entropy of its distribution."""
-        logits = self.model.get_output_embeddings()(hidden).float()
-        every = torch.log_softmax(logits / self.temperature, -1)
-        entropy = torch.special.entr(every.detach().exp()).sum(-1)
-        return every.gather(1, tokens[:, None]).squeeze(1), entropy
 
     @torch.no_grad()
     def _refuse_processed_logits(self) -> None:
@@ -296,11 +264,6 @@ class Policy(nn.Module):
                 f"{type(self.model).__name__} changes its logits after the head (soft-capping or"
                 " scaling), which is not supported; use another model"
             )
-
-
-def _distinct(batch: TokenBatch, alike: Int[Tensor, "B K"]) -> TokenBatch:
-    """Return the batch with only the first of the responses that are alike."""
-    return batch.only(alike == torch.arange(batch.samples))
 
 
 def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:

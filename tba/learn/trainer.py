@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable, decay_of
-from tba.learn import NotFinite, WrongReference, probe, state
+from tba.learn import NotFinite, WrongReference, plan, probe, state
 from tba.learn.copies import Copy
 from tba.learn.policy import Output, Policy
 from tba.objectives import Loss, Objective
@@ -62,10 +62,11 @@ class SingleTrainer:
         _check_finite(batch, step)
         objective = self.objective.at(step)
         self.optimizer.zero_grad(set_to_none=True)
-        chunks = list(batch.chunks(self.settings.token_budget))
-        metrics = _mean([self._backward(chunk, objective, batch) for chunk in chunks])
+        chunks = plan.chunks(batch, self.settings.token_budget)
+        ran = [self._backward(chunk, objective, batch) for chunk in chunks]
+        metrics = _mean([part for part, _, _ in ran])
         self._check_reference(metrics.pop("from_ref"), step)
-        metrics["batch/padding"] = self._padding(chunks)
+        metrics["batch/padding"] = sum(padding for *_, padding in ran) / sum(t for _, t, _ in ran)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -104,14 +105,18 @@ class SingleTrainer:
     def load(self, folder: Path) -> None:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
-    def _backward(self, chunk: Batch, objective: Objective, batch: Batch) -> dict[str, Tensor]:
-        """Add the gradients of sum(loss) / B of the batch, and return the metrics of each group.
+    def _backward(
+        self, chunk: Batch, objective: Objective, batch: Batch
+    ) -> tuple[dict[str, Tensor], int, int]:
+        """Add the gradients of sum(loss) / B of the batch.
+
+        Return the metrics of each group, the tokens that the policy ran over, and the padding.
 
         A chunk above the token budget (one long group) runs in pieces of its responses. A loss
         needs the whole group, so each piece runs once more on the way back, and only one has its
         activations in memory.
         """
-        pieces = list(chunk.pieces(self.settings.token_budget))
+        pieces = list(plan.pieces(chunk, self.settings.token_budget))
         if len(pieces) == 1:
             output: Output = self.policy(chunk)
         else:
@@ -121,7 +126,7 @@ class SingleTrainer:
         (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
         tokens = int(batch.mask.sum()) / len(batch)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
-        return {"loss": loss.detach(), **extras, **metrics}
+        return {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
 
     def _check_reference(self, gap: float, step: int) -> None:
         """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
@@ -133,13 +138,6 @@ class SingleTrainer:
                 " that were changed during the start; code of the model (trust_remote_code) that"
                 " does not compute the same twice; a batch of another model's groups"
             )
-
-    def _padding(self, chunks: Sequence[Batch]) -> float:
-        """Return the share of the tokens that the policy ran over which are padding."""
-        budget = self.settings.token_budget
-        counts = [self.policy.padding(piece) for chunk in chunks for piece in chunk.pieces(budget)]
-        padding, tokens = map(sum, zip(*counts, strict=True))
-        return padding / tokens
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
@@ -200,12 +198,16 @@ def _loss(objective: Objective, output: Output, batch: Batch) -> Loss:
 
 def _joined(outputs: Sequence[Output]) -> Output:
     """Join pieces along K. The output of a head on the prompt is the same for each of them."""
-    logp = torch.cat([output.logp for output in outputs], 1)
-    entropy = torch.cat([output.entropy for output in outputs], 1)
     head = outputs[0].head
     if head is not None and head.ndim > 1:
         head = torch.cat([output.head for output in outputs if output.head is not None], 1)
-    return Output(logp, entropy, head)
+    return Output(
+        logp=torch.cat([output.logp for output in outputs], 1),
+        entropy=torch.cat([output.entropy for output in outputs], 1),
+        head=head,
+        tokens=sum(output.tokens for output in outputs),
+        padding=sum(output.padding for output in outputs),
+    )
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.policy import Policy, Way
+from tba.learn.plan import Layout
+from tba.learn.policy import Policy
 from tba.models.cache import takes_masks
 from tba.types import TokenBatch, collate_tokens
 
@@ -21,15 +22,15 @@ def warm_up(policy: Policy, context: int) -> None:
     resumed run would meet others first. Therefore the sizes are always the same, and no program is
     added later: what none of them covers, such as a pass over a single prompt, runs without.
     """
-    ways: tuple[Way, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
+    layouts: tuple[Layout, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
     torch.compiler.set_stance("default")
     shapes: Any = torch.fx.experimental._config
     equal_by_chance = shapes.patch(use_duck_shape=False)  # sizes that are stay apart
     try:
         with torch._dynamo.config.patch(recompile_limit=64), equal_by_chance:
             for shorter in (PROMPT, SHORTER):  # without padding, some attention takes no mask
-                for way in ways if policy.share_prompt else ("plain",):
-                    _compare(policy, _batch(policy, context, shorter), way)
+                for layout in layouts if policy.share_prompt else ("plain",):
+                    _compare(policy, _batch(policy, context, shorter), layout)
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -40,12 +41,12 @@ def warm_up(policy: Policy, context: int) -> None:
     policy.zero_grad(set_to_none=True)
 
 
-def _compare(policy: Policy, batch: TokenBatch, way: Way) -> None:
+def _compare(policy: Policy, batch: TokenBatch, layout: Layout) -> None:
     """Run forward and back; RuntimeError if log-probs differ from those without compilation."""
-    compiled = policy(batch, way).logp
+    compiled = policy(batch, layout).logp
     compiled.sum().backward()
     with torch.no_grad():  # layers are compiled for passes with gradients only
-        gap = float((policy(batch, way).logp - compiled).abs().sum() / batch.mask.sum())
+        gap = float((policy(batch, layout).logp - compiled).abs().sum() / batch.mask.sum())
     if not gap <= (LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32):
         raise RuntimeError(f"log-probs differ by {gap:.3g} nats on average")
 

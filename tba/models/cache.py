@@ -26,7 +26,7 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def visible(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Tensor:
+def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Tensor:
     """Return an attention mask: tokens of an owner see that owner's columns, and EVERYONE's.
 
     The mask is [B 1 Q C], boolean for SDPA and additive for eager attention. The Q tokens are the

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tba.learn import plan
 from tba.learn.policy import Policy
 from tba.models import lora
 from tba.types import Completion, collate_tokens
@@ -51,15 +52,13 @@ class Reference:
         """
         logp: list[list[np.ndarray]] = [[] for _ in responses]
         with self._weights():
-            policy = self.policy
-            if temperature is not None and temperature != policy.temperature:
-                policy = Policy(policy.model, temperature, policy.autocast, policy.share_prompt)
             for part in self._parts(prompts, responses):
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 sampled = [[c.sampled for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, sampled)
-                pieces = [policy.logp(piece) for piece in batch.pieces(self._token_budget)]
-                arrays = torch.cat(pieces, 1).float().cpu().numpy()
+                every = plan.pieces(batch, self._token_budget)
+                logps = [self.policy.logp(piece, temperature) for piece in every]
+                arrays = torch.cat(logps, 1).float().cpu().numpy()
                 for i, rows in zip(part, arrays, strict=True):
                     pairs = zip(rows, responses[i], strict=True)
                     logp[i] = [row[: len(c.tokens)].copy() for row, c in pairs]
