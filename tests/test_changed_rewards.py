@@ -111,13 +111,14 @@ def test_libraries_do_not_count_wherever_they_are_installed(
     rewrite(user / "reward.py", "import helper", "import helper, installed, mine")
     (user / "lib" / "installed-1.dist-info").mkdir(parents=True)
     (user / "lib" / "installed-1.dist-info" / "RECORD").write_text("installed.py,,\n")
-    for name in ("installed", "mine"):
-        (user / "lib" / f"{name}.py").write_text(HELPER)
-    monkeypatch.syspath_prepend(str(user / "lib"))
+    (user / "src").mkdir()
+    for file in (user / "lib" / "installed.py", user / "src" / "mine.py"):
+        file.write_text(HELPER)
+        monkeypatch.syspath_prepend(str(file.parent))
     before = source(reward="reward.py:score")
     rewrite(user / "lib" / "installed.py", "'1'", "'2'")
     assert source(reward="reward.py:score").changed(before) == []
-    rewrite(user / "lib" / "mine.py", "'1'", "'3'")
+    rewrite(user / "src" / "mine.py", "'1'", "'3'")
     assert source(reward="reward.py:score").changed(before) == ["mine.py"]
 
 

@@ -69,8 +69,14 @@ class Number:
 
 def last_number(text: str) -> Number | None:
     """Return the last number in the text; None if there is none, or it is too long."""
-    found = list(NUMBER.finditer(_plain(text)))
-    return _number(found[-1]) if found else None
+    matches = list(NUMBER.finditer(_plain(text)))
+    return _number(matches[-1]) if matches else None
+
+
+def only_number(text: str) -> Number | None:
+    """Return the number in the text, perhaps with a unit; None if there is none, or several."""
+    matches = list(NUMBER.finditer(_plain(text)))
+    return _number(matches[0]) if len(matches) == 1 else None
 
 
 def whole_number(text: str) -> Number | None:
@@ -79,8 +85,8 @@ def whole_number(text: str) -> Number | None:
     text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|(?:\s?[€£¥₹₽₩₪₺°]|\^\{?\\circ\}?)$", "", text.strip())
     if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
-    found = NUMBER.fullmatch(text)
-    return None if found is None else _number(found)
+    match = NUMBER.fullmatch(text)
+    return None if match is None else _number(match)
 
 
 def _plain(text: str) -> str:

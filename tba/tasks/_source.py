@@ -5,6 +5,7 @@ that it imports and the weights of a model are not seen.
 """
 
 import ast
+import contextlib
 import json
 import sys
 import sysconfig
@@ -12,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import distributions, version
-from importlib.util import find_spec, resolve_name
+from importlib.metadata import version
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,7 +30,6 @@ UNUSED = {
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key_env"),
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
-OURS = Path(__file__).parents[1]
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
@@ -71,54 +71,39 @@ class RewardSource:
     def _meant(self, text: str) -> Any:
         """Return what a text stands for, and add the code that it names."""
         where, _, name = text.rpartition(":")
-        if where.endswith(".py") and Path(where).expanduser().is_file():
-            self._add_file(Path(where).expanduser())
+        path = Path(where).expanduser()
+        if path.suffix == ".py" and path.is_file():
+            self._add_code(path)
             return name
         path = Path(text).expanduser()
         if text and path.is_file():
             return sha256(path.read_bytes()).hexdigest()
         for module in (where, text.rpartition(".")[0], text):
-            if module in sys.modules and self._add_module(module):
+            if module in sys.modules:
+                self._add_module(module)
                 return text[len(module) :]
         return text
 
-    def _add_module(self, name: str) -> bool:
-        """Add the file of a module, unless it is of a library; for our own, the version.
-
-        Return whether there is a file to add.
-        """
-        try:
-            if _is_library(name.partition(".")[0]):
-                return False
-            spec = find_spec(name)
-        except (ImportError, ValueError, AttributeError):  # such as a name within a module
-            return False
-        if spec is None or not spec.has_location or spec.origin is None:
-            return False
-        path = Path(spec.origin).resolve()
-        if path.is_relative_to(OURS):
+    def _add_module(self, name: str) -> None:
+        """Add the file of a module that is loaded, unless it is of a library."""
+        file = vars(sys.modules[name]).get("__file__")
+        if name.partition(".")[0] == "tba":
             self.options["the version of tba"] = version("tba")
-            return False
-        self._add_file(path, spec.parent or "")
-        return True
+        elif file is not None and not _is_library(Path(file)):
+            self._add_code(Path(file), name)
 
-    def _add_file(self, path: Path, package: str = "") -> None:
-        """Add a file with code, and the local modules that it imports."""
-        tree = ast.parse(path.read_bytes())
-        digest = _digest(ast.unparse(tree))
-        if digest in self.files:
-            return
-        self.files[digest] = path.name
-        for node in ast.walk(tree):
-            origin = ""
-            if isinstance(node, ast.ImportFrom):
-                origin = node.module or ""
-                if node.level and package:
-                    origin = resolve_name("." * node.level + origin, package)
-                self._add_module(origin)
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                for alias in node.names:
-                    self._add_module(f"{origin}.{alias.name}".lstrip("."))
+    def _add_code(self, path: Path, name: str = "") -> None:
+        """Add a file, as a module of this name if any, and the user's modules that it imports."""
+        top = path.resolve().parents[name.count(".") + (path.stem == "__init__")]
+        folders = [str(top), *(folder for folder in sys.path if not _is_library(Path(folder)))]
+        finder: Any = ModuleFinder(folders, excludes=["tba"])
+        with contextlib.suppress(ImportError):  # of a package without __init__.py: the file alone
+            finder.import_hook(name) if "." in name else finder.run_script(str(path))
+        if any(module.partition(".")[0] == "tba" for module in finder.badmodules):
+            self.options["the version of tba"] = version("tba")
+        files = {module.__file__ for module in finder.modules.values() if module.__file__}
+        for file in map(Path, {str(path), *files}):
+            self.files[_digest(ast.unparse(ast.parse(file.read_bytes())))] = file.name
 
     def _held(self, value: Any, seen: dict[int, Any]) -> Any:
         """Return as JSON what a function from Python does and uses; add its file.
@@ -164,20 +149,13 @@ def source_of(config: Config, memory: InMemory | None) -> RewardSource:
     return source
 
 
-def _is_library(module: str) -> bool:
-    """Return whether a module that is not in a package is of Python itself, or was installed.
-
-    A folder of `pip install --target` has a record of the files that pip has put there.
-    """
-    spec = find_spec(module)
-    place = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
-    if place is None or not Path(place).exists():  # built into Python
+def _is_library(path: Path) -> bool:
+    """Return whether a file or a folder is Python's own, or where pip has installed libraries."""
+    path = path.resolve()
+    names = {"site-packages", "dist-packages"}
+    if path.is_relative_to(LIBRARY) or names & {*path.parts}:
         return True
-    path = Path(place).resolve()
-    if path.is_relative_to(LIBRARY) or {"site-packages", "dist-packages"} & {*path.parts}:
-        return True
-    installed = [d for d in distributions(path=[str(path.parent)]) if d.read_text("RECORD")]
-    return any(file.parts[0] == path.name for d in installed for file in d.files or ())
+    return any(next(folder.glob("*.dist-info"), None) for folder in (path, *path.parents))
 
 
 def _names(code: CodeType) -> set[str]:

@@ -9,7 +9,6 @@ from threading import Thread
 from typing import Any
 
 from tba.prompt import Prompt
-from tba.tasks._call import call
 
 AT_ONCE = 64
 """Calls that run at one time."""
@@ -43,6 +42,15 @@ class Tools:
     def call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the result of a tool as text. May raise anything."""
         return str(_awaited(getattr(instance, name)(**arguments)))
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments that it names; with all of them if it has `**columns`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**arguments)
+    names = {p.name for p in parameters}
+    return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def whole(text: str) -> str:

@@ -1,23 +1,74 @@
 """A data set and reward functions of the user, in TRL's conventions."""
 
 import asyncio
+import functools
 import inspect
+import math
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
-from tba.tasks._call import PASSED, RewardLog, arguments_of, call, metric_names
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import InMemory
 from tba.tasks._rendering import Rendering, columns_of
 from tba.tasks._rewards import ADVICE, RewardFunction, member, reward_function
-from tba.tasks._tools import Tools, describe
+from tba.tasks._tools import Tools, call, describe
+
+LONGEST_NOTE = 1000
+"""Longest text about a completion that is kept, in characters."""
+
+PASSED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+)
+"""Arguments of every reward function, beside the columns."""
+
+
+class TrainerState(NamedTuple):
+    """What a searcher knows of the trainer, by the names of transformers' TrainerState."""
+
+    global_step: int
+    """Optimizer steps of the newest weights that began one of the completions."""
+    max_steps: int
+    """`run.steps`."""
+
+
+class RewardLog:
+    """Log of reward functions while they score a group of `count` completions."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._notes: dict[str, list[str]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number about the group. It is left out if it is not finite."""
+        if math.isfinite(number := float(value)):  # or no later mean would be finite
+            self._metrics[str(name)].append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log something about each completion, for a person to read."""
+        if len(values) != self.count:
+            raise ValueError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {self.count} completions;"
+                " give one for each"
+            )
+        self._notes[str(column)] = [str(value)[:LONGEST_NOTE] for value in values]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of what was logged, by name."""
+        return {name: fmean(values) for name, values in self._metrics.items()}
+
+    def notes(self, place: int) -> dict[str, str]:
+        """Return what was logged about one of the completions, by column."""
+        return {column: texts[place] for column, texts in self._notes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,3 +270,39 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[s
 def _is_async(function: RewardFunction) -> bool:
     call = type(function).__call__  # of an object with `async def __call__`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
+    """Return everything that a reward function may take, by name."""
+    state = max(a.version for a in answers), max(a.steps for a in answers)
+    completions: list[Any] = [a.text for a in answers]
+    if answers[0].messages is not None:
+        completions = [list(a.messages or ()) for a in answers]
+    elif not isinstance(prompt.text, str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    columns = prompt.columns.items()
+    arguments: dict[str, Any] = {name: [value] * len(answers) for name, value in columns}
+    if answers[0].environment is not None:
+        arguments["environments"] = [a.environment for a in answers]
+    return arguments | {
+        "prompts": [prompt.text] * len(answers),
+        "completions": completions,
+        "completion_ids": [list(a.tokens) for a in answers],
+        "trainer_state": TrainerState(*state),
+        "log_metric": log.log_metric,
+        "log_extra": log.log_extra,
+    }
+
+
+def metric_names(functions: Sequence[Any]) -> list[str]:
+    """Return the name of each reward function, as in TRL's metrics; the same name gets a number."""
+    names: list[str] = []
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        try:
+            names.append(str(function.__name__))
+        except AttributeError:  # an instance of a class
+            names.append(type(function).__name__)
+    earlier = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{n}_{e + 1}" if e else n for n, e in zip(names, earlier, strict=True)]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from tba.tasks._data import Rows, rows
-from tba.tasks._numbers import last_number
+from tba.tasks._numbers import Number, last_number, only_number
 from tba.tasks._rendering import Problems
 
 LAST_LINE = re.compile(r"^####\s*\S*\d\S*\s*\Z", re.MULTILINE)
@@ -17,7 +17,7 @@ CALCULATION = re.compile(r"<<.*?>>")
 class Gsm8k(Problems):
     """Math word problems; the reward is 1 if the answer's last number is right, else 0.
 
-    The right number follows `####` in the solution; without one, the reward is None. An answer has
+    The right number follows `####` in the solution; data without it are refused. An answer has
     the format if its last line is `#### number`. Prompt and grader are those of the paper's GSM8K
     experiment (arXiv 2503.18929, appendix). For instruction-tuned models, set `chat = "on"` and
     `prompt = "{question}"`.
@@ -27,15 +27,27 @@ class Gsm8k(Problems):
     prompt: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
 
     def grade(self, gold: str | None, text: str) -> tuple[bool | None, bool]:
-        number, found = last_number((gold or "").rpartition("####")[2]), last_number(text)
-        if number is None:
-            right = None
-        elif found is None or (found.quotient and not number.quotient):
-            right = False
-        else:
-            right = number.equals(found)
-        return right, LAST_LINE.search(text) is not None
+        has_format = LAST_LINE.search(text) is not None
+        right = _right_number(gold)
+        given = last_number(text)
+        if right is None:
+            return None, has_format
+        if given is None or (given.quotient and not right.quotient):
+            return False, has_format
+        return right.equals(given), has_format
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, "main", required=("question", "answer"))
-        return [{**row, "answer": CALCULATION.sub("", str(row["answer"]))} for row in table]
+        for i, row in enumerate(table):
+            row["answer"] = CALCULATION.sub("", str(row["answer"]))
+            if _right_number(row["answer"]) is None:
+                raise ValueError(
+                    f"{key} = {source!r}: row {i} has the answer {row['answer'][-60:]!r}; end it"
+                    " with #### and one number"
+                )
+        return table
+
+
+def _right_number(solution: str | None) -> Number | None:
+    """Return the number after `####`, or the only number if there is no `####`."""
+    return only_number((solution or "").rpartition("####")[2])

@@ -21,6 +21,9 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
 """A box without braces, up to the end of the formula, as some solutions of MATH have it."""
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
+TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
+NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a)\s*$|\bor\b", re.IGNORECASE)
+"""A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """math-verify's own limit, an integer, for reading an expression and for comparing two."""
@@ -155,7 +158,14 @@ class Math(Problems):
             raise ValueError(
                 f"{key} = {source!r} has neither a column 'answer' nor 'solution'; rename one"
             )
-        return [{**row, "answer": _gold(row)} for row in table]
+        for i, row in enumerate(table):
+            row["answer"] = _gold(row)
+            if NOT_ONE.search(TEXT.sub("", row["answer"] or "")):
+                raise ValueError(
+                    f"{key} = {source!r}: row {i} has the answer {row['answer']!r}; give one"
+                    " answer, or write \\text{...} around words that are the answer"
+                )
+        return table
 
 
 def _gold(row: Mapping[str, Any]) -> str | None:
@@ -164,4 +174,4 @@ def _gold(row: Mapping[str, Any]) -> str | None:
     text = str(row.get("solution") or "") if given is None else str(given)
     boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
     gold = next((box.strip() for box in boxed if box), None)
-    return gold or (None if given is None else text)
+    return gold or (None if given is None else text.strip() or None)

@@ -13,8 +13,7 @@ import pytest
 from tba.prompt import Answer
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
-from tba.tasks._call import PASSED
-from tba.tasks.custom import Custom
+from tba.tasks.custom import PASSED, Custom
 
 REWARDS = '''
 """Reward functions in TRL's conventions; each leaves what it was given in `seen`."""

@@ -242,6 +242,7 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
             {"problem": "2+2?", "answer": r"\boxed{4}"},
             {"problem": "3+3?", "solution": r"Add: $\boxed{5}$, no, $\boxed{6}$."},
             {"problem": "4+4?"},
+            {"problem": "4-4?", "answer": " "},
             {"problem": "5+5?", "solution": r"Add: $\boxed 9$, no, $\boxed 10$."},
             {"problem": "6+6?", "solution": r"\[ x = \boxed 12. \] So it is twelve, $12$."},
             {"problem": "7+7?", "solution": r"\(\boxed \frac{28}{2}\) as $y>0$"},
@@ -254,6 +255,7 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
         "2",
         "4",
         "6",
+        None,
         None,
         "10",
         "12",
@@ -268,4 +270,19 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
     assert str(one_shot.text).startswith(f"1+1?\n\n{asked} \\boxed{{3}}\n\n5+5?")
     write(tmp_path / "test.jsonl", [{"problem": "5+5?", "final": "10"}])
     with pytest.raises(ValueError, match="has neither a column 'answer' nor 'solution'"):
+        task.held_out()
+
+
+@pytest.mark.parametrize("answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}"])
+def test_an_answer_that_is_none_or_several_is_refused(tmp_path: Path, answer: str) -> None:
+    """In MATH, such words stand in `\\text`."""
+    real = [r"\text{None}", r"-2 \text{ or } -12", r"\text{neither}", "D"]
+    write(tmp_path / "train.jsonl", [{"problem": "?", "answer": gold} for gold in real])
+    write(
+        tmp_path / "test.jsonl",
+        [{"problem": "1?", "answer": "1"}, {"problem": "2?", "answer": answer}],
+    )
+    task = Math(data=str(tmp_path))
+    assert [p.columns["answer"] for p in task.prompts()] == real
+    with pytest.raises(ValueError, match=r"row 1 has the answer .*; give one answer, or write"):
         task.held_out()

@@ -18,9 +18,8 @@ from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard
-from tba.search.verdicts import Rejected
 from tba.tasks import Task
-from tba.tasks._call import TrainerState, metric_names
+from tba.tasks.custom import metric_names
 
 REWARDS = """
 calls = []
@@ -35,9 +34,6 @@ def lengths(completion_ids, trainer_state, log_metric, **columns):
     log_metric("loss", -1.0)
     log_metric("undefined", float("nan"))
     return [float(len(ids)) if len(ids) < 5 else None for ids in completion_ids]
-
-async def asks_for_the_loss(completions, trainer_state):
-    return [trainer_state.log_history[-1]["loss"] for _ in completions]
 
 def logs_too_few(completions, log_extra):
     log_extra("thoughts", ["one"])
@@ -113,14 +109,6 @@ def test_functions_get_what_trl_passes_and_log_as_in_trl(
     assert first.items == {"rewards/ones": 2.0, "rewards/lengths": 4.0, **logged}
     assert second.items == {"rewards/ones": 3.0, **logged}
     assert (first.notes, second.notes) == ({"backwards": "011"}, {"backwards": "11012"})
-
-
-def test_trainer_state_says_what_it_does_not_know(plugin: Callable[..., Plugin]) -> None:
-    assert TrainerState(3, 20).global_step == 3
-    for verdict in judged(plugin("asks_for_the_loss").build(), ANSWERS):
-        assert isinstance(verdict, Rejected) and verdict.reason == "raised"
-        assert "trainer_state.log_history is not known where rewards are computed" in verdict.detail
-        assert "use trainer_state.global_step and trainer_state.max_steps" in verdict.detail
 
 
 def test_log_extra_needs_a_value_for_each_completion(plugin: Callable[..., Plugin]) -> None:
