@@ -101,7 +101,7 @@ def measure(run: Run, repeats: int) -> Measured:
     for turn in range(-1, repeats):
         blocked, sent, adopted = publish(run, version=turn + 2)
         started = time.perf_counter()
-        weights = run.trainer.weights(version=0)
+        weights = run.trainer.copy(version=0)()
         run.searchers._transport.send(weights)  # type: ignore[attr-defined]
         synchronous = time.perf_counter() - started
         measured.megabytes = weights.nbytes / 1e6

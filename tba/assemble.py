@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.learn.trainer import SingleTrainer
+from tba.learn import Trainer
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
@@ -57,19 +57,19 @@ def open_places(
 
 
 def open_searchers(
-    job: SearchJob, place: Place, cluster: "Cluster | None", trainer: SingleTrainer,
+    job: SearchJob, place: Place, cluster: "Cluster | None", trainer: Trainer,
     stopping: Callable[[], bool], search: SearchState, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
     searchers: Searchers
-    bf16 = trainer.policy.autocast
+    bf16 = trainer.computes_in_bf16
     if cluster is not None:
         from tba.runtime.crew import PUBLISHED
         from tba.runtime.ray import RaySearchers
 
         copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation
         check_memory(trainer.published_bytes, copies, cluster.room())
-        newest = trainer.weights(version=step) if step or job.setup.held_out else None
+        newest = trainer.copy(step)() if step or job.setup.held_out else None
         searchers = RaySearchers(job, cluster, bf16, stopping, search, newest)
     else:
         job.tell("loading the models of the searcher")
@@ -78,7 +78,7 @@ def open_searchers(
         every, version = job.settings.publish_every, search.weights and search.weights.version
         # a run on Ray saves none, and a publication may have failed
         if (version is None and step >= every) or (step and step % every == 0 and version != step):
-            search = replace(search, weights=trainer.weights(version=step))
+            search = replace(search, weights=trainer.copy(step)())
         searchers = LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
     behind = (job.settings.lag or 0) * job.batch_groups
     if behind or search.held:
@@ -161,7 +161,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
     before = config_of(folder).nested()
     checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, before)
     closing.enter_context(checkpoints)
-    limit = c.engine.logp_gap_limit(trainer.policy.autocast)
+    limit = c.engine.logp_gap_limit(trainer.computes_in_bf16)
     earlier = log.read(folder / log.METRICS), log.read_warnings(folder)
     warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *earlier)
     journal = Journal(folder, c, progress.step)
@@ -177,7 +177,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
         warnings, stop, progress.step, pace, progress.missing, progress.step, progress.evaluating,
         read_scores(folder),
     )  # fmt: skip
-    run.begin("" if stored is None else stored.note, trainer.policy.model)
+    run.begin("" if stored is None else stored.note, trainer.model)
     return run
 
 

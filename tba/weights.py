@@ -120,30 +120,6 @@ def _probe(plain: dict[str, Any] | None) -> Probe | None:
     return Probe(prompt, tokens, np.array(plain["logp"], np.float32), plain["temperature"])
 
 
-@runtime_checkable
-class WeightsCopy(Protocol):
-    """Copy of the trainer's weights, which another thread may publish."""
-
-    version: int
-
-    def weights(self) -> Weights:
-        """Return the weights with their probe. Their arrays are valid until `free`."""
-
-    def free(self) -> None:
-        """Release the memory for another copy."""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Source of published weights: the trainer's interface to the runtimes."""
-
-    def weights(self, version: int) -> Weights:
-        """Return a copy of the weights for the searchers, with its probe."""
-
-    def copy(self, version: int) -> WeightsCopy:
-        """Copy the weights and return at once; the copy computes the probe and converts them."""
-
-
 @dataclass(frozen=True)
 class Sent:
     """Weights that a transport has sent; it receives them by their parcel."""

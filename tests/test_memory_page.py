@@ -87,12 +87,12 @@ def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
         "AdamW's moments": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
-        "copy for publishing": own.copy(1).weights().nbytes,  # in fp32, what is sent is the copy
+        "copy for publishing": own.copy(1)().nbytes,  # in fp32, what is sent is the copy
     } == {
         name: IN_MEMORY[name] * count
         for name in ("weights", "gradients", "AdamW's moments", "copy for publishing")
     }
-    halved = trainer(MODEL, "policy.autocast=bf16").copy(1).weights()
+    halved = trainer(MODEL, "policy.autocast=bf16").copy(1)()
     assert halved.nbytes == IN_MEMORY["weights as they are sent"] * count
 
 

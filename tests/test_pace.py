@@ -22,6 +22,7 @@ from tba.assemble import open_run
 from tba.cli import _config
 from tba.config.schema import load, parse
 from tba.engines import SearchError
+from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
 from tba.runs.log import METRICS, read, stored
@@ -30,7 +31,7 @@ from tba.runtime.bind import bind_ray
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Trajectory
-from tba.weights import Source, Weights
+from tba.weights import Weights
 
 NEW = [(0, 0)]
 
@@ -130,7 +131,7 @@ class Fed:
         self.stats.samples += len(some)
         return Group(Prompt(f"p{number}", "1+1="), np.array([3, 4], np.int32), tuple(some))
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         self.step = version
 
     def reset_reference(self, weights: Weights) -> None: ...

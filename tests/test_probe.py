@@ -96,12 +96,12 @@ def test_long_prompts_and_responses_are_cut() -> None:
 
 def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: Batch) -> None:
     t = trainer(tiny_model)
-    first = t.weights(version=0).probe  # before the first step
+    first = t.copy(version=0)().probe  # before the first step
     assert first is not None and len(first.tokens) == RESPONSE
     text = "".join(VOCABULARY[i] for i in [*first.prompt_tokens, *first.tokens])
     assert text.startswith("0+1=")  # the prompts
     t.step(batch, 0)
-    probe = t.weights(version=1).probe
+    probe = t.copy(version=1)().probe
     assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE
     logp = t.policy.logp(probe_tokens(batch, t.context))[0, 0].detach().numpy()
     np.testing.assert_array_equal(probe.logp, logp)

@@ -14,10 +14,10 @@ from toy import log_probs
 from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import SearchError
+from tba.learn import Trainer
 from tba.runs.log import METRICS, read
 from tba.runtime.local import LocalSearchers
 from tba.types import Group, collate
-from tba.weights import Source
 
 SETTINGS = (
     "task.size=6",
@@ -86,8 +86,8 @@ def test_a_resumed_run_does_what_was_due_when_publishing_failed(
     run(config(tiny_model, tmp_path / "whole", *settings))
     publish = LocalSearchers.publish
 
-    def fail(self: LocalSearchers, source: Source, version: int) -> None:
-        publish(self, source, version)
+    def fail(self: LocalSearchers, trainer: Trainer, version: int) -> None:
+        publish(self, trainer, version)
         if version == 3:
             raise SearchError("a searcher died")
 

@@ -310,19 +310,19 @@ def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> Non
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)
-    weights = t.weights(version=5)
+    weights = t.copy(version=5)()
     assert weights.probe is not None
     stale = replace(weights, arrays=pack(engine.model, 0, False).arrays)
     assert engine.load_weights(stale) > 1e-2
     t.bf16_weights = bf16
-    gap = engine.load_weights(t.weights(version=5))
+    gap = engine.load_weights(t.copy(version=5)())
     assert gap < (0.05 if bf16 else 1e-5)
     assert engine.version == 5
 
 
 def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
     t = trainer(tiny_model)
-    weights = t.weights(version=1)
+    weights = t.copy(version=1)()
     before = parameters(t)
     first = next(iter(weights.arrays))
     broken = {n: (a + 1 if n == first else a[..., :-1]) for n, a in weights.arrays.items()}

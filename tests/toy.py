@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -249,30 +249,15 @@ class Given:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     ready: threading.Event | None = None
     error: str = ""
-    copies: list[int] = field(default_factory=list)
-    """Versions of the copies that exist."""
 
-    def weights(self, version: int) -> Weights:
-        assert self.ready is None or self.ready.wait(60)
-        if self.error:
-            raise OSError(self.error)
-        return Weights(version, self.arrays)
+    def copy(self, version: int) -> Callable[[], Weights]:
+        def weights() -> Weights:
+            assert self.ready is None or self.ready.wait(60)
+            if self.error:
+                raise OSError(self.error)
+            return Weights(version, self.arrays)
 
-    def copy(self, version: int) -> Copied:
-        self.copies.append(version)
-        return Copied(self, version)
-
-
-@dataclass
-class Copied:
-    source: Given
-    version: int
-
-    def weights(self) -> Weights:
-        return self.source.weights(self.version)
-
-    def free(self) -> None:
-        self.source.copies.remove(self.version)
+        return weights
 
 
 MEETING = threading.Barrier(2)

@@ -1,19 +1,39 @@
-"""Contract of a trainer: everything that the train loop and the checkpoint know about it."""
+"""Contract of a trainer: everything that loop, checkpoint and runtime know about it."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
+
+from torch import nn
 
 from tba.types import Batch
-from tba.weights import Source, Weights
+from tba.weights import Weights
 
 
-@runtime_checkable
-class Trainer(Source, Protocol):
-    """Owner of the master weights and the optimizer, whose weights a publication copies."""
+class Trainer(Protocol):
+    """Owner of the master weights and the optimizer."""
+
+    @property
+    def computes_in_bf16(self) -> bool:
+        """Whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, to count its parameters; only the trainer computes with it."""
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of the arrays of one publication."""
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
+
+    def copy(self, version: int) -> Callable[[], Weights]:
+        """Copy the weights now and return the function that gives them, with their probe.
+
+        That function may run in another thread while the trainer goes on. The memory of its result
+        is used again when nobody refers to the result.
+        """
 
     def reference(self, version: int) -> Weights:
         """Return a copy of the weights in fp32, to compute log-probs with as the trainer does."""

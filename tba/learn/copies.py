@@ -1,5 +1,6 @@
 """Copies of the trainer's weights, which are published while training continues."""
 
+import weakref
 from copy import deepcopy
 
 import numpy as np
@@ -15,14 +16,13 @@ from tba.weights import Weights, as_view, trained
 class Copy:
     """Policy with weights of its own, but for frozen ones, which it shares with the trainer's.
 
-    Only `fill` reads the trainer's weights. The rest may run in another thread. A copy that is no
-    longer needed is put into the list `free`, and filled again: its memory is allocated once.
+    Only `fill` reads the trainer's weights. The rest may run in another thread.
     """
 
-    def __init__(self, policy: Policy, bf16: bool, free: "list[Copy]"):
+    def __init__(self, policy: Policy, bf16: bool):
         frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
         self.version = 0
-        self._policy, self._free = deepcopy(policy, dict(frozen)), free
+        self._policy = deepcopy(policy, dict(frozen))
         self._probe: TokenBatch | None = None
         on_gpu = policy.device.type == "cuda"
         self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
@@ -43,7 +43,8 @@ class Copy:
         self.version, self._probe = version, probe
 
     @torch.no_grad()
-    def weights(self) -> Weights:
+    def weights(self, free: "list[Copy]") -> Weights:
+        """Return the weights with their probe; the copy is put into the list once they are gone."""
         with torch.cuda.stream(self._stream):  # nothing changes if there is none
             probe = None if self._probe is None else answer(self._policy, self._probe)
             arrays: dict[str, np.ndarray] = {}
@@ -52,7 +53,6 @@ class Copy:
                 if sent.data_ptr() != own.data_ptr():
                     sent.copy_(own)
                 arrays[name] = as_view(sent)
-        return Weights(self.version, arrays, probe)
-
-    def free(self) -> None:
-        self._free.append(self)
+        weights = Weights(self.version, arrays, probe)
+        weakref.finalize(weights, free.append, self)  # its memory is allocated once
+        return weights

@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
@@ -76,25 +77,23 @@ class SingleTrainer:
         return metrics
 
     @property
+    def computes_in_bf16(self) -> bool:
+        return self.policy.autocast
+
+    @property
+    def model(self) -> nn.Module:
+        return self.policy.model
+
+    @property
     def published_bytes(self) -> int:
         """Bytes of one publication of the weights."""
         size = 2 if self.bf16_weights else 4
         return size * sum(p.numel() for p in trained(self.policy.model).values())
 
-    def weights(self, version: int) -> Weights:
-        asked = self._asked()
-        answered = None if asked is None else probe.answer(self.policy, asked)
-        return pack(self.policy.model, version, self.bf16_weights, answered)
-
-    def copy(self, version: int) -> Copy:
-        free = self._free
-        copy = free.pop() if free else Copy(self.policy, self.bf16_weights, free)
-        copy.fill(self.policy, version, self._asked())
-        return copy
-
-    def _asked(self) -> TokenBatch | None:
-        """Return the tokens of the probe that the weights get now."""
-        return self.first_probe if self._probe is None else self._probe
+    def copy(self, version: int) -> Callable[[], Weights]:
+        copy = self._free.pop() if self._free else Copy(self.policy, self.bf16_weights)
+        copy.fill(self.policy, version, self.first_probe if self._probe is None else self._probe)
+        return partial(copy.weights, self._free)
 
     def reference(self, version: int) -> Weights:
         return pack(self.policy.model, version, bf16=False)

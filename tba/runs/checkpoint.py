@@ -23,7 +23,6 @@ from tba.config.errors import size
 from tba.config.schema import Config
 from tba.learn import Trainer
 from tba.learn.state import MODEL
-from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS, load_groups, save_groups
@@ -281,7 +280,7 @@ def restore(
     return Progress(**state["progress"]), search
 
 
-def check_space(config: Config, prompts: int, folder: Path, trainer: SingleTrainer) -> None:
+def check_space(config: Config, prompts: int, folder: Path, trainer: Trainer) -> None:
     """Raise ValueError if the disk of a run's folder has no room for a checkpoint.
 
     Warn if it may have no room for all checkpoints that the run keeps.
@@ -304,9 +303,9 @@ def check_space(config: Config, prompts: int, folder: Path, trainer: SingleTrain
         log.warning(f"{told} disk is full, it ends", folder, size(free), size(most), written)
 
 
-def checkpoint_size(config: Config, trainer: SingleTrainer) -> int:
+def checkpoint_size(config: Config, trainer: Trainer) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
-    own = sum(p.nbytes for p in trained(trainer.policy.model).values())
+    own = sum(p.nbytes for p in trained(trainer.model).values())
     searcher = trainer.published_bytes if config.runtime.use == "local" else 0
     reference = own if config.policy.reset_reference_every else 0
     return 3 * own + searcher + reference

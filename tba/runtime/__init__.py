@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from tba.config.tables import RuntimeTable
+from tba.learn import Trainer
 from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.types import Group
-from tba.weights import Source, Weights
+from tba.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Searchers(Protocol):
         Blocks only until there are `at_least` of them; TimeoutError past its deadline.
         """
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         """Send the trainer's weights to every searcher, without waiting for one.
 
         They are copied before this returns; the rest may happen in the background.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tba.engines import EngineError
+from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.deadline import NoAnswerError
@@ -17,7 +18,7 @@ from tba.search.result import Evaluation, SearchResult
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group
-from tba.weights import Source, Weights
+from tba.weights import Weights
 
 Done = TypeVar("Done")
 
@@ -62,9 +63,9 @@ class LocalSearchers:
         self._found = []
         return groups
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()
-        weights = source.weights(version)
+        weights = trainer.copy(version)()
         self.stats.published_bytes += weights.nbytes
         self.stats.publish_seconds += time.perf_counter() - started
         self._load(weights)

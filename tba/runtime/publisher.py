@@ -4,8 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from tba.learn import Trainer
 from tba.runtime.deadline import SLICE, Clock, NoAnswerError, search_errors
-from tba.weights import Source, Weights, WeightsCopy
+from tba.weights import Weights
 
 
 class Publisher:
@@ -25,24 +26,22 @@ class Publisher:
     ):
         self._send, self._fail, self._deadline, self._clock = send, fail, deadline, clock
         self._changed = threading.Condition()  # guards everything below
-        self._next: tuple[WeightsCopy, float] | None = None
+        self._next: tuple[Callable[[], Weights], float] | None = None
         self._sending_since: float | None = None
         self._failed = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         """Copy the weights and return; they are sent in the background."""
         started = time.monotonic()
         with self._changed:
             since = self._sending_since
             if since is not None and self._clock() - since > self._deadline:
                 raise self._late()
-            replaced, self._next = self._next, None
-        if replaced is not None:
-            replaced[0].free()
-        copy = source.copy(version)
+            self._next = None  # first: its memory is free for the new copy
+        copy = trainer.copy(version)
         with self._changed:
             self._next = copy, started
             self._changed.notify_all()
@@ -80,8 +79,8 @@ class Publisher:
                     (copy, since), self._next = self._next, None
                     self._sending_since = self._clock()
                 with search_errors("the weights could not be published"):
-                    self._send(copy.weights(), since)
-                copy.free()
+                    self._send(copy(), since)
+                del copy
                 with self._changed:
                     self._sending_since = None
                     self._changed.notify_all()

@@ -15,6 +15,7 @@ from copy import deepcopy
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.engines import EngineError, SearchError
+from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
@@ -29,7 +30,7 @@ from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
 from tba.streams import Use, seed_of
 from tba.types import Group
-from tba.weights import Sent, Source, Weights
+from tba.weights import Sent, Weights
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +110,12 @@ class RaySearchers:
             self._tray, self._owed = {}, 0
         return groups
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         self._raise_failure()
         if self._settings.lag is None:
-            self._publisher.publish(source, version)
+            self._publisher.publish(trainer, version)
         else:  # in lockstep, the next search needs exactly these
-            self._send(source.weights(version), published=time.monotonic())
+            self._send(trainer.copy(version)(), published=time.monotonic())
 
     def _send(self, weights: Weights, published: float) -> None:
         """Send weights that were published at this time to all searchers that accept them now."""

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from toy import toy_config
 
-from tba.learn.trainer import SingleTrainer
 from tba.runs.parts import RunSetup, check
 from tba.runtime.evaluations import Evaluations
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
@@ -117,8 +116,7 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
     parts: RunSetup, searchers: list[Searcher]
 ) -> None:
     trainer = parts.trainer("cpu")
-    assert isinstance(trainer, SingleTrainer)
-    searchers[1].reference.load_weights(trainer.weights(version=3))
+    searchers[1].reference.load_weights(trainer.copy(version=3)())
     evaluations = Evaluations(parts.search_setup())
     evaluations.request(Sent(7, None), 7)
     while piece := evaluations.take():

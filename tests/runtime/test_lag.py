@@ -8,12 +8,13 @@ from itertools import count
 import numpy as np
 from toy import Given
 
+from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import LaggedSearchers, Searchers, SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group
-from tba.weights import Source, Weights
+from tba.weights import Weights
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Numbered:
     def gather(self, at_least: int) -> list[Group]:
         return groups(*(str(next(self.numbers)) for _ in range(min(at_least, self.most))))
 
-    def publish(self, source: Source, version: int) -> None:
+    def publish(self, trainer: Trainer, version: int) -> None:
         self.calls.append(f"publish {version}")
 
     def reset_reference(self, weights: Weights) -> None:
