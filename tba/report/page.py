@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tba.runs.files import own_folder, write_whole
-from tba.studies.results import Row
+from tba.runs.log import Row
 
 MODES = ("sampled", "greedy")
 TEMPLATES = Path(__file__).parent / "templates"

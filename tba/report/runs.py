@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,18 @@ import pandas as pd
 
 from tba.report.charts import AXES, OTHERS, Charts, columns, reward_chart
 from tba.report.page import MODES, duration, fitted, measures_of, names, score, script, write_page
-from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, read, read_warnings
-from tba.studies.results import Row, flat, read_json, read_metrics
+from tba.runs.log import (
+    CONFIG,
+    METRICS,
+    SAMPLES,
+    SESSIONS,
+    SUMMARY,
+    Row,
+    flat,
+    read,
+    read_optional,
+    read_warnings,
+)
 
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
@@ -38,30 +49,10 @@ class Record:
     totals: Row
     sessions: list[Row]
     warnings: list[str]
-    spans: Sequence[Span]
-    """The parts of the run whose settings differ, in order."""
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """Return each setting as JSON; for one that was changed, each value with its steps."""
-        first, *later = self.spans
-        texts = {}
-        for key in dict.fromkeys(key for _, _, own in self.spans for key in own):
-            values = [(*first[:2], first[2].get(key, "–"))]
-            for begin, end, own in later:
-                value = own.get(key, "–")
-                begin, _, _ = values.pop() if values[-1][2] == value else (begin, 0, "")
-                values.append((begin, end, value))
-            told = [f"{value} (steps {begin}–{end})" for begin, end, value in values]
-            texts[key] = ", then ".join(told) if told[1:] else values[0][2]
-        return texts
-
-    @property
-    def changed(self) -> Mapping[str, str]:
-        """Return the settings that were changed, and what became of stored rewards."""
-        first = self.spans[0][2]
-        varied = {key for _, _, own in self.spans for key, _ in own.items() ^ first.items()}
-        return {key: text for key, text in self.settings.items() if key in varied}
+    settings: Mapping[str, str]
+    """Each setting as JSON; of one that was changed, each value with its steps."""
+    changed: Mapping[str, str]
+    """The settings that were changed, and what became of stored rewards."""
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after by label; `measures` has the score of each subset."""
@@ -121,14 +112,16 @@ class Record:
 
 def read_record(path: Path, name: str, colour: str) -> Record | None:
     """Return the record of a run, None before its first step; ValueError if it is no run."""
-    config = read_json(path / CONFIG)
+    config = read_optional(path / CONFIG)
     if config is None:
         near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
         raise ValueError(
             f"{path} is not a run folder: it has no {CONFIG}; type"
             f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed"
         )
-    metrics = read_metrics(path, "samples_generated", "searchers/rejected", *LAG, *WAITS.values())
+    needed = ["step", "samples_generated", "searchers/rejected", *LAG, *WAITS.values()]
+    metrics = pd.DataFrame(read(path / METRICS), dtype=float)
+    metrics = metrics.reindex(columns=metrics.columns.union(needed, sort=False))
     is_step = metrics["samples_generated"].notna()
     steps = metrics[is_step]
     if steps.empty:
@@ -137,36 +130,60 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
     evaluations = metrics[~is_step].drop_duplicates("step", keep="last").sort_values("step")
     at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
     evaluations["samples_generated"] = np.interp(evaluations["step"], at, generated)
-    samples, totals, sessions = read(path / SAMPLES), _totals(path, steps), read(path / SESSIONS)
-    warnings = list(read_warnings(path).values())  # the summary has them only at the end
-    spans = _spans(sessions, int(steps["step"].iloc[-1]), config)
-    read_so_far = config, steps, evaluations, samples, totals, sessions, warnings, spans
-    return Record(name, colour, *read_so_far)
+    sessions = read(path / SESSIONS)
+    spans = _spans(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
+    changed = _changed(spans)
+    return Record(
+        name=name,
+        colour=colour,
+        config=config,
+        steps=steps,
+        evaluations=evaluations,
+        samples=read(path / SAMPLES),
+        totals=_totals(path, steps),
+        sessions=sessions,
+        warnings=list(read_warnings(path).values()),  # the summary has them only at the end
+        settings={key: json.dumps(value) for key, value in flat(config).items()} | changed,
+        changed=changed,
+    )
 
 
-def _spans(sessions: Sequence[Row], newest: int, config: Row) -> Sequence[Span]:
-    """Return the parts of a run. Steps that a later session has taken again are those of it."""
-    spans, rewards = [], {}
+def _spans(sessions: Sequence[Row], newest: int, config: Row) -> list[Span]:
+    """Return the parts of a run. Steps that were taken again belong to the later session."""
+    spans: list[Span] = []
+    rewards: dict[str, str] = {}
     for place, session in enumerate(sessions):
-        begin, note = session["step"], session.get("rewards")
-        if note:
-            rewards = {"rewards": f"{note} at step {begin}"}
+        begin = session["step"]
         end = min([newest, *(later["step"] for later in sessions[place + 1 :])])
+        if session.get("rewards"):
+            rewards = {"rewards": f"{session['rewards']} at step {begin}"}
         if begin < end:
-            own = flat(session.get("config", config))
-            spans.append((begin + 1, end, {k: json.dumps(v) for k, v in own.items()} | rewards))
-    return spans or [(1, newest, {key: json.dumps(v) for key, v in flat(config).items()})]
+            settings = flat(session.get("config", config))
+            texts = {key: json.dumps(value) for key, value in settings.items()}
+            spans.append((begin + 1, end, {**texts, **rewards}))
+    return spans
+
+
+def _changed(spans: Sequence[Span]) -> dict[str, str]:
+    """Return the settings that differ between parts of a run, each value with its steps."""
+    changed = {}
+    for key in dict.fromkeys(key for _, _, settings in spans for key in settings):
+        values = []
+        for value, group in groupby(spans, key=lambda span: span[2].get(key, "–")):
+            same = list(group)
+            values.append(f"{value} (steps {same[0][0]}–{same[-1][1]})")
+        if len(values) > 1:
+            changed[key] = ", then ".join(values)
+    return changed
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
-    """Return the contents of `summary.json`; while a run is not at its end, sums of its steps."""
-    newest, summary = steps.iloc[-1].to_dict(), read_json(path / SUMMARY)
-    seconds = steps["time"].diff().fillna(0)  # without the first step, which has the first fill
-    waits = {name: steps[metric].iloc[0] for name, metric in WAITS.items()}
-    if seconds.any():
-        waits = {name: np.average(steps[metric], weights=seconds) for name, metric in WAITS.items()}
+    """Return the contents of `summary.json`; while a run is not at its end, those of its steps."""
+    newest = steps.iloc[-1].to_dict()
+    summary = read_optional(path / SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
-        return {**waits, **summary, "status": "finished" if summary["finished"] else "stopped"}
+        return {**summary, "status": "finished" if summary["finished"] else "stopped"}
+    waits = {name: steps[metric].mean() for name, metric in WAITS.items()}
     return {**newest, **waits, "seconds": newest["time"], "status": "unfinished"}
 
 

@@ -17,10 +17,13 @@ SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoin
 Replay = Literal["keep", "rescore", "drop"]
 """What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
 
+Row = dict[str, Any]
+"""A line of a JSONL file, or the contents of a JSON file."""
+
 log = logging.getLogger(__name__)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Row]:
     """Return the rows of a JSONL file, if there is one, without a line that a crash cut short.
 
     A damaged line is left out, too, and named in the log.
@@ -39,6 +42,16 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             log.warning("%s, line %d is damaged and left out: %r", path, number, error)
     return rows
+
+
+def read_optional(path: Path) -> Any:
+    """Return the contents of a JSON file; None if there is no file."""
+    return read_json(path) if path.is_file() else None
+
+
+def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
+    """Return the values of a config by `table.key`."""
+    return {f"{name}.{key}": v for name, table in tables.items() for key, v in table.items()}
 
 
 def folder_of(config: Config) -> Path:

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import TypeAdapter
 
-from tba.config.schema import read_json as read_whole
 from tba.runs.files import write_json
-from tba.runs.log import CONFIG, METRICS, SUMMARY, read
+from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional
 
 STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
@@ -22,7 +21,6 @@ TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
 LAST_TENTH = ("kl", "log_ratio")
 """Metrics of which a row has the mean over the last tenth of the steps."""
 
-Row = dict[str, Any]
 Settings = Mapping[str, Any]
 Status = Literal["pending", "finished", "failed"]
 
@@ -60,7 +58,7 @@ class Ledger:
 
 
 def read_ledger(folder: Path) -> Ledger:
-    study = read_json(folder / STUDY)
+    study = read_optional(folder / STUDY)
     if study is None:
         raise ValueError(
             f"{folder} is not the folder of a study: it has no {STUDY};"
@@ -69,16 +67,11 @@ def read_ledger(folder: Path) -> Ledger:
     return TypeAdapter(Ledger).validate_python(study)
 
 
-def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file; None if there is no file."""
-    return read_whole(path) if path.is_file() else None
-
-
 def standing(run: Path) -> tuple[Status, str | None]:
     """Return the status of a run by the files in its folder, and the error of a failed one."""
     if finished(run) is not None:
         return "finished", None
-    failed = read_json(run / FAILED)
+    failed = read_optional(run / FAILED)
     return ("pending", None) if failed is None else ("failed", failed["error"])
 
 
@@ -89,7 +82,7 @@ def write_failed(run: Path, error: str, traceback: str | None = None) -> None:
 
 def finished(run: Path) -> Row | None:
     """Return the summary of a run that has finished."""
-    summary: Row | None = read_json(run / SUMMARY)
+    summary: Row | None = read_optional(run / SUMMARY)
     return summary if summary is not None and summary["finished"] else None
 
 
@@ -110,11 +103,6 @@ def metric_of(known: Mapping[str, float], metric: str | None) -> str:
             f" set study.metric to one of {', '.join(known)}"
         )
     return metric
-
-
-def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
-    """Return the values of a config by `table.key`."""
-    return {f"{name}.{key}": v for name, table in tables.items() for key, v in table.items()}
 
 
 def phrase(key: str, value: Any) -> str:
@@ -154,7 +142,7 @@ def write_results(folder: Path) -> pd.DataFrame:
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
     """Return a run as a row; `drop` is that after the peak."""
-    config, last = read_json(run / CONFIG), scores(run)
+    config, last = read_optional(run / CONFIG), scores(run)
     metrics = read_metrics(run, "step", "time", *TOTALS[:2], *LAST_TENTH, ESS, LAG)
     by_step = curve(metrics, metric)["score"]
     peak, at = by_step.max(), nan if by_step.empty else int(by_step.idxmax())

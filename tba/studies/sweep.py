@@ -19,11 +19,11 @@ from tba.config.schema import Config, parse
 from tba.runs.files import own
 from tba.runs.generations import generations, recover
 from tba.runs.lock import locked
-from tba.runs.log import CHECKPOINTS, CONFIG
+from tba.runs.log import CHECKPOINTS, CONFIG, flat, read_optional
 from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
 from tba.studies import results
-from tba.studies.results import FAILED, RESULTS, Ledger, Trial, flat, standing
+from tba.studies.results import FAILED, RESULTS, Ledger, Trial, standing
 from tba.studies.study import Study, check_study, read_study
 
 Worker = subprocess.Popen[str]
@@ -156,7 +156,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     """Return the trial with its folder's status; ValueError if a run of another config is there."""
     path = study.path(trial)
     status, error = standing(path)
-    stored = results.read_json(path / CONFIG)
+    stored = read_optional(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
         there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
         decided = [key for key in ("task.chat", "policy.attention") if here.get(key) == "auto"]
