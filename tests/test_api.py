@@ -17,8 +17,9 @@ import torch
 import tba
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
-from tba.runs.offline import evaluate_run, export_responses, export_run
+from tba.runs.offline import evaluate_run, export_responses
 from tba.runs.result import Result
+from tba.runs.share import share
 from tba.runs.summary import Summary
 from tba.tasks._memory import InMemory, in_memory, to_rows
 
@@ -142,7 +143,7 @@ def test_a_config_file_is_trained_and_its_result_read_again(
     samples = result.samples()
     assert samples["kind"].tolist().count("train") == 2 * 4  # groups of 4
     assert {"step", "version", "reward", "prompt", "completion"} <= set(samples)
-    exported = AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", Path("model")))
+    exported = AutoModelForCausalLM.from_pretrained(Path(share(tmp_path / "run", Path("model"))))
     assert all(map(torch.equal, result.model().parameters(), exported.parameters()))
     assert result.tokenizer()("1+2=")["input_ids"]
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config\.json"):
@@ -261,7 +262,7 @@ def test_the_command_line_refuses_such_a_run(trained: Path) -> None:
 def test_such_a_run_is_exported_and_reported(trained: Path, tmp_path: Path) -> None:
     from tba.report import report
 
-    assert (export_run(trained, tmp_path / "model") / "config.json").is_file()
+    assert (Path(share(trained, tmp_path / "model")) / "config.json").is_file()
     assert report([trained], tmp_path / "report").is_file()
 
 

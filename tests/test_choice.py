@@ -20,7 +20,8 @@ from tba.config.schema import load
 from tba.runs.checkpoint import generations
 from tba.runs.choice import best_step, choose, kept_beside, path_of, step_of
 from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_model, evaluate_run, export_responses, export_run
+from tba.runs.offline import evaluate_model, evaluate_run, export_responses
+from tba.runs.share import share
 from tba.runtime.local import LocalSearchers
 from tba.search.result import Evaluation
 
@@ -67,7 +68,7 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended: Path, tmp_path: Path)
     for name in ("sampled_pass@1", "greedy_reward", "sampled_reward"):
         assert scores[name] == row[f"eval/{name}"]
     own = load_file(path_of(folder / "checkpoints", 6) / "model" / "model.safetensors")
-    out = load_file(export_run(folder, tmp_path / "out", step="6") / "model.safetensors")
+    out = load_file(Path(share(folder, tmp_path / "out", step="6")) / "model.safetensors")
     newest = load_file(path_of(folder / "checkpoints", 8) / "model" / "model.safetensors")
     assert all(out[name].equal(tensor) for name, tensor in own.items())
     assert not all(out[name].equal(tensor) for name, tensor in newest.items())
@@ -200,7 +201,7 @@ def test_all_completions_are_written(ended: Path, tmp_path: Path) -> None:
 def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path) -> None:
     """With the scores of the run that it comes from; it is its own reference."""
     of_run = evaluate_run(ended, [], reference=False)
-    model = export_run(ended, tmp_path / "model")
+    model = Path(share(ended, tmp_path / "model"))
     settings = ["policy.lora.r=4", "policy.model=./not-used"]
     plain = {name: keys for name, keys in load(ended).nested().items() if name != "policy"}
     (tmp_path / "run.json").write_text(json.dumps(plain))
@@ -222,7 +223,7 @@ def test_an_adapters_folder_is_evaluated_with_a_config(
     """As in its run, also in its KL to the model that it was trained on, which its files name."""
     run(small(toy_model, tmp_path / "run", "eval.prompts=1", "eval.samples=64", "eval.k=[]"))
     of_run = evaluate_run(tmp_path / "run", [], reference=False)
-    adapter = export_run(tmp_path / "run", tmp_path / "adapter", adapter=True)
+    adapter = Path(share(tmp_path / "run", tmp_path / "adapter", adapter=True))
     plain = load(tmp_path / "run").nested()
     del plain["policy"]["model"]
     (tmp_path / "run.json").write_text(json.dumps(plain))

@@ -28,8 +28,9 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_run, export_run
+from tba.runs.offline import evaluate_run
 from tba.runs.parts import check
+from tba.runs.share import share
 from tba.search.result import Evaluation
 from tba.types import Group
 
@@ -470,7 +471,7 @@ def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"--resume {folder} --drop-replay"):
         run(_config(["run.steps=10"], folder), folder)
-    export_run(folder, tmp_path / "exported")
+    share(folder, tmp_path / "exported")
     assert run(_config(["run.steps=10"], folder), folder, "drop").finished
     assert "segments of the replay buffer are damaged: dropped" in caplog.text
     last = read(folder / METRICS)[-2]
@@ -525,7 +526,7 @@ def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run(config(tiny_model, tmp_path / "run"))
-    out = export_run(tmp_path / "run", tmp_path / "out")
+    out = Path(share(tmp_path / "run", tmp_path / "out"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     trained = load_file(
         checkpoint.newest(tmp_path / "run" / "checkpoints") / "model" / "model.safetensors"
@@ -541,7 +542,7 @@ def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path)
         k: last[k] for k in ("greedy_pass@1", "sampled_reward")
     }
     with pytest.raises(ValueError, match="not empty"):
-        export_run(tmp_path / "run", out)
+        share(tmp_path / "run", out)
 
 
 def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(

@@ -39,8 +39,9 @@ from tba.models.lora import (
 from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.runs.checkpoint import newest
-from tba.runs.offline import evaluate_run, export_run
+from tba.runs.offline import evaluate_run
 from tba.runs.parts import check
+from tba.runs.share import share
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate
 from tba.weights import as_tensor, trained
@@ -372,9 +373,9 @@ def test_both_exports_compute_what_the_trainer_does(
         opened.train()
         batch = collate(opened.buffer.groups()[:1])
         expected = opened.trainer.policy.logp(batch).detach()
-    whole = export_run(folder, tmp_path / "whole")
+    whole = Path(share(folder, tmp_path / "whole"))
     merged = load_model(PolicyTable(model=str(whole)), torch.float32)
-    adapter = export_run(folder, tmp_path / "adapter", adapter=True)
+    adapter = Path(share(folder, tmp_path / "adapter", adapter=True))
     base = load_model(PolicyTable(model=str(toy_model)), torch.float32)
     with_peft = PeftModel.from_pretrained(base, str(adapter)).get_base_model()
     for model in (merged, with_peft):
@@ -387,7 +388,7 @@ def test_both_exports_compute_what_the_trainer_does(
     with pytest.raises(ValueError, match="leave out --adapter"):
         plain = tmp_path / "plain"
         run(replace_lora(small(toy_model, plain, "run.steps=1")))
-        export_run(plain, tmp_path / "none", adapter=True)
+        share(plain, tmp_path / "none", adapter=True)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

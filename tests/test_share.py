@@ -197,7 +197,7 @@ def test_nothing_is_uploaded_without_a_login(
         share(ended, None, name="me/mine")
     assert not logged_in.tokens
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ValueError, match="refuses 'me/mine': Invalid credentials; type `hf auth"):
+    with pytest.raises(ValueError, match=r"refuses 'me/mine': Invalid credentials.*type `hf auth"):
         share(ended, None, name="me/mine")
     assert not logged_in.files
 
@@ -215,7 +215,7 @@ def test_what_the_hub_refuses_is_told(
     with pytest.raises(ValueError, match="--private is for --push-to-hub NAME"):
         share(ended, out, private=True)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"'me/mine' was not uploaded to http://127.0.0.1:9: "):
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 refuses 'me/mine': "):
         share(ended, out, name="me/mine")
     assert not out.exists()
 
@@ -227,14 +227,11 @@ def test_what_the_hub_refuses_is_told(
         "bundled:arithmetic": "bundled:arithmetic",
         "/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/1a": "HuggingFaceTB/SmolLM2-135M",
         "~/hub/models--gpt2/snapshots/12ab": "gpt2",
-        "FOLDER/from_hub": "Qwen/Qwen2.5-0.5B",
         "FOLDER/mine": "./mine",
     }.items(),
 )
 def test_a_card_names_the_base_model_and_no_place(model: str, name: str, tmp_path: Path) -> None:
-    for folder, origin in (("from_hub", "Qwen/Qwen2.5-0.5B"), ("mine", str(tmp_path / "other"))):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text(json.dumps({"_name_or_path": origin}))
+    (tmp_path / "mine").mkdir()
     assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
 
 

@@ -1,7 +1,6 @@
-"""Commands on trained models: evaluation, and export of a run's model or its responses."""
+"""Commands on trained models: evaluation, and export of a run's responses."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
@@ -12,14 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
 from tba.learn.state import MODEL, read_model
 from tba.models.lora import ADAPTER, SETTINGS, merged
 from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
 from tba.runs.choice import chosen
-from tba.runs.early import check_evaluated, check_export, check_responses
+from tba.runs.early import check_evaluated, check_responses
 from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
 from tba.runs.parts import RunSetup, check
@@ -153,29 +151,4 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
         more = {"reward": t.reward, "version": t.version, "columns": prompt.columns}
         rows.setdefault(json.dumps(row), row | more)
     write_whole(out, "".join(json.dumps(row) + "\n" for row in rows.values()))
-    return out
-
-
-def export_run(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
-    """Write a checkpoint's model to a folder: with LoRA, merged, or the `adapter` alone."""
-    policy = check_export(run, out, adapter)
-    with chosen(run, step) as generation:
-        write_model(policy, generation, out, adapter)
-    let_others_read(out)
-    return out
-
-
-def let_others_read(folder: Path) -> None:
-    """Let other users read what was exported: safetensors writes files for their owner only."""
-    for file in folder.iterdir():
-        file.chmod(0o644)
-
-
-def write_model(policy: PolicyTable, generation: Path, out: Path, adapter: bool) -> Path:
-    """Write the model of this checkpoint to a folder, as `export_run` says."""
-    if policy.lora is None or adapter:
-        shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
-        return out
-    merged(policy, generation / MODEL).save_pretrained(out)
-    load_text(policy).tokenizer.save_pretrained(out)
     return out

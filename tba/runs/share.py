@@ -2,23 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import HfApi, ModelCardData, RepoUrl, constants, get_token
 from jinja2 import Environment, StrictUndefined
 
+from tba.learn.state import MODEL
+from tba.models.lora import merged
+from tba.models.pretrained import load_text
 from tba.runs.choice import chosen
 from tba.runs.early import check_export
 from tba.runs.generations import step_of
 from tba.runs.log import METRICS, read, read_config, read_evaluations
-from tba.runs.offline import let_others_read, write_model
 from tba.tasks._data import SUFFIXES
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -45,59 +47,53 @@ def share(
     removed after the upload. ValueError, before anything is written, if something is wrong.
     """
     policy = check_export(run, out, adapter, name, private)
+    # before a model is merged, because the hub may refuse
+    repository = None if name is None else _create(name, private)
     with ExitStack() as closing:
         generation = closing.enter_context(chosen(run, step))
         if out is None:
             aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
-            folder = Path(closing.enter_context(aside)) / "model"
+            out = Path(closing.enter_context(aside)) / "model"
+        if policy.lora is None or adapter:
+            shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
         else:
-            folder = out
-        if name is None:
-            _write(run, generation, folder, policy, adapter, folder.name)
-            return str(folder)
-        closing.enter_context(_refusals(name))
-        # before a model is merged, because the hub may refuse
-        repository = HfApi().create_repo(name, private=private or None, exist_ok=True)
-        if private and not HfApi().model_info(repository.repo_id).private:
-            raise ValueError(
-                f"{repository} exists and is public; make it private on its settings page, choose"
-                " another name, or leave out --private"
-            )
-        _write(run, generation, folder, policy, adapter, repository.repo_id)
+            merged(policy, generation / MODEL).save_pretrained(out)
+            load_text(policy).tokenizer.save_pretrained(out)
+        title = out.name if repository is None else repository.repo_id
+        (out / "README.md").write_text(card(run, step_of(generation), title, adapter), "utf-8")
+        for file in out.iterdir():
+            file.chmod(0o644)  # safetensors writes files for their owner only
+        if repository is None:
+            return str(out)
         message = f"Checkpoint of step {step_of(generation)}"
-        HfApi().upload_folder(
-            repo_id=repository.repo_id, folder_path=folder, commit_message=message
-        )
-        return str(repository)
+        HfApi().upload_folder(repo_id=title, folder_path=out, commit_message=message)
+    return str(repository)
 
 
-def _write(
-    run: Path, generation: Path, folder: Path, policy: Any, adapter: bool, title: str
-) -> None:
-    write_model(policy, generation, folder, adapter)
-    (folder / "README.md").write_text(card(run, step_of(generation), title, adapter), "utf-8")
-    let_others_read(folder)
-
-
-@contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """Turn what the hub refuses into a ValueError that says what to type."""
+def _create(name: str, private: bool) -> RepoUrl:
+    """Create the repository unless it exists; ValueError, which says what to type, if refused."""
     if get_token() is None:
         raise ValueError(
             "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
             " HF_TOKEN"
         )
     try:
-        yield
-    except HfHubHTTPError as error:
-        denied = error.response.status_code in (401, 403)
-        advice = "; type `hf auth login`, with a token that may write there" if denied else ""
-        why = error.server_message or str(error).partition("\n")[0]
-        raise ValueError(f"{constants.ENDPOINT} refuses {name!r}: {why}{advice}") from error
-    except ValueError:
+        url = HfApi().create_repo(name, private=private or None, exist_ok=True)
+        is_public = not HfApi().model_info(url.repo_id).private
+    except ValueError:  # of the name
         raise
-    except Exception as error:  # no connection, a timeout, or offline mode: the class varies
-        raise ValueError(f"{name!r} was not uploaded to {constants.ENDPOINT}: {error}") from error
+    except Exception as error:  # no connection, no permission, a timeout: the class varies
+        why = str(error).strip().rpartition("\n")[2]
+        raise ValueError(
+            f"{constants.ENDPOINT} refuses {name!r}: {why}; type `hf auth login`, with a token that"
+            " may write there"
+        ) from error
+    if private and is_public:
+        raise ValueError(
+            f"{url} exists and is public; make it private on its settings page, choose another"
+            " name, or leave out --private"
+        )
+    return url
 
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
@@ -143,14 +139,11 @@ def _texts(scores: Mapping[str, float]) -> dict[str, str]:
 
 
 def _model_name(model: str) -> str:
-    """Return the name of a model on the hub if its place or its files tell it, or its folder's."""
-    folder = Path(model).expanduser()
+    """Return the name of a model on the hub if its path tells it, or its folder's."""
     if cached := SNAPSHOT.search(model):
         return cached[1].replace("--", "/")
-    if not (folder / "config.json").is_file():
-        return model
-    origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path", "")
-    return origin if _on_hub(origin) else f"./{folder.resolve().name}"
+    folder = Path(model).expanduser()
+    return f"./{folder.resolve().name}" if folder.is_dir() else model
 
 
 def _without_places(value: Any) -> Any:
