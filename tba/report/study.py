@@ -10,7 +10,8 @@ import pandas as pd
 
 from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
 from tba.report.page import duration, script, write_page
-from tba.studies.results import Row, phrase, read_ledger, write_results
+from tba.runs.log import Row
+from tba.studies.results import phrase, read_ledger, write_results
 
 COSTS = {
     "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",

@@ -20,7 +20,8 @@ from tba.models.pretrained import load_text
 from tba.runs.choice import chosen
 from tba.runs.early import check_export
 from tba.runs.generations import step_of
-from tba.runs.log import METRICS, read, read_config, read_evaluations
+from tba.runs.log import METRICS, read, read_evaluations
+from tba.runs.resumed import config_of
 from tba.tasks._data import SUFFIXES
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -98,7 +99,7 @@ def _create(name: str, private: bool) -> RepoUrl:
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    config = read_config(run)
+    config = config_of(run).nested()
     model = _model_name(config["policy"]["model"])
     config = _without_places(config)
     config["policy"]["model"] = model
