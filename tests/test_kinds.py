@@ -64,9 +64,7 @@ def untied(make_model: Callable[..., Path]) -> Path:
         (lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, r"missing: lm_head\.wei"),
         (lambda t: {n: x for n, x in t.items() if n != LAYER}, rf"missing: {LAYER}\)"),
         (lambda t: {n: x for n, x in t.items() if "layers" not in n}, r"missing: .* and \d more"),
-        (prefixed("base_model.model."), "wrapper that adds 'base_model.model.' to its names"),
-        (prefixed("_orig_mod."), "wrapper that adds '_orig_mod.' to its names"),
-        (prefixed("module."), "wrapper that adds 'module.' to its names"),
+        (prefixed("module."), r"unexpected: module\..* without a wrapper"),
         (lambda t: {**t, "v_head.weight": torch.zeros(1, 32)}, r"\(unexpected: v_head\.weight\)"),
         (
             lambda t: {**t, LAYER: torch.zeros(48, 16)},
@@ -126,15 +124,12 @@ def test_an_adapter_is_no_model(tiny_model: Path, tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, "cannot be loaded"),
         ({"num_attention_heads": 0}, "cannot be loaded"),
         ({"model_type": "brandnew"}, "cannot be loaded"),
-        ({"num_hidden_layers": 10**9}, "memory in fp32, but this machine has"),
-        ({"num_hidden_layers": 1e30}, "memory in fp32, but this machine has"),
         ({"num_hidden_layers": 64, "hidden_size": 10**6}, "memory in fp32, but this machine has"),
         ({"vocab_size": 10**13}, "memory in fp32, but this machine has"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ({"quantization_config": {"load_in_4bit": True}}, r"quantised \(bitsandbytes\)"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, r"quantised \(awq\)"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(

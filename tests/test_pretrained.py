@@ -161,3 +161,37 @@ def test_a_chat_that_the_template_refuses_is_told(make_model: Callable[..., Path
         ValueError, match="prompt 'a': the tokenizer's chat template refuses it: Sy"
     ):
         text.encode(Prompt("a", [{"role": "system", "content": "1+1="}]))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(
+    make_model: Callable[..., Path], file: str
+) -> None:
+    model = make_model()
+    with (model / file).open("ab") as opened:
+        opened.truncate(100 * 2**20)  # a hole: it takes no room on the disk
+    with pytest.raises(ValueError, match=rf"its {file} has .*, and the limit is") as refused:
+        load_text(PolicyTable(model=str(model)))
+    assert "policy.model" in str(refused.value)
+
+
+FOR_EVER = {
+    "nothing": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "text": "{% for i in range(90000) %}{% for j in range(90000) %}{{ 'x' * 999 }}"
+    "{% endfor %}{% endfor %}",
+    "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "a range": "{% for i in range(10**12) %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("written", FOR_EVER)
+def test_a_template_that_never_ends_is_refused(
+    make_model: Callable[..., Path], written: str
+) -> None:
+    model = make_model()
+    (model / "chat_template.jinja").write_text(FOR_EVER[written])
+    text = load_text(PolicyTable(model=str(model)))
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="prompt 'a': the tokenizer's chat template refuses it"):
+        text.encode(Prompt("a", [{"role": "user", "content": "1+1="}]))
+    assert time.monotonic() - started < 30

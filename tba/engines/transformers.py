@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.schema import Config
 from tba.engines import Engine, SharedLock
 from tba.engines._decoding import StopStrings, choose, decoder, run_prompts
-from tba.models.cache import states_at_once
+from tba.models.cache import logits_of, states_at_once
 from tba.models.lora import load_placed
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, load_weights
@@ -111,7 +111,7 @@ class Transformers(Engine):
         ids = torch.from_numpy(tokens).long().to(self.device)
         states = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         start = len(probe.prompt_tokens)
-        logits = self.model.get_output_embeddings()(states[start - 1 : -1])
+        logits = logits_of(self.model, states[start - 1 : -1])
         logp = torch.log_softmax(logits.float() / probe.temperature, -1)
         chosen = logp.gather(1, ids[start:, None]).squeeze(1)
         expected = torch.from_numpy(probe.logp.copy())
@@ -183,12 +183,11 @@ class Transformers(Engine):
         sampling: Sampling,
     ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
         """Return R next tokens for each state and their log-probs, a chunk of states at a time."""
-        head = self.model.get_output_embeddings()
-        size, parts = states_at_once(self.model), []
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            parts.append(choose(head(hidden[part]), uniform[part], sampling))
-        tokens, logp = zip(*parts, strict=True)
+        size = states_at_once(self.model)
+        chunks = []
+        for states, numbers in zip(hidden.split(size), uniform.split(size), strict=True):
+            chunks.append(choose(logits_of(self.model, states), numbers, sampling))
+        tokens, logp = zip(*chunks, strict=True)
         return torch.cat(tokens), torch.cat(logp)
 
 
@@ -222,8 +221,13 @@ class _Drawn:
         completions = []
         for row, length in enumerate(self.length.tolist()):
             end = length or self.step
-            own = tokens[row, :end].copy(), logp[row, :end].copy()
-            completions.append(Completion(*own, length > 0, version))
+            completion = Completion(
+                tokens=tokens[row, :end].copy(),
+                logp=logp[row, :end].copy(),
+                finished=length > 0,
+                version=version,
+            )
+            completions.append(completion)
         return completions
 
 

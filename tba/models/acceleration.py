@@ -1,4 +1,4 @@
-"""Compiling the layers of the trainer's model with torch.compile."""
+"""The layers of the trainer's model: compiling them, and computing them again on the way back."""
 
 import os
 import shutil
@@ -11,8 +11,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import PolicyTable
+from tba.models.cache import fork
 from tba.models.pretrained import load_empty_model
 
 
@@ -43,6 +45,31 @@ def _forward(run: Callable[..., Any], index: int, layer: Any, *inputs: Any, **op
 
 def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
     return type(layer).forward(layer, *inputs, **options)
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass, with a cache: transformers' own way has none."""
+    for layer in _layers(model):
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run a layer with a checkpoint; the second time, the cache is as it was before the first."""
+    from transformers import Cache
+
+    def forked(value: Any) -> Any:
+        return fork(value) if isinstance(value, Cache) else value
+
+    before = [forked(x) for x in inputs], {name: forked(x) for name, x in options.items()}
+    first = iter([(inputs, options)])
+
+    def run() -> Any:
+        own, named = next(first, before)
+        return forward(*own, **named)
+
+    if not torch.is_grad_enabled():
+        return run()
+    return checkpoint(run, use_reentrant=False)
 
 
 def check_compiler(policy: PolicyTable) -> None:

@@ -1,24 +1,63 @@
 """Sizes, positions and masks of a forward pass, and caches that several responses share."""
 
-from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-EVERYONE, NOBODY = -1, -2  # owner of a prompt's tokens, which all responses see, and of padding
+EVERYONE = -1
+"""Owner of a prompt's tokens, which all responses see."""
+NOBODY = -2
+"""Owner of padding."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits in a chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
+LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
 
 
 def states_at_once(model: Any) -> int:
     """Return the number of hidden states over which the LM head may run at one time."""
     vocabulary = model.config.get_text_config().vocab_size
     return max(1, LOGITS_AT_ONCE[model.device.type] // vocabulary)
+
+
+def has_plain_logits(model: Any) -> bool:
+    """Return whether the logits are the output of the LM head, which some models scale or cap."""
+    settings = vars(model.config.get_text_config())
+    return not any(settings.get(name) for name in LOGIT_SETTINGS)
+
+
+def logits_of(model: Any, states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
+    """Return the logits of hidden states, scaled and capped as the model does it."""
+    logits = model.get_output_embeddings()(states)
+    settings = vars(model.config.get_text_config())
+    divisor, factor, cap = (settings.get(name) for name in LOGIT_SETTINGS)
+    if divisor:
+        logits = logits / divisor
+    if factor:
+        logits = logits * factor
+    if cap:
+        logits = (logits / cap).tanh() * cap
+    return logits
+
+
+def check_rotary(config: Any, shortest: int, longest: int) -> None:
+    """Raise ValueError if rotary embeddings change between a run's shortest and longest sequence.
+
+    A token that was sampled in a shorter sequence would have another log-prob in a longer one.
+    """
+    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    limit = rope["original_max_position_embeddings"]
+    if shortest <= limit < longest:
+        raise ValueError(
+            f"policy.model has other rotary embeddings (longrope) in sequences of more than"
+            f" {limit} tokens, and sequences of this run have {shortest} to {longest}; lower"
+            f" sampling.max_tokens or leave out prompts, so that none has more than {limit}"
+        )
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -69,31 +108,3 @@ def fork(cache: Any) -> Any:
     forked = copy(cache)
     forked.layers = [copy(layer) for layer in cache.layers]
     return forked
-
-
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass, with a cache: transformers' own way has none."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(_checkpointed, layer.forward)
-
-
-def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Run a layer with a checkpoint; the second time, the cache is as it was before the first."""
-    from transformers import Cache
-
-    def forked(value: Any) -> Any:
-        return fork(value) if isinstance(value, Cache) else value
-
-    before = [forked(x) for x in inputs], {name: forked(x) for name, x in options.items()}
-    first = iter([(inputs, options)])
-
-    def run() -> Any:
-        own, named = next(first, before)
-        return forward(*own, **named)
-
-    if not torch.is_grad_enabled():
-        return run()
-    return checkpoint(run, use_reentrant=False)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError
 
-from tba.config.errors import about
+from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
-from tba.models import model_path as model_path
-from tba.models.kinds import check_causal, check_content
+from tba.models import model_path
 from tba.models.template import render
 from tba.prompt import Answer, Message, Prompt
 from tba.types import Completion, Trajectory
@@ -24,6 +24,13 @@ EAGER_TOKENS = 320  # longest prompt and response for eager attention, which kee
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
 """Names of constants that older files have, and of layers that only guess further tokens."""
+
+RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
+"""Types of layers that keep a state in place of keys and values."""
+PARTS = {"text_config", "text_encoder"}
+"""Configs within the config of a model for images or sound."""
+LARGEST = {"config.json": 2**20, ".jinja": 2**20, ".json": 2**26, ".model": 2**26, ".txt": 2**26}
+"""Bytes of a file that is parsed, by its name or the end of its name."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -101,7 +108,8 @@ class Tokenizer:
         self, tokens: np.ndarray, finished: bool, stop: Sequence[str], version: int = 0
     ) -> Answer:
         """Return a response as text, up to the first stop string, which finishes it."""
-        text, ids = self.decode(tokens), tuple(tokens.tolist())
+        text = self.decode(tokens)
+        ids = tuple(tokens.tolist())
         places = [text.find(each) for each in stop if each in text]
         shown = text[: min(places, default=len(text))]
         return Answer(shown, finished or bool(places), None, None, ids, version, self.steps)
@@ -127,9 +135,10 @@ class Tokenizer:
     ) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""
         tokens = list(map(encode, prompts))
+        lengths = {}
         for prompt, ids in zip(prompts, tokens, strict=True):
             self.check_known(ids, f"prompt {prompt.id!r}")
-        lengths = {p.id: len(ids) for p, ids in zip(prompts, tokens, strict=True)}
+            lengths[prompt.id] = len(ids)
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
         room = self.context - max_tokens
@@ -147,20 +156,45 @@ class Tokenizer:
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
     """Load the tokenizer and the config.json of a model; ValueError, which names the key."""
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoConfig, AutoTokenizer
 
-    path, named = model_path(name, key), f"{key} = {name!r}"
+    path = model_path(name, key)
+    named = f"{key} = {name!r}"
     if Path(path, "adapter_config.json").is_file():
         raise ValueError(
             f"{named} is an adapter: give its base, and the folder as policy.lora.from"
         )
+    _check_sizes(path, named)
     options = sources(path, remote_code)
     with _explained(path, named):
-        content, _ = PreTrainedConfig.get_config_dict(path, **options)
-    check_content(content, named)
+        config = AutoConfig.from_pretrained(path, **options)
+    plain = config.to_dict()
+    quantised = plain.get("quantization_config") or plain.get("compression_config")
+    if quantised:
+        method = dict(quantised).get("quant_method", "bitsandbytes")
+        raise ValueError(
+            f"{named} is quantised ({method}), and such weights can be neither trained nor"
+            " compared; give the model in bf16 or fp32"
+        )
     with _explained(path, named):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        return tokenizer, AutoConfig.from_pretrained(path, **options)
+        return AutoTokenizer.from_pretrained(path, **options), config
+
+
+def _check_sizes(path: str, named: str) -> None:
+    """Raise ValueError for a file that takes too long to parse, in a folder or the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else Path(path)
+    for file in folder.iterdir() if folder.is_dir() else ():
+        limit = LARGEST.get(file.name) or LARGEST.get(file.suffix)
+        if limit is not None and file.is_file() and file.stat().st_size > limit:
+            raise ValueError(
+                f"{named}: its {file.name} has {size(file.stat().st_size)}, and the limit is"
+                f" {size(limit)}; download the model again, or give another one"
+            )
 
 
 @contextmanager
@@ -281,35 +315,70 @@ def check_model(policy: PolicyTable) -> None:
     """Raise ValueError unless the model can be trained and its files fit; no weight is read."""
     from transformers import AutoModelForCausalLM
 
-    named, remote_code = f"policy.model = {policy.model!r}", policy.trust_remote_code
-    check_causal(load_config(policy), named)
-    model = check_files(AutoModelForCausalLM, policy.model, "policy.model", remote_code)
+    named = f"policy.model = {policy.model!r}"
+    remote_code = policy.trust_remote_code
+    _check_causal(load_config(policy), named)
+    model = load_empty_model(policy)
+    needed = sum(p.numel() * 4 for p in model.parameters())
+    memory = psutil.virtual_memory().total
+    if needed > memory:
+        raise ValueError(
+            f"{named}: by its config.json it needs at least {size(needed)} of memory in fp32, but"
+            f" this machine has {size(memory)}; give a smaller model"
+        )
+    check_files(AutoModelForCausalLM, policy.model, "policy.model", remote_code)
     problem = ""
-    if model is not None and model._is_stateful:
+    if model._is_stateful:
         problem = "keeps a recurrent state; use a model with attention"
-    elif model is not None and model.base_model is model:
+    elif model.base_model is model:
         problem = "has no text model where others have it; use another model"
     if problem:
         raise ValueError(f"{named}: {type(model).__name__} {problem}")
+
+
+def _check_causal(config: Any, named: str) -> None:
+    """Raise ValueError unless a config is that of a causal LM with attention, and of nothing else.
+
+    Models with code of their own are not known here.
+    """
+    from transformers.models.auto import modeling_auto as known
+
+    kind = type(config)
+    plain = config.to_dict()
+    if "AutoModelForCausalLM" in plain.get("auto_map", {}):
+        return
+    encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
+    problems = {
+        "an encoder with a decoder": config.is_encoder_decoder,
+        "a text model inside a larger one": PARTS & config.sub_configs.keys(),
+        "no causal language model": kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "an encoder, whose tokens see those after them": encoder,
+        "a model with a recurrent state": RECURRENT & set(plain.get("layer_types") or ()),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ValueError(
+                f"{named} is {problem}, by its config.json (model_type {config.model_type!r});"
+                " give a causal language model with attention"
+            )
 
 
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
     """Load the causal LM in `dtype`, without dropout, which would change the log-probs."""
     from transformers import AutoModelForCausalLM
 
-    named = policy.model, "policy.model", policy.trust_remote_code
-    return load_weighted(AutoModelForCausalLM, dtype, *named)
+    remote_code = policy.trust_remote_code
+    return load_weighted(AutoModelForCausalLM, dtype, policy.model, "policy.model", remote_code)
 
 
-def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> Any:
-    """Return a model on "meta", None if it must be downloaded; ValueError unless its files fit."""
+def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> None:
+    """Raise ValueError unless a model's files fit, if they need not be downloaded first."""
     from huggingface_hub import try_to_load_from_cache
 
     path = model_path(name, key)
     file = try_to_load_from_cache(path, "model.safetensors") if not Path(path).is_dir() else path
-    if not isinstance(file, str):
-        return None
-    return load_weighted(auto, torch.float32, name, key, remote_code, "meta")
+    if isinstance(file, str):
+        load_weighted(auto, torch.float32, name, key, remote_code, "meta")
 
 
 def load_weighted(
@@ -323,13 +392,21 @@ def load_weighted(
     from transformers import logging
 
     logging.disable_progress_bar()  # it would be drawn across the console, at every checkpoint
-    path, verbosity, named = model_path(name, key), logging.get_verbosity(), f"{key} = {name!r}"
-    options = {"dtype": dtype, "use_safetensors": True, **sources(path, remote_code)}
-    options |= {"device_map": device, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    logging.set_verbosity_error()  # what is missing is told below
+    path = model_path(name, key)
+    named = f"{key} = {name!r}"
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the error below says what is missing
     try:
         with _explained(path, named):
-            model, report = auto.from_pretrained(path, **options)
+            model, report = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                device_map=device,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **sources(path, remote_code),
+            )
     finally:
         logging.set_verbosity(verbosity)
     bare = model.base_model is model
@@ -337,21 +414,18 @@ def load_weighted(
     excess = [n for n in sorted(report["unexpected_keys"]) if not (bare or HARMLESS.search(n))]
     shapes = [f"{n} {list(a)} for {list(b)}" for n, a, b in sorted(report["mismatched_keys"])]
     lists = {"missing": missing, "unexpected": excess, "of another shape": shapes}
-    if told := [f"{what}: {_several(names)}" for what, names in lists.items() if names]:
-        advice = "give a model that was saved whole, with its own config"
-        if missing and (wrapped := [n for n in excess if n.endswith(f".{missing[0]}")]):
-            prefix = wrapped[0].removesuffix(missing[0])
-            advice = f"save the model without the wrapper that adds {prefix!r} to its names"
+    problems = []
+    for what, names in lists.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        if names:
+            problems.append(f"{what}: {', '.join(names[:3])}{more}")
+    if problems:
         raise ValueError(
             f"{named}: the weights in its files are not those of a {type(model).__name__} with this"
-            f" config.json ({'; '.join(told)}); {advice}"
+            f" config.json ({'; '.join(problems)}); give a model that was saved whole, with its own"
+            " config and without a wrapper around it"
         )
     return model.eval()
-
-
-def _several(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def load_empty_model(policy: PolicyTable) -> Any:

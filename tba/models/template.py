@@ -1,16 +1,20 @@
 """Chats as text: what a tokenizer's chat template makes of messages."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
 
 from tba.prompt import Message, text_of
 
-ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
-"""Exceptions of a chat template, which is code from outside, for a chat that it cannot show."""
+STEPS = 10**6
+"""Lines of a chat template, which is code from outside, that may run for one chat."""
+CHARACTERS = 2**24
+"""Characters that a chat template may write for one chat."""
 AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
 """A list of parts that a template has shown as Python or JSON writes it."""
 
@@ -25,10 +29,11 @@ def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, An
     if not all(isinstance(message, Mapping) for message in messages):
         raise ValueError("a message is no table with `role` and `content`")
     plain = not any(isinstance(m.get("content"), list) for m in messages)
-    texts, parts = list(map(_as_text, messages)), list(map(_as_parts, messages))
+    texts = list(map(_as_text, messages))
+    parts = list(map(_as_parts, messages))
     contents = [m.get("content") or [] for m in (parts[-1:] if plain else parts)]
     for chat in (messages, parts):
-        with suppress(*ERRORS):
+        with suppress(Exception):  # the template is code from outside
             rendered = _rendered(tokenizer, chat, options)
             as_code = AS_CODE.search(rendered) and not (plain and chat is messages)
             shown = all(p["text"].strip() in rendered for content in contents for p in content)
@@ -36,15 +41,46 @@ def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, An
                 return rendered
     try:
         return _rendered(tokenizer, texts, options)
-    except ERRORS as error:  # such as a system message where there is no such role
+    except Exception as error:  # such as a system message where there is no such role
         why = str(error).partition("\n")[0]
         raise ValueError(f"the tokenizer's chat template refuses it: {why}") from error
 
 
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise TemplateError where a chat template runs too many lines, or writes too much."""
+    steps = 0
+    characters = 0
+
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal steps, characters
+        if frame.f_code.co_filename != "<template>":  # jinja2's name for all templates
+            return None
+        steps += 1
+        if event == "return" and isinstance(value, str):
+            characters += len(value)
+        if steps > STEPS or characters > CHARACTERS:
+            raise TemplateError(f"it runs {STEPS} lines, or writes {CHARACTERS} characters")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
-    how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    chat: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **how, **options)
+    with limited():
+        chat: str = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **options,
+        )
     return chat
 
 

@@ -17,9 +17,12 @@ from tba.learn.policy import Policy
 from tba.learn.probe import RESPONSE, first_probe, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
-from tba.models.acceleration import check_compiler, compile_layers
-from tba.models.cache import enable_gradient_checkpointing
-from tba.models.kinds import check_rotary
+from tba.models.acceleration import (
+    check_compiler,
+    compile_layers,
+    enable_gradient_checkpointing,
+)
+from tba.models.cache import check_rotary
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (
     EAGER_TOKENS,
@@ -302,10 +305,7 @@ def _check_unevaluated(config: Config) -> None:
 
 
 def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
-    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager.
-
-    ValueError for a model that cannot have these prompts, from short to long, in one run.
-    """
+    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager."""
     longest = len(prompts[-1]) + config.sampling.max_tokens
     check_rotary(load_config(config.policy), len(prompts[0]) + 1, longest)
     if config.policy.attention != "auto" or longest <= EAGER_TOKENS:
