@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from toy import Ones
 
+from tba.child import Child
+from tba.config.schema import Config
 from tba.prompt import Answer, Prompt
 from tba.runs.lock import locked
 from tba.runs.log import read
@@ -159,59 +161,54 @@ def test_a_killed_sweep_leaves_no_run_behind_and_the_next_one_continues_it(
 
 
 SCRIPT = """
-import json, os, pathlib, signal, sys, time
-run, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-run.mkdir(parents=True, exist_ok=True)
-(run / "checkpoints" / "step-00000001").mkdir(parents=True, exist_ok=True)
-ready, once = run.parent / "ready", run.parent / f"once-{seed}"
-if seed == 1 or seed == 2 and not once.exists():
-    once.touch()
-    os.kill(os.getpid(), 9)
-if seed == 3 and not ready.exists():
-    (run / "failed.json").write_text(json.dumps({"error": "RuntimeError: not ready"}))
-elif seed == 6:
-    signal.signal(signal.SIGTERM, lambda *_: (run / "asked").open("a").write("x"))
-    (run.parent / "waiting").touch()
-    while not (run / "asked").exists():
-        time.sleep(0.01)
-elif seed == 4:
-    (run / "failed.json").write_text(json.dumps({"error": "NotFinite: step 2: loss nan"}))
-else:
-    last = {"sampled_pass@1": 0.5, "step": 3.0}
-    (run / "summary.json").write_text(json.dumps({
-        "finished": True, "steps": 3, "seconds": 1.0, "samples_generated": 24,
-        "samples_trained": 24, "eval/last": last,
-    }))
+import json, os, pathlib, signal, time
+
+def work(folder, seed):
+    run = pathlib.Path(folder)
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True, exist_ok=True)
+    if seed == 1:
+        os.kill(os.getpid(), 9)
+    if seed == 3 and not (run.parent / "ready").exists():
+        (run / "failed.json").write_text(json.dumps({"error": "RuntimeError: not ready"}))
+    elif seed == 6:
+        signal.signal(signal.SIGTERM, lambda *_: (run / "asked").open("a").write("x"))
+        (run.parent / "waiting").touch()
+        while not (run / "asked").exists():
+            time.sleep(0.01)
+    elif seed == 4:
+        (run / "failed.json").write_text(json.dumps({"error": "NotFinite: step 2: loss nan"}))
+    else:
+        last = {"sampled_pass@1": 0.5, "step": 3.0}
+        (run / "summary.json").write_text(json.dumps({
+            "finished": True, "steps": 3, "seconds": 1.0, "samples_generated": 24,
+            "samples_trained": 24, "eval/last": last,
+        }))
 """
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return the list of processes started, which only write files; seeds 1 to 4 go wrong."""
-    started = []
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Return the list of processes started, which only write files; seeds 1, 3 and 4 go wrong."""
+    started: list[str] = []
+    (tmp_path / "scripted_run.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def start(config, resume, cores, log):
+    def start(config: Config, resume: bool, cores: list[int], log: Path) -> Child:
         started.append(Path(config.run.folder).name + (" resumed" if resume else ""))
-        arguments = [config.run.folder, str(config.run.seed)]
-        return subprocess.Popen(
-            [sys.executable, "-S", "-c", SCRIPT, *arguments], stdin=subprocess.PIPE, text=True
-        )
+        return Child("scripted_run:work", config.run.folder, config.run.seed)
 
-    monkeypatch.setattr("tba.studies.sweep.start_worker", start)
-    yield started
+    monkeypatch.setattr("tba.studies.sweep.start_run", start)
+    return started
 
 
 def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, capsys):
-    path = write(tmp_path, tiny_model, SEEDS.format([0, 1, 2, 3, 4, 5]))
+    path = write(tmp_path, tiny_model, SEEDS.format([0, 1, 2, 3, 4]))
     study = read_study(path)
     assert sweep(path) == 2
-    ends = ["finished", "failed", "finished", "failed", "failed", "finished"]
+    ends = ["finished", "failed", "finished", "failed", "failed"]
     assert statuses(study) == {f"seed={seed}": end for seed, end in enumerate(ends)}
     assert "its process died (exit code -9)" in read_ledger(study.folder).runs[1].error
-    # a process that died is tried once more, from its checkpoint
-    assert sorted(scripted) == sorted(
-        [*(f"seed={seed}" for seed in range(6)), "seed=1 resumed", "seed=2 resumed"]
-    )
+    assert scripted == [f"seed={seed}" for seed in range(5)]
     out = capsys.readouterr().out
     assert f"failed: {study.folder}/all/seed=1: its process died" in out
     assert f"failed: {study.folder}/all/seed=3: RuntimeError: not ready" in out
@@ -221,10 +218,10 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, 
 
     scripted.clear()
     assert sweep(path) == 2 and not scripted
-    assert "6 runs, 6 of them ended before" in capsys.readouterr().out
+    assert "5 runs, 5 of them ended before" in capsys.readouterr().out
     (study.folder / "all" / "ready").touch()
     assert sweep(path, retry_failed=True) == 2  # seed 1 dies whenever it runs
-    assert sorted(set(scripted)) == ["seed=1", "seed=1 resumed", "seed=3", "seed=4"]
+    assert scripted == ["seed=1", "seed=3", "seed=4"]
     assert statuses(study)["seed=3"] == "finished"
 
 
@@ -260,14 +257,6 @@ def test_at_most_parallel_runs_in_the_order_of_the_study(tmp_path, tiny_model, s
     carried.carry_out()
     assert not carried.pending()
     assert scripted == [f"seed={seed}" for seed in range(7, 12)]
-
-
-def test_a_run_that_dies_while_the_study_is_stopped_has_not_failed(tmp_path, tiny_model):
-    study = read_study(write(tmp_path, tiny_model, SEEDS.format([0])))
-    (trial,) = study.trials
-    carried = Sweep(study, {trial.folder: trial}, {trial.folder: check_study(study)[0]})
-    carried.end(trial, "its process died", asked=True)
-    assert carried.trials == {trial.folder: trial} and not (study.path(trial) / FAILED).exists()
 
 
 def test_a_metric_that_no_run_has_is_reported_after_the_first(tmp_path, tiny_model, scripted):

@@ -1,19 +1,17 @@
 """Run a study: all runs of all grids, several at once. A second call continues the first."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from tba.child import Child, wait_for_parent
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, parse
 from tba.runs.files import own
@@ -26,9 +24,9 @@ from tba.studies import results
 from tba.studies.results import FAILED, RESULTS, Ledger, Trial, standing
 from tba.studies.study import Study, check_study, read_study
 
-Worker = subprocess.Popen[str]
 INTERRUPTED = 130  # exit status of a command that was ended by a signal, as in shells
 ORPHAN = 60.0  # seconds to wait for a run that a killed sweep has left
+SAVING = 30.0  # seconds for a run to save and end, when the sweep raises an error
 
 
 @dataclass
@@ -38,9 +36,8 @@ class Sweep:
     study: Study
     trials: dict[str, Trial]
     configs: dict[str, Config]
-    running: dict[int, tuple[Trial, Worker]] = field(default_factory=dict)
+    running: dict[int, tuple[Trial, Child]] = field(default_factory=dict)
     """At most `study.parallel`. The number of each one decides its cores and its log."""
-    died: set[str] = field(default_factory=set)  # folders of runs whose process died once
 
     def pending(self) -> list[Trial]:
         """Return the trials without an outcome, including those that run."""
@@ -55,55 +52,49 @@ class Sweep:
                     self.start()
                     time.sleep(0.1)
                     self.collect(stop.requested)
-                for _, process in self.running.values():
-                    process.terminate()
+                for _, child in self.running.values():
+                    child.terminate()
                 while self.running:
                     time.sleep(0.1)
                     self.collect(asked=True)
             finally:
-                processes, deadline = self.running.values(), time.monotonic() + 30
-                for _, process in processes:
-                    process.terminate()
-                for _, process in processes:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-                    process.kill()
-                    process.wait(5)
+                for _, child in self.running.values():
+                    child.end(SAVING)
 
     def start(self) -> None:
         """Start as many runs as there is room for, in the order of the study."""
-        cores, parallel = available_cores(), self.study.table.parallel
+        cores = available_cores()
+        parallel = self.study.table.parallel
         each = max(1, len(cores) // parallel)
         under_way = [trial.folder for trial, _ in self.running.values()]
         waiting = [trial for trial in self.pending() if trial.folder not in under_way]
         idle = [number for number in range(parallel) if number not in self.running]
         for number, trial in zip(idle, waiting, strict=False):
-            path = self.study.path(trial)
-            resume = prepare(path)
             first = each * (number % (len(cores) // each))
-            share, config = cores[first : first + each], self.configs[trial.folder]
-            self.running[number] = trial, start_worker(config, resume, share, self.log(number))
+            child = start_run(
+                self.configs[trial.folder],
+                resume=prepare(self.study.path(trial)),
+                cores=cores[first : first + each],
+                log=self.log(number),
+            )
+            self.running[number] = (trial, child)
 
     def collect(self, asked: bool) -> None:
         """Record the runs whose process has ended; `asked` if the sweep is to stop."""
-        for number, (trial, process) in list(self.running.items()):
-            if process.poll() is not None:
-                process.communicate()  # closes its standard input
+        for number, (trial, child) in list(self.running.items()):
+            if child.status is not None:
+                child.kill()  # what it may have left
                 del self.running[number]
-                death = f"its process died (exit code {process.returncode}); see {self.log(number)}"
+                death = f"its process died (exit code {child.status}); see {self.log(number)}"
                 self.end(trial, death, asked)
 
     def end(self, trial: Trial, death: str, asked: bool) -> None:
-        """Record the outcome of a run; if its process died, it gets a second try."""
+        """Record the outcome of a run; `death` is its error if it has written none."""
         path = self.study.path(trial)
         status, error = standing(path)
+        if status == "pending" and asked:
+            return
         if status == "pending":
-            if asked:
-                return
-            if trial.folder not in self.died:
-                self.died.add(trial.folder)
-                print(f"{trial.folder}: {death}; trying once more", flush=True)
-                return
             results.write_failed(path, death)
             status, error = "failed", death
         self.trials[trial.folder] = replace(trial, status=status, error=error)
@@ -124,7 +115,8 @@ class Sweep:
         return self.study.folder / f"worker-{number}.log"
 
     def write(self) -> None:
-        runs, table = list(self.trials.values()), self.study.table
+        runs = list(self.trials.values())
+        table = self.study.table
         ledger = Ledger(self.study.name, table.metric, runs, table.published)
         ledger.write(self.study.folder)
 
@@ -158,21 +150,27 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     status, error = standing(path)
     stored = read_optional(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
-        there, here = (flat(with_defaults(c).nested()) for c in (parse(stored), config))
-        decided = [key for key in ("task.chat", "policy.attention") if here.get(key) == "auto"]
-        own = ("run.folder", "run.base", *decided)  # which the run has written itself
-        differing = [
-            f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
-            for key in {**there, **here}
-            if key not in own and not key.startswith(("log.", "warn."))
-            if there.get(key) != here.get(key)
-        ]
+        differing = _differing(parse(stored), config)
         if differing:
             raise ValueError(
                 f"{path} holds a run with another config ({'; '.join(differing)});"
                 " remove that folder to run it again, or change the study back"
             )
     return replace(trial, status=status, error=error)
+
+
+def _differing(stored: Config, config: Config) -> list[str]:
+    """Return the settings that differ and change a run, as text."""
+    there = flat(with_defaults(stored).nested())
+    here = flat(with_defaults(config).nested())
+    decided = [key for key in ("task.chat", "policy.attention") if here.get(key) == "auto"]
+    written = {"run.folder", "run.base", *decided}  # by the run itself
+    keys = [key for key in {**there, **here} if key not in written]
+    return [
+        f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
+        for key in keys
+        if there.get(key) != here.get(key) and not key.startswith(("log.", "warn."))
+    ]
 
 
 def prepare(path: Path) -> bool:
@@ -189,39 +187,35 @@ def prepare(path: Path) -> bool:
     return resume
 
 
-def start_worker(config: Config, resume: bool, cores: Sequence[int], log: Path) -> Worker:
-    """Start or resume a run; its output goes to the file `log`.
+def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> Child:
+    """Start or resume a run in a process of its own, whose output goes to the file `log`.
 
-    The process has a session of its own, so that Ctrl-C reaches the sweep only, which then asks
-    each run to stop once. It ends when its standard input is closed: a sweep that was killed leaves
-    no runs behind.
+    Ctrl-C reaches the sweep only, which then asks each run to stop once.
     """
     threads = str(len(cores))  # read when torch is imported
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    tables, paths = config.nested(), sys.path
-    job = {"config": tables, "resume": resume, "cores": list(cores), "paths": paths}
     with open(log, "a", encoding="utf-8", opener=own) as file:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tba.studies.sweep"], stdin=subprocess.PIPE, stdout=file,
-            stderr=subprocess.STDOUT, encoding="utf-8", env=environment, start_new_session=True,
-        )  # fmt: skip
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # a process that died at once is noticed by its exit status
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-    return process
+        return Child(
+            "tba.studies.sweep:work",
+            config.nested(),
+            resume,
+            list(cores),
+            environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            output=file,
+        )
 
 
 def _farewell(carried: Sweep, command: str) -> int:
     """Print the outcome of the study, and return the exit status."""
-    folder, trials, pending = carried.study.folder, carried.trials, carried.pending()
-    failed = [t for t in trials.values() if t.status == "failed"]
+    folder = carried.study.folder
+    trials = carried.trials.values()
+    pending = carried.pending()
+    failed = [trial for trial in trials if trial.status == "failed"]
     finished = len(trials) - len(pending) - len(failed)
     print(f"{finished} of {len(trials)} runs finished, {len(failed)} failed: {folder / RESULTS}")
     print(f"draw them with `tba report {folder}`")
-    broken = [t for t in failed if not t.diverged]
-    for t in broken:
-        print(f"failed: {folder / t.folder}: {t.error}")
+    broken = [trial for trial in failed if not trial.diverged]
+    for trial in broken:
+        print(f"failed: {folder / trial.folder}: {trial.error}")
     if broken:
         print(f"once the cause is fixed: `{command} --retry-failed`")
     if pending:
@@ -230,32 +224,23 @@ def _farewell(carried: Sweep, command: str) -> int:
     return 2 if broken else 0
 
 
-def work() -> None:
-    """Run the job in the first line of standard input; write the outcome to the run's folder."""
-    pipe = os.dup(sys.stdin.fileno())
-    job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_stop_with_sweep, args=(pipe,), daemon=True).start()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, sys.stdin.fileno())  # the processes of the run read nothing here
-    sys.path[:] = job["paths"]  # the plug-ins of the study are found where the sweep found them
+def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
+    """Carry out one run, in a process of its own; an error is written to the run's folder."""
+    threading.Thread(target=_stop_with_sweep, daemon=True).start()
     from tba.assemble import run
 
-    config = parse(job["config"])
+    config = parse(tables)
     folder = Path(config.run.folder)
-    Place("cpu", tuple(job["cores"])).take()
+    Place("cpu", tuple(cores)).take()
     try:
-        run(config, folder if job["resume"] else None)
+        run(config, folder if resume else None)
     except Exception as error:
         line = " ".join(traceback.format_exception_only(error)[-1].split())
         line = line.removeprefix(f"{type(error).__module__}.")
         results.write_failed(folder, line, traceback.format_exc())
 
 
-def _stop_with_sweep(pipe: int) -> None:
-    """Save and end when the sweep is gone, which closes its end of the pipe."""
-    os.read(pipe, 1)
+def _stop_with_sweep() -> None:
+    """Save and end when the sweep is gone."""
+    wait_for_parent()
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    work()
