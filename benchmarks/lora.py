@@ -14,7 +14,7 @@ import sys
 
 import _measure
 import torch
-from _shapes import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
+from _models import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 
 from tba.config.schema import load
 from tba.learn.trainer import SingleTrainer

@@ -27,7 +27,7 @@ from statistics import median
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import _measure
-from _shapes import SMALL, save_random
+from _models import SMALL, save_random
 
 GROUPS, SAMPLES = 32, 16
 SEARCHERS = 4

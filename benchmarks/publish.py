@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from _measure import Row, arguments, in_bf16, machine, progress, record, row
-from _shapes import SMOLLM2_135M, TINY, save_random
+from _models import SMOLLM2_135M, TINY, save_random
 
 from tba.assemble import open_run
 from tba.config.schema import Config, load

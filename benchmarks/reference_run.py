@@ -177,7 +177,7 @@ def keep(options: argparse.Namespace) -> None:
     rows = [row for lora in (False, True) for row in rows_of(runs, lora)]
     _measure.record(__file__, rows, options)
     print(search_table(runs))
-    from _figure import FIGURE, draw
+    from _runs import FIGURE, draw
 
     draw(runs, FIGURE)
 

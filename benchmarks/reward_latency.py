@@ -87,7 +87,7 @@ def main() -> None:
         return
     rows = [*rate_rows(RATES), *rate_rows(NEWEST, ", recent groups only"), *score_rows()]
     _measure.record(__file__, rows, options)
-    from _figure import FIGURE, draw
+    from _runs import FIGURE, draw
 
     draw(read_runs(), FIGURE)
 

@@ -18,9 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from _environment import ROOT, common_variables
-from _measure import SKIPPED
-from _report import write_page
+from _measure import ROOT, SKIPPED, common_variables, write_page
 
 HERE = Path(__file__).parent
 
@@ -45,8 +43,6 @@ SCRIPTS = (
     Script("paced", 5),
     Script("searchers", 5),
     Script("replay", 2),
-    Script("rewards", 1),
-    Script("attention", 3, long=True),
     Script("vllm_engine", 5, ("--parts", "drain"), environment=".venv-vllm", long=True),
     Script("reference_run", 130, ("--parts", "full"), long=True),
     Script("reward_latency", 35, long=True),

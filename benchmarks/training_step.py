@@ -21,10 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 import _measure
-import _shapes
+import _models
 import torch
-from _environment import bench_python, common_variables
-from _shapes import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
+from _measure import bench_python, common_variables
+from _models import PROMPT, PROMPTS, RESPONSE, SAMPLES, random_batch
 
 OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
@@ -43,7 +43,7 @@ def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--alone", choices=(*OURS, "trl", "gradients"), help="measure one side")
     options = parser.parse_args()
-    model = _shapes.model_of(options)
+    model = _models.model_of(options)
     if options.alone == "gradients":
         print(json.dumps(gradient_difference(model)))
     elif options.alone:

@@ -117,7 +117,7 @@ def test_adapters_and_frozen_weights() -> None:
 def test_what_a_pass_keeps(
     attention: str, bf16: bool, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted by the hooks of PyTorch, as `benchmarks/attention.py` does for a larger model."""
+    """Counted by the hooks of PyTorch."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from attention import run
 
