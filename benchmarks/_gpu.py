@@ -329,8 +329,8 @@ class Bench:
 
     def steps(self, shape: str, use: str) -> Steps:
         """Train, synchronously (local) or asynchronously (ray)."""
-        from tba import loop
         from tba.assemble import open_run
+        from tba.run import train
 
         marks: list[float] = []
         generated: list[int] = []
@@ -346,7 +346,7 @@ class Bench:
 
             opened.log = recorded
             with opened.tracker.clock():
-                loop.train(opened)
+                train(opened)
         seconds = [b - a for a, b in pairwise(marks[2:])]
         print(f"  median step: {median(seconds):.3f} s")
         each = (generated[-1] - generated[2]) / len(seconds)

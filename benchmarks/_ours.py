@@ -15,10 +15,9 @@ import torch
 from _models import Snapshots
 from _sums import Job
 
-from tba import loop
 from tba.assemble import open_run
 from tba.config.schema import Config, load
-from tba.run import Run
+from tba.run import Run, train
 from tba.types import Group
 
 HERE = Path(__file__).parent
@@ -43,7 +42,7 @@ def run(job: Job) -> dict:
         opened.log = recorder.step  # called at the end of each step
         try:
             with opened.tracker.clock():
-                loop.train(opened)
+                train(opened)
         except Enough:
             pass
         stats = opened.searchers.stats

@@ -96,8 +96,8 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
     """Run one side, and return the seconds of its steps in parts of the run."""
     import torch
 
-    from tba import loop
     from tba.assemble import open_run
+    from tba.run import train
 
     torch.set_num_threads(1)
     samples, times, generated = [], [], []
@@ -117,7 +117,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
 
         opened.log = recorded
         with opened.tracker.clock():
-            loop.train(opened)
+            train(opened)
         waited = opened.tracker._total["waited"] / (samples[-1] - samples[0])
     size = max(1, steps // PARTS)
     marks = [samples[WARMUP - 1 + i * size] for i in range(steps // size + 1)]

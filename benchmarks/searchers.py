@@ -89,8 +89,8 @@ def measure(count: int, steps: int) -> dict:
     """Run with so many searchers, and return what the trainer and the driver needed."""
     import torch
 
-    from tba import loop
     from tba.assemble import open_run
+    from tba.run import train
 
     torch.set_num_threads(1)
     times: list[float] = []
@@ -116,7 +116,7 @@ def measure(count: int, steps: int) -> dict:
 
         opened.log, opened.buffer.add = recorded, counted
         with opened.tracker.clock():
-            loop.train(opened)
+            train(opened)
         seconds = time.perf_counter() - started["at"]
         cpu = (sum(process.cpu_times()[:2]) - started["cpu"]) / seconds
         uss, pss = memory_of_actors()
