@@ -142,7 +142,7 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = parts.trainer(place.device, is_new=stored is None)
-    checkpoint.check_space(c, len(parts.prompts), folder, trainer)
+    checkpoint.check_space(c, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream, tracker = parts.prompt_stream(), Tracker()
     rng = generator(c.run.seed, Use.REPLAY)

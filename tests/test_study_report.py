@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 
 from tba.report import report
-from tba.report.layout import Layout, lay_out, panels
-from tba.report.study import link_to, pareto, report_study
+from tba.report.study import Layout, lay_out, link_to, panels, pareto, report_study
 from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
 from tba.studies.study import read_study
 

@@ -1,6 +1,8 @@
 """The page of a study: for each grid its curves, scores against a number, costs, and tables."""
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,22 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from tba.report.layout import Layout, counts, lay_out, numbers, panels, section, title
-from tba.report.page import duration, script, write_page
+from tba.report.page import duration, script, with_stderr, write_page
 from tba.runs.log import Row
-from tba.studies.results import phrase, read_ledger, write_results
+from tba.studies.results import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
+COLUMNS = {
+    "last": ("end", ""),
+    "peak": ("peak", ""),
+    "drop": ("drop after it", ""),
+    "sampled_log_ratio": ("log(pi / ref) at the end (nats)", "{:.3f}"),
+    "sampled_perplexity": ("perplexity at the end", "{:.2f}"),
+    "sampled_perplexity_with_prompt": ("with prompt tokens", "{:.3f}"),
+    "lag_mean": ("lag (steps)", "{:.1f}"),
+    "ess": ("effective share", "{:.1%}"),
+    "seconds": ("time (s)", "{:.0f}"),
+}
+"""Head and format of the columns of a grid's table; those without a format show the metric."""
 COSTS = {
     "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",
     "sampled_perplexity": "perplexity under the reference at the end",
@@ -23,6 +36,178 @@ Colours = Mapping[Any, int]
 Published = Mapping[str, Mapping[str, float]]
 FEW = 8
 """Most values of a number that each have a tick on its axis."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid. Runs of one setting differ in the seed."""
+
+    settings: pd.DataFrame
+    """A row for each setting, and a column for each key that varies; numbers are sorted."""
+    lines: str | None
+    """The text axis with the most values, often the objective. All other keys make panels."""
+    rows: pd.DataFrame  # the rows of `results.json`, with a column `setting`
+    ends: pd.DataFrame
+    """Columns such as `("last", "mean")` over the finished runs; a row for each setting, or NaN."""
+    curves: pd.DataFrame
+    """By setting and step: samples trained on, and mean, min and max of the score."""
+
+    @property
+    def metric(self) -> str:
+        return str(self.rows["metric"].iloc[0])
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys that make panels, and then the one that makes lines."""
+        return sorted(self.settings, key=lambda key: key == self.lines)
+
+    @property
+    def numeric(self) -> list[str]:
+        return [key for key in self.keys if numbers(self.settings[key])]
+
+    @property
+    def number(self) -> str | None:
+        """Return the key of the number axis: that with the most values, preferably not of lines."""
+        count = self.settings.nunique()
+        return max(self.numeric, key=lambda key: (key != self.lines, count[key]), default=None)
+
+    @property
+    def line_values(self) -> list[Any]:
+        return [] if self.lines is None else list(self.settings[self.lines].unique())
+
+    def line(self, setting: int) -> Any:
+        return None if self.lines is None else self.settings[self.lines][setting]
+
+    def best(self, settings: pd.Index) -> int | None:
+        """Return the setting with the fewest failed runs, and of those the highest mean score."""
+        failed = (self.rows["status"] == "failed").groupby(self.rows["setting"]).sum()
+        ranks = pd.DataFrame({"failed": failed, "mean": self.ends["last", "mean"]}).loc[settings]
+        ranks = ranks.dropna().sort_values(["failed", "mean"], ascending=[True, False])
+        return None if ranks.empty else int(ranks.index[0])
+
+    def texts(self, name: str) -> pd.Series:
+        """Return the mean and its standard error of each setting, in the format of the column."""
+        of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
+        form = COLUMNS[name][1] or of_metric
+        return self.ends[name].apply(lambda end: with_stderr(end["mean"], end["sem"], form), axis=1)
+
+
+def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
+    """Return the layout of a grid from its rows of the results, with `axes`."""
+    axes = rows["axes"].map(_plain)
+    setting, first = axes.map(json.dumps).factorize()
+    rows = rows.assign(setting=setting)
+    values = pd.DataFrame(list(first.map(json.loads)), dtype=object)
+    partitions = pd.DataFrame({key: own.factorize()[0] for key, own in values.items()})
+    varied = partitions.loc[:, partitions.any()].T.drop_duplicates().index
+    settings = values[varied]  # of keys that vary together, the first
+    settings = settings.sort_values(
+        list(varied), key=lambda own: own if numbers(own) else own.factorize()[0]
+    )
+    texts = [key for key in varied if not numbers(settings[key])]
+    lines = max(texts or varied, key=lambda key: settings[key].nunique(), default=None)
+    ended = rows[rows["status"] == "finished"]
+    measures = ended.select_dtypes("number").astype(float).groupby(ended["setting"])
+    ends = measures.agg(["mean", "sem", "min", "max"]).reindex(settings.index)
+    return Layout(settings, lines, rows, ends, _curves(folder, ended))
+
+
+def panels(settings: pd.DataFrame, *left_out: str | None) -> dict[str, pd.DataFrame]:
+    """Return the settings that agree in all keys but these, by a title with the values."""
+    kept = settings[[key for key in settings if key not in left_out]]
+    titles = [title(setting) for _, setting in kept.iterrows()]
+    return dict(list(settings.groupby(pd.Series(titles, settings.index, str), sort=False)))
+
+
+def title(setting: pd.Series) -> str:
+    return ", ".join(phrase(key, value) for key, value in setting.items())
+
+
+def section(layout: Layout) -> dict[str, Any]:
+    """Return the values of the grid's section on the page, except its figures."""
+    failed = layout.rows[layout.rows["status"] == "failed"]
+    return {
+        "counts": counts(layout.rows["status"]),
+        "table": _table(layout),
+        "best": _best_table(layout),
+        "failures": failed.set_index("folder")["error"].to_dict(),
+    }
+
+
+def _table(layout: Layout) -> pd.DataFrame:
+    """Return a row for each setting. The best of each panel is marked."""
+    shown = layout.settings[layout.keys].map(lambda v: v if isinstance(v, str) else f"{v:g}")
+    shown = shown.rename(columns=lambda key: key.removesuffix(".use"))
+    shown["runs"] = layout.rows.groupby("setting")["status"].agg(counts)
+    for name, (head, _) in COLUMNS.items():
+        if name in layout.ends:
+            shown[head] = layout.texts(name)
+    blocks = panels(layout.settings, layout.lines).values()
+    for block in blocks:
+        best = layout.best(block.index)
+        if len(block) > 1 and best is not None:
+            shown.loc[best, "end"] += "\N{NO-BREAK SPACE}★"
+    return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
+
+
+def _best_table(layout: Layout) -> pd.DataFrame:
+    """Return the best setting for each combination of the text axes, as TOML for another study."""
+    settings = layout.rows.groupby("setting")["settings"].first()
+    keys = dict.fromkeys(key for own in settings for key in own if key != SEED)
+    varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
+    rows, limits = [], layout.settings[layout.numeric].agg(["min", "max"])
+    for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
+        best = layout.best(group.index)
+        if best is not None and layout.keys:
+            own = settings[best]
+            toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
+            values = layout.settings.loc[best]
+            edges = [key for key in layout.numeric if values[key] in set(limits[key])]
+            advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
+            rows.append([name, toml, layout.texts("last")[best], advice * bool(edges)])
+    return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
+
+
+def counts(status: pd.Series) -> str:
+    """Return a text such as `30 finished, 2 failed`."""
+    count = status.replace("pending", "to come").value_counts()
+    names = [name for name in ("finished", "failed", "to come") if name in count]
+    return ", ".join(f"{count[name]} {name}" for name in names)
+
+
+def numbers(values: Iterable[Any]) -> bool:
+    return all(type(v) in (int, float) for v in values)
+
+
+def _plain(axes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without the seed; lists, tables and booleans as JSON."""
+    shown = {key: value for key, value in axes.items() if key != SEED}
+    for key, value in shown.items():
+        if not (isinstance(value, str) or numbers([value])):
+            shown[key] = json.dumps(value)
+    return shown
+
+
+def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
+    by_run = []
+    for row in ended.itertuples():
+        metrics = read_metrics(folder / row.folder, "samples_trained")
+        by_run.append(curve(metrics, row.metric).assign(setting=row.setting))
+    if not by_run:
+        return pd.DataFrame(columns=["samples", "mean", "min", "max"])
+    # only steps at which all finished runs of a setting were evaluated
+    at = pd.concat(by_run).reset_index().groupby(["setting", "step"])
+    curves = at["score"].agg(["mean", "min", "max", "size"])
+    curves["samples"] = at["samples_trained"].mean()
+    runs = ended.groupby("setting").size()
+    return curves[curves["size"] == runs.reindex(curves.index, level="setting")]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = [f"{key} = {_toml(inner)}" for key, inner in value.items()]
+        return f"{{ {', '.join(pairs)} }}"
+    return json.dumps(value)
 
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
@@ -40,7 +225,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     for grid, layout in layouts.items():
         own = colours_of(layout.line_values) if numbers(layout.line_values) else shared
         figures = {
-            "curves": _curves(layout, own),
+            "curves": _learning_curves(layout, own),
             "against": _against(layout, own),
             "fronts": _fronts(layout, own, ledger.published),
         }
@@ -73,7 +258,7 @@ def colours_of(values: list[Any]) -> Colours:
     return {None: 0, **{v: i for i, v in enumerate(dict.fromkeys(values))}}
 
 
-def _curves(layout: Layout, colours: Colours) -> list[Row]:
+def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
     """Return a chart for each value of what else was varied, with a line for each setting."""
     settings, drawn = layout.settings, layout.curves.index.unique(0)
     charts = []

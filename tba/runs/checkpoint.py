@@ -39,7 +39,7 @@ from tba.runs.generations import (
     sha256_of,
     step_of,
 )
-from tba.runs.log import CHECKPOINTS, CONFIG
+from tba.runs.log import CONFIG
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
@@ -52,9 +52,6 @@ FORMAT = 7  # version of a generation's files; those of another are not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""
-
-TOKEN, RESPONSE = 12, 100
-"""Bytes of a token and of a response in the replay buffer: docs/architecture.md."""
 
 log = logging.getLogger(__name__)
 
@@ -154,13 +151,10 @@ class Checkpoints:
             return
         problem = f"the checkpoint of step {self._step} was not written"
         # if this process has been stopped, the thread has had no time either
-        self._until = max(self._until, time.monotonic() + GRACE)
-        while self._thread.is_alive():
-            self._thread.join(min(0.5, self._deadline))
-            if self._thread.is_alive() and time.monotonic() >= self._until:
-                limit = f"checkpoint.deadline = {self._deadline:g} s"
-                why = "raise it, or see why the disk is slow"
-                raise TimeoutError(f"{problem} within {limit}; {why}")
+        self._thread.join(max(GRACE, self._until - time.monotonic()))
+        if self._thread.is_alive():
+            limit = f"checkpoint.deadline = {self._deadline:g} s"
+            raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
         error = self._error
         self._thread, self._error = None, None
         if error is not None:
@@ -280,11 +274,8 @@ def restore(
     return Progress(**state["progress"]), search
 
 
-def check_space(config: Config, prompts: int, folder: Path, trainer: Trainer) -> None:
-    """Raise ValueError if the disk of a run's folder has no room for a checkpoint.
-
-    Warn if it may have no room for all checkpoints that the run keeps.
-    """
+def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
+    """Raise ValueError if the disk of a run's folder has no room for a checkpoint."""
     least = checkpoint_size(config, trainer)
     free = shutil.disk_usage(folder).free
     if free < least:
@@ -293,14 +284,6 @@ def check_space(config: Config, prompts: int, folder: Path, trainer: Trainer) ->
             " weights, and AdamW's two moments of them; free some, or choose a folder on another"
             " disk with run.folder=…"
         )
-    saves = config.checkpoint
-    kept = len(generations(folder / CHECKPOINTS))
-    written = 1 + saves.keep + saves.keep_best - kept  # one before the oldest is removed
-    responses = min(config.replay.capacity, config.replay.per_prompt * prompts)
-    most = written * least + 2 * responses * (config.sampling.max_tokens * TOKEN + RESPONSE)
-    if free < most:
-        told = "%s has %s of free space, and the run may need up to %s for %d checkpoints; when the"
-        log.warning(f"{told} disk is full, it ends", folder, size(free), size(most), written)
 
 
 def checkpoint_size(config: Config, trainer: Trainer) -> int:
