@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from tba.config.schema import Config
 from tba.runs.files import own, own_folder, write_whole
@@ -23,42 +23,6 @@ LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
 
 log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """Destination of metrics, samples and warnings."""
-
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step, or the scores of an evaluation of its weights."""
-
-    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Show completions, one a row."""
-
-    def warn(self, step: int, text: str) -> None:
-        """Show a warning."""
-
-    def close(self) -> None:
-        """Write what has not been written."""
-
-
-def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
-    """Open those that `[log]` names; `start` is the step at which the run begins or resumes."""
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        sinks.append(TensorBoard(folder, start))
-    shared = {"project": config.log.wandb_project, "config": config.nested()}
-    if config.log.wandb:
-        import wandb
-
-        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
-        sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
-    if config.log.trackio:
-        import trackio
-
-        name = f"{folder.name}-{_identity(folder)[:6]}"
-        quiet = {"embed": False, "auto_log_cpu": False}  # else a thread measures the machine
-        sinks.append(Dashboard(trackio, {**shared, **quiet, "name": name}))
-    return sinks
 
 
 def check_wandb() -> None:
@@ -138,6 +102,30 @@ class Dashboard:
         self._run.finish()
 
 
+Sink = TensorBoard | Dashboard
+"""Service that shows metrics, samples and warnings."""
+
+
+def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
+    """Open those that `[log]` names; `start` is the step at which the run begins or resumes."""
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(folder, start))
+    shared = {"project": config.log.wandb_project, "config": config.nested()}
+    if config.log.wandb:
+        import wandb
+
+        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
+        sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
+    if config.log.trackio:
+        import trackio
+
+        name = f"{folder.name}-{_identity(folder)[:6]}"
+        quiet = {"embed": False, "auto_log_cpu": False}  # else a thread measures the machine
+        sinks.append(Dashboard(trackio, {**shared, **quiet, "name": name}))
+    return sinks
+
+
 def _identity(folder: Path) -> str:
     """Return a name of the run that no other has."""
     file = folder / IDENTITY
@@ -202,9 +190,9 @@ class Journal:
 
     def _show_samples(self) -> None:
         """Give the samples since the last call to the sinks, together: they make a table."""
-        shown, self._shown = self._shown, []
-        if shown:
-            self._show(lambda sink: sink.samples(shown))
+        if self._shown:
+            self._show(lambda sink: sink.samples(self._shown))
+        self._shown = []
 
     def _show(self, show: Callable[[Sink], None]) -> None:
         """Give something to every sink. One whose files cannot be written gets nothing more."""
