@@ -105,15 +105,6 @@ def test_the_columns_of_messages_may_have_any_name(data: dict[str, Any], tmp_pat
     assert prompt.text == rows[0]["chat"]
 
 
-def test_examples_from_a_file_have_the_same_columns(data: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "shots.jsonl").write_text('{"question": "7+7?", "solution": "14"}\n')
-    task = Custom(**data, shots=1, shots_data=str(tmp_path / "shots.jsonl"))
-    assert task.prompts()[0].text == "7+7? 14\n\n0+0?"
-    (tmp_path / "shots.jsonl").write_text('{"question": "7+7?"}\n')
-    with pytest.raises(ValueError, match=r"shots_data = .* has no column 'solution'"):
-        task.examples(list)
-
-
 def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"has no column 'prompt'.* or set task\.prompt_column"):
         Custom(**data | {"prompt_column": "prompt"}).prompts()

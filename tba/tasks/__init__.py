@@ -35,7 +35,8 @@ class Itemized(float):
 
     def __new__(cls, reward: float, items: Mapping[str, float], notes: Mapping[str, str]) -> Self:
         self = super().__new__(cls, reward)
-        self.items, self.notes = items, notes
+        self.items = items
+        self.notes = notes
         return self
 
 
@@ -165,8 +166,8 @@ REWARD: ScorerName = ("", None)
 
 def scorer_of(tasks: Mapping[str, Task], name: ScorerName) -> Scorer:
     """Return what scores answers: a task, or one of its measures."""
-    task, measure = tasks[name[0]], name[1]
-    return task if measure is None else task.measures()[measure]
+    task = tasks[name[0]]
+    return task if name[1] is None else task.measures()[name[1]]
 
 
 class WrongLength(ValueError):
@@ -179,8 +180,6 @@ def listed(scores: Any) -> list[Any]:
     WrongLength for what has no order or is text.
     """
     plain = _plain(scores)
-    if plain is not scores and not isinstance(plain, list):  # an array without an axis
-        return [plain]
     wrong = isinstance(plain, Mapping | Set | str | bytes | bytearray)
     if wrong or not isinstance(plain, Iterable):
         raise WrongLength(

@@ -5,7 +5,7 @@ And problems with a right answer and a format, which are graded alike.
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from tba.config.errors import about
 from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
-from tba.tasks._data import Rows, require, rows
+from tba.tasks._data import Rows
 
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 """`{{text}}`, which stands for {text} itself, or `{column}`."""
@@ -58,8 +58,6 @@ class Rendering:
     shots: Count = 0
     """Solved examples before the question: the first training rows. All rows with the same
     question, also held-out ones, are left out."""
-    shots_data: str | None = None
-    """File, folder or hub name to take the examples from instead."""
     shot_response: str = "{answer}"
     """Template of the response in an example."""
     max_prompt_tokens: Positive | None = None
@@ -74,37 +72,21 @@ class Rendering:
                 f" {type(self).prompt!r} does; otherwise all prompts are the same"
             )
 
-    def examples(self, training: Callable[[], Rows]) -> Rows:
-        """Return the rows that every prompt shows, solved. `training` reads the training rows."""
-        if not self.shots:
-            return []
-        if self.shots_data is None:
-            table = training()
-        else:
-            needed = columns_of(self.prompt + self.shot_response)
-            origin = f"task.shots_data = {self.shots_data!r}"
-            table = self.renamed(origin, self.read("task.shots_data", self.shots_data, "train"))
-            require(origin, table, needed)
-        if len(table) < self.shots:
-            raise ValueError(f"task.shots = {self.shots}, but there are {len(table)} rows to show")
-        return table[: self.shots]
-
-    def read(self, key: str, source: str, split: str) -> Rows:
-        """Return the rows of a split; a ValueError names the config key `key`."""
-        return rows(key, source, split)
-
-    def renamed(self, origin: str, table: Rows) -> Rows:
-        """Return rows as templates name their columns; ValueError, which begins with `origin`."""
-        return table
-
     def rendered(
-        self, split: str, table: Rows, examples: Rows, columns: Sequence[str] | None = None
+        self, split: str, table: Rows, training: Rows, columns: Sequence[str] | None = None
     ) -> list[Prompt]:
         """Return a prompt for each row whose question is not that of an example.
 
-        It has these columns; by default all but `prompt`.
+        The first `training` rows are the examples. A prompt has these columns; by default all but
+        `prompt`.
         """
-        turns = [(fill(self.prompt, row), fill(self.shot_response, row)) for row in examples]
+        if len(training) < self.shots:
+            raise ValueError(
+                f"task.shots = {self.shots}, but there are {len(training)} rows to show"
+            )
+        turns = []
+        for row in training[: self.shots]:
+            turns.append((fill(self.prompt, row), fill(self.shot_response, row)))
         shown = {question for question, _ in turns}
         prompts = []
         for i, row in enumerate(table):
@@ -161,18 +143,16 @@ class Splits(Rendering, Task):
         """Return the rows of a split; a ValueError names the config key `key`."""
 
     def prompts(self) -> Sequence[Prompt]:
-        return self._split("task.data", self.data, "train")[: self.train_size]
+        table = self.read("task.data", self.data, "train")
+        return self.rendered("train", table, table, self.kept)[: self.train_size]
 
     def held_out(self) -> Sequence[Prompt]:
         if self.held_out_data is None:
-            prompts = self._split("task.data", self.data, self.test)
+            table = self.read("task.data", self.data, self.test)
         else:
-            prompts = self._split("task.held_out_data", self.held_out_data, self.test)
-        return prompts[: self.held_out_size]
-
-    def _split(self, key: str, source: str, split: str) -> list[Prompt]:
-        examples = self.examples(lambda: self.read("task.data", self.data, "train"))
-        return self.rendered(split, self.read(key, source, split), examples, self.kept)
+            table = self.read("task.held_out_data", self.held_out_data, self.test)
+        training = self.read("task.data", self.data, "train") if self.shots else []
+        return self.rendered(self.test, table, training, self.kept)[: self.held_out_size]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from tba.tasks._memory import InMemory
 UNUSED = {
     *("data", "split", "subset", "prompt_column", "answer_column", "train_size", "size", "seed"),
     *("held_out_data", "held_out_split", "held_out_size", "pass_reward", "gold", "weight", "chat"),
-    *("prompt", "system_prompt", "shots", "shots_data", "shot_response", "max_turns"),
+    *("prompt", "system_prompt", "shots", "shot_response", "max_turns"),
     *("max_prompt_tokens", "drop_duplicates"),
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key_env"),
 }
@@ -66,7 +66,7 @@ class RewardSource:
 
     def add_memory(self, key: str, functions: Any) -> None:
         """Add functions that were passed from Python."""
-        self.options[key] = _digest(self._held(functions, {}))
+        self.options[key] = _digest(self._used(functions, {}))
 
     def _meant(self, text: str) -> Any:
         """Return what a text stands for, and add the code that it names."""
@@ -105,8 +105,8 @@ class RewardSource:
         for file in map(Path, {str(path), *files}):
             self.files[_digest(ast.unparse(ast.parse(file.read_bytes())))] = file.name
 
-    def _held(self, value: Any, seen: dict[int, Any]) -> Any:
-        """Return as JSON what a function from Python does and uses; add its file.
+    def _used(self, value: Any, seen: dict[int, Any]) -> Any:
+        """Return as JSON the code of a function from Python and what it uses; add its file.
 
         Of an object that is neither a function nor plain data, only the class counts.
         """
@@ -116,27 +116,27 @@ class RewardSource:
             return "seen"
         seen[id(value)] = value
         if isinstance(value, list | tuple):
-            return [self._held(each, seen) for each in value]
-        if isinstance(value, Mapping | set | frozenset):
-            items = value.items() if isinstance(value, Mapping) else value
-            return sorted(json.dumps(self._held(item, seen)) for item in items)
+            return [self._used(each, seen) for each in value]
+        if isinstance(value, dict | set | frozenset):
+            items = value.items() if isinstance(value, dict) else value
+            return sorted(json.dumps(self._used(item, seen)) for item in items)
         if isinstance(value, partial):
-            return self._held([value.func, value.args, value.keywords], seen)
+            return self._used([value.func, value.args, value.keywords], seen)
         if isinstance(value, CodeType):
-            return self._held([value.co_code, value.co_names, value.co_consts], seen)
-        named = value if isinstance(value, FunctionType | ModuleType | type) else type(value)
+            return self._used([value.co_code, value.co_names, value.co_consts], seen)
+        named = value if isinstance(value, FunctionType | type | ModuleType) else type(value)
         module = named.__name__ if isinstance(named, ModuleType) else named.__module__
         has_file = module != "__main__" and module in sys.modules
         if has_file:
             self._add_module(module)
         if not isinstance(value, FunctionType):
             return named.__name__
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        parts: list[Any] = [value.__name__, value.__defaults__, value.__kwdefaults__, cells]
+        closure = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts: list[Any] = [value.__name__, value.__defaults__, value.__kwdefaults__, closure]
         if not has_file:
-            used = {name: value.__globals__.get(name) for name in _names(value.__code__)}
-            parts += [value.__code__, used]
-        return self._held(parts, seen)
+            names = sorted(_names(value.__code__))
+            parts += [value.__code__, [value.__globals__.get(name) for name in names]]
+        return self._used(parts, seen)
 
 
 def source_of(config: Config, memory: InMemory | None) -> RewardSource:

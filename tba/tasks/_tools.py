@@ -2,8 +2,8 @@
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -99,26 +99,23 @@ def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
     They run side by side in daemon threads, which are left behind if they hang.
     """
-    outcomes = []
-    for start in range(0, len(calls), AT_ONCE):
-        futures = [_started(call) for call in calls[start : start + AT_ONCE]]
-        wait(futures, seconds)
-        outcomes += [future.result() if future.done() else None for future in futures]
-    return outcomes
+    outcomes: list[Any] = [None] * len(calls)
 
-
-def _started(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def run() -> None:
+    def run(place: int) -> None:
         try:
-            outcome = call()
+            outcomes[place] = calls[place]()
         except BaseException as error:  # untrusted: even SystemExit must give a result
-            outcome = error
-        future.set_result(outcome)
+            outcomes[place] = error
 
-    Thread(target=run, daemon=True, name="tool").start()
-    return future
+    for start in range(0, len(calls), AT_ONCE):
+        places = range(start, min(start + AT_ONCE, len(calls)))
+        until = time.monotonic() + seconds
+        threads = [Thread(target=run, args=[p], daemon=True, name="tool") for p in places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+    return list(outcomes)  # a copy: late results do not count
 
 
 def _awaited(value: Any) -> Any:

@@ -5,12 +5,13 @@ import functools
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isawaitable
 from statistics import fmean
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from tba.config.plugins import GIVEN
 from tba.config.tables import Count, Positive, PositiveFloat, Use
@@ -31,27 +32,18 @@ PASSED = frozenset(
 """Arguments of every reward function, beside the columns."""
 
 
-class TrainerState(NamedTuple):
-    """What a searcher knows of the trainer, by the names of transformers' TrainerState."""
-
-    global_step: int
-    """Optimizer steps of the newest weights that began one of the completions."""
-    max_steps: int
-    """`run.steps`."""
-
-
 class RewardLog:
     """Log of reward functions while they score a group of `count` completions."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
-        self._notes: dict[str, list[str]] = {}
+        self.metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self.notes: dict[str, list[str]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number about the group. It is left out if it is not finite."""
         if math.isfinite(number := float(value)):  # or no later mean would be finite
-            self._metrics[str(name)].append(number)
+            self.metrics[str(name)].append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log something about each completion, for a person to read."""
@@ -60,15 +52,7 @@ class RewardLog:
                 f"log_extra({column!r}, ...) got {len(values)} values for {self.count} completions;"
                 " give one for each"
             )
-        self._notes[str(column)] = [str(value)[:LONGEST_NOTE] for value in values]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean of what was logged, by name."""
-        return {name: fmean(values) for name, values in self._metrics.items()}
-
-    def notes(self, place: int) -> dict[str, str]:
-        """Return what was logged about one of the completions, by column."""
-        return {column: texts[place] for column, texts in self._notes.items()}
+        self.notes[str(column)] = [str(value)[:LONGEST_NOTE] for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +145,14 @@ class Custom(Rendering, Task):
         return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], log)
 
     def _weighted(self, scores: Sequence[Scores], log: RewardLog) -> list[float | None]:
-        names, scores = metric_names(self.functions), [listed(s) for s in scores]
+        names = metric_names(self.functions)
+        scores = [listed(of_function) for of_function in scores]
         for name, of_function in zip(names, scores, strict=True):
             if len(of_function) != log.count:
                 returned = f"{len(of_function)} rewards for {log.count} completions"
                 raise WrongLength(f"{name} returned {returned}")
-        weights, logged = self.reward_weights or [1.0] * len(scores), log.metrics()
+        weights = self.reward_weights or [1.0] * len(scores)
+        logged = {name: fmean(values) for name, values in log.metrics.items()}
         sums: list[float | None] = []
         for place, of_answer in enumerate(zip(*scores, strict=True)):
             wrong = [s for s in of_answer if s is not None and number(s) is None]
@@ -177,8 +163,8 @@ class Custom(Rendering, Task):
             given = [(name, weight, float(s)) for name, weight, s in terms if s is not None]
             total = sum(weight * score for _, weight, score in given)
             items = {f"rewards/{name}": score for name, _, score in given}
-            reward = Itemized(total, logged | items, log.notes(place))
-            sums.append(reward if given else None)
+            notes = {column: texts[place] for column, texts in log.notes.items()}
+            sums.append(Itemized(total, logged | items, notes) if given else None)
         return sums
 
     @property
@@ -228,39 +214,37 @@ class Custom(Rendering, Task):
         else:
             key, split = "task.held_out_data", self.held_out_split
             held_out = self._read(key, self.held_out_data, split, self.memory.held_out_data)
-        given = {*PASSED, *([] if self.environment is None else ["environments"])}
+        passed = PASSED if self.environment is None else PASSED | {"environments"}
         for function in self.functions:
-            _check_columns("task.data", train, function, given)
-            _check_columns("task.held_out_data", held_out, function, given)
-        held_out, examples = held_out[: self.held_out_size], self.examples(lambda: train)
-        prompts = self.rendered("train", train, examples)
-        return prompts, self.rendered("held-out", held_out, examples)
-
-    def renamed(self, origin: str, table: Rows) -> Rows:
-        """Return rows that have the question as `prompt` and the answer as `answer` as well."""
-        columns = {"prompt": self.prompt_column, "answer": self.answer_column}
-        columns = {name: column for name, column in columns.items() if column != name}
-        require(origin, table, list(columns.values()))
-        return [{**row, **{name: row[c] for name, c in columns.items()}} for row in table]
+            _check_columns("task.data", train, function, passed)
+            _check_columns("task.held_out_data", held_out, function, passed)
+        held_out = held_out[: self.held_out_size]
+        return self.rendered("train", train, train), self.rendered("held-out", held_out, train)
 
     def _read(self, key: str, source: str, split: str, given: Rows | None) -> Rows:
-        """Return the rows that were passed from Python, or else those of a file or data set."""
+        """Return the rows that were passed from Python, or else those of a file or data set.
+
+        They have the question as `prompt` and the answer as `answer`, too.
+        """
         origin = f"{key} = {source!r}" if given is None else f"{key.removeprefix('task.')}="
         table = rows(key, source, split, self.subset) if given is None else given
-        table = self.renamed(origin, table)
+        for name, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
+            if column != name:
+                require(origin, table, [column])
+                table = [{**row, name: row[column]} for row in table]
         require(origin, table, columns_of(self.prompt))
         return table
 
 
-def _check_columns(key: str, table: Rows, function: RewardFunction, given: set[str]) -> None:
-    """ValueError if the function needs an argument that is neither a column nor given."""
+def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[str]) -> None:
+    """ValueError if the function needs an argument that is neither a column nor passed."""
     if not table:
         return
     columns = [name for name in table[0] if name != "prompt"]
     (called,) = metric_names([function])
     for p in inspect.signature(function).parameters.values():
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
-        if named and p.name not in {*columns, *given}:
+        if named and p.name not in {*columns, *passed}:
             raise ValueError(
                 f"task.reward: {called} needs {p.name!r}, which is not a column of"
                 f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
@@ -274,7 +258,9 @@ def _is_async(function: RewardFunction) -> bool:
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
     """Return everything that a reward function may take, by name."""
-    state = max(a.version for a in answers), max(a.steps for a in answers)
+    state = SimpleNamespace(  # by the names of transformers' TrainerState
+        global_step=max(a.version for a in answers), max_steps=max(a.steps for a in answers)
+    )
     completions: list[Any] = [a.text for a in answers]
     if answers[0].messages is not None:
         completions = [list(a.messages or ()) for a in answers]
@@ -288,7 +274,7 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
         "prompts": [prompt.text] * len(answers),
         "completions": completions,
         "completion_ids": [list(a.tokens) for a in answers],
-        "trainer_state": TrainerState(*state),
+        "trainer_state": state,
         "log_metric": log.log_metric,
         "log_extra": log.log_extra,
     }

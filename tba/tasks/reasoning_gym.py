@@ -105,9 +105,8 @@ class ReasoningGym(Rendering, Task):
                 f"task.held_out_size = {self.held_out_size}: {self.generator} has no other"
                 " questions to train on; lower it, raise task.size, or widen task.options"
             )
-        examples, kept = self.examples(lambda: train), ["entry"]
-        prompts = self.rendered("train", train, examples, kept)
-        return prompts, self.rendered("held-out", held_out, examples, kept)
+        prompts = self.rendered("train", train, train, ["entry"])
+        return prompts, self.rendered("held-out", held_out, train, ["entry"])
 
     @cached_property
     def _dataset(self) -> Any:

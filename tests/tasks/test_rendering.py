@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ class Sums(Rendering):
 
 
 def texts(task: Rendering) -> list[Any]:
-    return [p.text for p in task.rendered("train", ROWS, task.examples(lambda: ROWS))]
+    return [p.text for p in task.rendered("train", ROWS, ROWS)]
 
 
 def test_columns_stand_where_the_template_names_them() -> None:
@@ -53,7 +51,7 @@ def test_examples_are_the_first_rows_which_are_left_out() -> None:
     ]
     task = Sums(shots=1, prompt="{question}\n", shot_response="= {answer}", system_prompt="Add.")
     assert texts(task)[0] == "Add.\n\n0+0?\n= 0\n\n1+1?\n"
-    prompts = task.rendered("train", ROWS, ROWS[:1])
+    prompts = task.rendered("train", ROWS, ROWS)
     assert [p.id for p in prompts] == ["train-1", "train-2", "train-3"]
 
 
@@ -75,19 +73,7 @@ def test_a_column_of_messages_is_the_prompt() -> None:
     assert second.text == "Add.\n\n2+2?"
 
 
-def test_examples_from_a_file(tmp_path: Path) -> None:
-    """All training rows stay, but for one that is an example."""
-    shown = [{"question": "7+7?", "answer": 14}, ROWS[3]]
-    (tmp_path / "shots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
-    task = Sums(shots=2, shots_data=str(tmp_path / "shots.jsonl"))
-    examples = task.examples(lambda: pytest.fail("the training rows are not read"))
-    assert examples == [{**shown[0], "level": None}, ROWS[3]]
-    assert [p.text for p in task.rendered("train", ROWS, examples)] == [
-        f"Q: 7+7?\nA: 14\n\nQ: 3+3?\nA: 6\n\nQ: {i}+{i}?\nA:" for i in range(3)
-    ]
-
-
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match=r"task\.prompt = 'Solve this:' must contain a column"):
         Sums(prompt="Solve this:")
     with pytest.raises(ValueError, match=r"task\.shots = -1: Input should be greater"):
@@ -100,6 +86,3 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         r" it, or write \{\{qestion\}\}",
     ):
         texts(Sums(prompt="{qestion}"))
-    (tmp_path / "shots.jsonl").write_text('{"question": "7+7?"}\n')
-    with pytest.raises(ValueError, match=r"task\.shots_data = .* has no column 'answer'"):
-        texts(Sums(shots=1, shots_data=str(tmp_path / "shots.jsonl")))

@@ -63,11 +63,6 @@ def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind: s
     assert [verdict_on(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
 
 
-@pytest.mark.parametrize("one", [np.array(0.5), np.float64(0.5), torch.tensor(0.5)])
-def test_an_array_without_an_axis_is_the_reward_of_one_completion(one: Any) -> None:
-    assert listed(one) == [0.5]
-
-
 def test_true_is_one_and_none_stays_none() -> None:
     for scores in (np.array([True, False]), [np.bool_(True), False], torch.tensor([True, False])):
         assert [verdict_on(score) for score in listed(scores)] == [1.0, 0.0]
@@ -99,7 +94,9 @@ def test_what_is_not_one_number_is_none(kind: str) -> None:
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
 
 
-@pytest.mark.parametrize("whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None])
+@pytest.mark.parametrize(
+    "whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None, np.array(0.5)]
+)
 def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
     with pytest.raises(WrongLength, match="return a list with one number for each completion"):
         listed(whole)
