@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tba import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
+from tba.models.lora import load_placed
 from tba.models.pretrained import check_files, check_model, load_model, load_text
 from tba.prompt import Prompt
 from tba.runs.parts import RunSetup, check
@@ -282,3 +283,8 @@ def test_a_model_that_cannot_run_is_told(tiny_model: Path, tmp_path: Path) -> No
     model = load_model(PolicyTable(model=str(tmp_path)), torch.float32)
     with pytest.raises(ValueError, match=r"policy\.model: LlamaForCausalLM cannot run with this"):
         Policy(model, 1.0)
+
+
+def test_another_device_is_refused_in_one_sentence(tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"run on cpu and cuda only, and not on 'mps'"):
+        load_placed(PolicyTable(model=str(tiny_model)), "mps", bf16=False)

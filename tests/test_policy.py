@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -233,16 +233,43 @@ def test_one_token_responses(batch: Batch) -> None:
     )
 
 
-def test_a_model_that_caps_its_logits_is_refused() -> None:
-    """Gemma 2 does; without the cap it is served."""
-    small = {k: v for k, v in WIDE.items() if k != "max_position_embeddings"} | {
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-    }
-    Policy(Gemma2ForCausalLM(Gemma2Config(**small, final_logit_softcapping=None)).eval(), 1.0)
-    with pytest.raises(ValueError, match="after the head"):
-        Policy(Gemma2ForCausalLM(Gemma2Config(**small, final_logit_softcapping=3.0)).eval(), 1.0)
+CHANGED_LOGITS = {
+    "gemma2": {"final_logit_softcapping": 0.5},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+def changed(name: str, **settings: Any) -> Any:
+    sizes = {**WIDE, "head_dim": 8, "num_key_value_heads": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **settings)).eval()
+
+
+@pytest.mark.parametrize("name", CHANGED_LOGITS)
+def test_logits_that_a_model_scales_or_caps_are_its_own(name: str) -> None:
+    """The log-probs and their gradients are computed from the model's own logits."""
+    model = changed(name, **CHANGED_LOGITS[name])
+    prompt, response = np.arange(1, 4, dtype=np.int32), np.arange(2, 7, dtype=np.int32)
+    logp = Policy(model, 0.7).logp(collate_tokens([prompt], [[response]]))[0, 0]
+    logp.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    every = torch.log_softmax(model(ids[None]).logits[0, 2:-1] / 0.7, -1)
+    own = every.gather(1, ids[3:, None]).squeeze(1)
+    own.sum().backward()
+    torch.testing.assert_close(logp, own, atol=1e-6, rtol=0)
+    expected = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == len(expected)
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
+
+
+def test_another_change_of_the_logits_is_refused() -> None:
+    """HyperCLOVA X multiplies by the key by which Granite divides."""
+    with pytest.raises(ValueError, match="changes its logits after the head"):
+        Policy(changed("hyperclovax", logits_scaling=3.0), 1.0)
 
 
 def test_bf16_autocast_is_close(batch: Batch) -> None:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba.models.cache import states_at_once
+from tba.models.cache import has_plain_logits, logits_of, states_at_once
 
 SLOPES_AT_ONCE = 2**26
 """Numbers in a block of gradients of the logits. A block costs one product for the weight."""
@@ -22,13 +22,13 @@ def token_logp(
     """
     size = states_at_once(model)
     head = model.get_output_embeddings()
-    if _is_plain(head):
+    if _is_plain(head) and has_plain_logits(model):
         return TokenLogp.apply(hidden, head.weight, tokens, temperature, size)
     if len(hidden) <= size:
-        return _run(head, hidden, tokens, temperature)
+        return _run(model, hidden, tokens, temperature)
     chunks = []
     for states, targets in zip(hidden.split(size), tokens.split(size), strict=True):
-        chunks.append(checkpoint(_run, head, states, targets, temperature, use_reentrant=False))
+        chunks.append(checkpoint(_run, model, states, targets, temperature, use_reentrant=False))
     logps, entropies = zip(*chunks, strict=True)
     return torch.cat(logps), torch.cat(entropies)
 
@@ -39,11 +39,9 @@ def _is_plain(head: nn.Module) -> bool:
     return type(head) is nn.Linear and head.bias is None and not hooks
 
 
-def _run(
-    head: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _run(model: Any, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logp` for one chunk and any head."""
-    every = torch.log_softmax(head(hidden).float() / temperature, -1)
+    every = torch.log_softmax(logits_of(model, hidden).float() / temperature, -1)
     entropy = torch.special.entr(every.detach().exp()).sum(-1)
     return every.gather(1, tokens[:, None]).squeeze(1), entropy
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import token_logp
 from tba.learn.plan import Layout, Plan, pack, plan_of
-from tba.models.cache import attention_mask, positions, select, takes_masks
+from tba.models.cache import attention_mask, logits_of, positions, select, takes_masks
 from tba.objectives import Head
 from tba.types import TokenBatch, collate_tokens
 
@@ -242,7 +242,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _refuse_processed_logits(self) -> None:
-        """Raise ValueError if the model changes its logits after the head (soft-cap, scaling)."""
+        """Raise ValueError if the model changes its logits in a way that `logits_of` does not know.
+
+        The head's outputs are enlarged, so that a cap shows that small ones would hardly reach.
+        """
         # Token 0 is left out: it may be a pad token with an embedding of zeros.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(1, min(5, vocabulary), device=self.device)[None]
@@ -252,8 +255,11 @@ class Policy(nn.Module):
             raise ValueError(
                 f"policy.model: {type(self.model).__name__} cannot run with this config: {error}"
             ) from error
-        plain = self.model.get_output_embeddings()(hidden).float()
+        head = self.model.get_output_embeddings()
+        enlarged = head.register_forward_hook(lambda head, inputs, output: output * 100)
+        plain = logits_of(self.model, hidden).float()
         sampled = self.model(input_ids=ids, use_cache=False).logits.float()
+        enlarged.remove()
         if not plain.isfinite().all():
             raise ValueError(
                 "policy.model: its logits are not finite, so its weights hold NaN or inf; use"
@@ -261,8 +267,8 @@ class Policy(nn.Module):
             )
         if not torch.allclose(plain, sampled, atol=1e-4, rtol=1e-3):
             raise ValueError(
-                f"{type(self.model).__name__} changes its logits after the head (soft-capping or"
-                " scaling), which is not supported; use another model"
+                f"{type(self.model).__name__} changes its logits after the head in a way that is"
+                " not supported; use another model"
             )
 
 

@@ -43,8 +43,12 @@ def load_placed(
 ) -> Any:
     """Load the model on its device, with its adapter if any, and the attention that is fastest.
 
-    What is trained is in `dtype`.
+    What is trained is in `dtype`. ValueError for a device that is neither cpu nor cuda.
     """
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"models run on cpu and cuda only, and not on {device!r}; give one of them"
+        )
     if policy.lora is None:
         model = load_model(policy, dtype)
     else:
