@@ -459,7 +459,7 @@ def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
 
 
 def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     """Generations share segments; export needs none of them."""
     folder = tmp_path / "run"
@@ -473,7 +473,6 @@ def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
         run(_config(["run.steps=10"], folder), folder)
     share(folder, tmp_path / "exported")
     assert run(_config(["run.steps=10"], folder), folder, "drop").finished
-    assert "segments of the replay buffer are damaged: dropped" in caplog.text
     last = read(folder / METRICS)[-2]
     lost = last["buffer/dropped"] + last["buffer/duplicates"]
     assert last["buffer/dropped"] > 0

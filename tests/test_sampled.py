@@ -17,7 +17,7 @@ from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.learn.plan import Layout, chunks, first_alike
 from tba.learn.policy import Policy
-from tba.learn.probe import probe_tokens
+from tba.learn.probe import probe_tokens, sequences_of
 from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
 from tba.objectives.tb import TrajectoryBalance
@@ -106,9 +106,9 @@ def test_alike_are_responses_of_which_the_same_was_sampled(spread: list[Group]) 
 
 
 def test_a_probe_is_the_text_as_it_stands(spread: list[Group]) -> None:
-    tokens = probe_tokens(collate(spread), context=64)
+    tokens = probe_tokens(sequences_of(collate(spread)), context=64)
     longest = spread[0].trajectories[0].tokens.tolist()
-    assert tokens.tokens[0, 0].tolist()[: len(longest)] == longest
+    assert tokens.tokens[0, 0].tolist()[-len(longest) :] == longest
     assert tokens.mask.all()
 
 

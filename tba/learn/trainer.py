@@ -72,7 +72,8 @@ class SingleTrainer:
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
-        self._probe = probe.probe_tokens(batch, self.context, self.probe_prompt)
+        sequences = probe.sequences_of(batch)
+        self._probe = probe.probe_tokens(sequences, self.context, self.probe_prompt)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 

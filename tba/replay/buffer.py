@@ -1,6 +1,5 @@
 """The replay buffer: distinct trajectories of each prompt, newest copy kept, oldest dropped."""
 
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +17,6 @@ from tba.types import Group, Trajectory
 STEPS = 50
 """Steps over which `Pace` compares samples."""
 REWRITE_EVERY = 10  # saves from one that rewrites all segments to the next; the others link them
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,20 +94,15 @@ class ReplayBuffer:
         return partial(self._store.state(self.counts, self._saves).write, folder, older)
 
     def load(self, folder: Path) -> None:
-        """Replace the content by a saved one, without what is in damaged segments."""
+        """Replace the content by a saved one, or by nothing if a segment of it is damaged."""
         state = State.read(folder)
-        total, damaged = len(state.segments), state.segments.count(None)
         self._store = Store()
-        self._store.restore(state)
-        self._saves, self.counts = state.saves, Counter(state.counts)
-        if damaged:
-            rows = len(state.columns["segment"])
-            lost = rows - len(self)
-            self.counts["dropped"] += lost
-            log.warning(
-                f"{damaged} of {total} segments of the replay buffer are damaged:"
-                f" dropped {lost} of its {rows} trajectories"
-            )
+        self._saves = state.saves
+        self.counts = Counter(state.counts)
+        if state.segments:
+            self._store.restore(state)
+        else:
+            self.counts["dropped"] += len(state.columns["segment"])
 
     def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
         """Replace the rewards by those that `score` gives to each group as it arrived.
@@ -136,7 +128,8 @@ class ReplayBuffer:
         rejected = np.flatnonzero(np.isnan(rewards) & (store.rows["stamp"] != EMPTY))
         self.counts["dropped"] += store.remove(rejected)
         store.rows["reward"][:] = rewards
-        state, self._store = store.state(self.counts, self._saves), Store()
+        state = store.state(self.counts, self._saves)
+        self._store = Store()
         self._store.restore(state)  # which orders the prompts by what is left of them
 
     def clear(self) -> None:

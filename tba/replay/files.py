@@ -122,7 +122,7 @@ class State:
     columns: Mapping[str, np.ndarray]
     """Columns of rows in order of arrival; `prompt` and `segment` are positions in these lists."""
     prompts: Sequence[Group]  # groups without trajectories
-    segments: list[Segment | None]  # None for one whose file is damaged
+    segments: Sequence[Segment]
     counts: Mapping[str, int]
     saves: int
     earlier: Mapping[str, list[int]]  # arrivals before the latest, by position in the columns
@@ -131,7 +131,7 @@ class State:
         """Write the state into a checkpoint's folder; see `ReplayBuffer.save`."""
         (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
         source = None if older is None else older / SEGMENTS
-        sums = [s.write(folder / SEGMENTS, source) for s in self.segments if s is not None]
+        sums = [segment.write(folder / SEGMENTS, source) for segment in self.segments]
         path = folder / FOLDER
         save_file(dict(self.columns), path / COLUMNS)
         save_groups(self.prompts, path / PROMPTS)
@@ -147,13 +147,15 @@ class State:
 
     @classmethod
     def read(cls, folder: Path) -> "State":
+        """Read what `write` wrote; without any segments if one is damaged."""
         path = folder / FOLDER
         plain = json.loads((path / STATE).read_text("utf-8"))
-        sums = [file["sha256"] for file in plain["segments"]]
+        read = [Segment.read(folder / SEGMENTS, file["sha256"]) for file in plain["segments"]]
+        sound = [segment for segment in read if segment is not None]
         return cls(
             columns=load_file(path / COLUMNS),
             prompts=load_groups(path / PROMPTS),
-            segments=[Segment.read(folder / SEGMENTS, sha256) for sha256 in sums],
+            segments=sound if len(sound) == len(read) else [],
             counts=plain["counts"],
             saves=plain["saves"],
             earlier=plain["earlier"],

@@ -316,25 +316,27 @@ class Store:
         heads = [self.heads[prompt] for prompt in prompts.tolist()]
         lists = {row: arrivals.tolist() for row, arrivals in self.earlier.items()}
         earlier = {str(i): lists[row] for i, row in enumerate(rows.tolist()) if row in lists}
-        segments: list[Segment | None] = [*self.segments.by_number.values()]
-        return State(columns, heads, segments, dict(counts), saves, earlier)
+        return State(
+            columns=columns,
+            prompts=heads,
+            segments=[*self.segments.by_number.values()],
+            counts=dict(counts),
+            saves=saves,
+            earlier=earlier,
+        )
 
     def restore(self, state: State) -> None:
-        """Fill an empty store, without the rows of damaged segments."""
-        damaged = np.array([segment is None for segment in state.segments], bool)
-        sound = ~damaged[state.columns["segment"]]
-        rows = self.rows.take(int(sound.sum()))
+        """Fill an empty store."""
         table = self.rows
+        rows = table.take(len(state.columns["segment"]))
         for name, column in state.columns.items():
-            table[name][rows] = column[sound]
-        for place, row in zip(np.flatnonzero(sound).tolist(), rows.tolist(), strict=True):
-            if str(place) in state.earlier:
-                self.earlier[row] = array("i", state.earlier[str(place)])
-        live = np.bincount(table["segment"][rows], table["length"][rows], len(damaged))
+            table[name][rows] = column
+        for place, arrivals in state.earlier.items():
+            self.earlier[rows.item(int(place))] = array("i", arrivals)
+        live = np.bincount(table["segment"][rows], table["length"][rows], len(state.segments))
         for number, segment in enumerate(state.segments):
-            if segment is not None:
-                segment.live = int(live[number])
-                self.segments.by_number[number] = segment
+            segment.live = int(live[number])
+            self.segments.by_number[number] = segment
         prompts = [self.number(head) for head in state.prompts]
         for part in np.split(rows, np.flatnonzero(np.diff(table["prompt"][rows])) + 1):
             if len(part):

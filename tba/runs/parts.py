@@ -14,7 +14,7 @@ from tba.config.schema import Config
 from tba.config.tables import OFF
 from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.learn.probe import RESPONSE, first_probe, prompt_length
+from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
 from tba.models.acceleration import (
@@ -136,7 +136,7 @@ class RunSetup:
             bf16_weights=c.engine.computes_in_bf16(bf16),
             context=self.text.context,
             probe_prompt=prompt_length(block),
-            first_probe=first_probe(
+            first_probe=probe_tokens(
                 self.extremes, self.text.context, max(longest, prompt_length(block))
             ),
         )
