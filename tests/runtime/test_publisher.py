@@ -15,7 +15,7 @@ from test_trainer import trainer
 from toy import Given
 
 from tba.engines import SearchError
-from tba.learn.probe import answer, probe_tokens
+from tba.learn.probe import answer, probe_tokens, sequences_of
 from tba.runtime.deadline import Clock
 from tba.runtime.publisher import Publisher
 from tba.types import Batch
@@ -107,7 +107,7 @@ def test_a_copy_keeps_the_weights_while_training_goes_on(
     assert t.copy(version=0)().probe is not None  # before the first step
     t.step(batch, 0)
     expected = pack(t.policy.model, 1, bf16)
-    probe = answer(t.policy, probe_tokens(batch, t.context))
+    probe = answer(t.policy, probe_tokens(sequences_of(batch), t.context))
     copy = t.copy(version=1)
     t.step(batch, 1)
     weights = copy()
