@@ -90,13 +90,6 @@ def test_csv_is_read_as_it_was_written(
     assert rows("task.data", str(tmp_path / "a.csv"), "train") == wanted
 
 
-def test_csv_of_many_lines_and_one_column(tmp_path: Path) -> None:
-    prompts = [f"Problem {i}\n{'word ' * 20}\nWhat is {i}?" for i in range(10_000)]
-    with (tmp_path / "a.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["prompt"], *([p] for p in prompts)])
-    assert [r["prompt"] for r in rows("task.data", str(tmp_path / "a.csv"), "train")] == prompts
-
-
 def test_csv_with_an_index_and_empty_lines(tmp_path: Path) -> None:
     """pandas writes an index without a name; nobody can ask for it."""
     source = write_text(tmp_path / "a.csv", "\n,prompt\n0,a\n\n1,b\n\n")
@@ -154,19 +147,6 @@ def test_a_value_that_a_row_lacks_is_none(tmp_path: Path) -> None:
         {"prompt": "1", "level": None},
         {"prompt": "2", "level": 5},
     ]
-
-
-def test_messages_stay_as_they_are(tmp_path: Path) -> None:
-    chat = [
-        {"prompt": [{"role": "user", "content": "2+2"}]},
-        {
-            "prompt": [
-                {"role": "system", "content": "Add."},
-                {"role": "user", "content": "1", "name": "a"},
-            ]
-        },
-    ]
-    assert rows("task.data", write(tmp_path / "a.jsonl", chat), "train") == chat
 
 
 WRONG = {

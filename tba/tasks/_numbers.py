@@ -55,10 +55,11 @@ class Number:
         A decimal is equal to a fraction that has no end as a decimal, such as 1/3, if it is the
         fraction, rounded to its six or more digits. Everything else is compared exactly.
         """
-        a, b = self.value, other.value
-        pairs = [(a, b)]
-        if self.percent != other.percent:
-            pairs.append((a, b * 100) if self.percent else (a * 100, b))
+        pairs = [(self.value, other.value)]
+        if self.percent and not other.percent:
+            pairs.append((self.value, other.value * 100))
+        if other.percent and not self.percent:
+            pairs.append((self.value * 100, other.value))
         return any(a == b or self.rounds(b) or other.rounds(a) for a, b in pairs)
 
     def rounds(self, exact: Fraction) -> bool:
@@ -105,11 +106,13 @@ def _plain(text: str) -> str:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    """Return a number that NUMBER has found; None if it has no value, or is too long."""
+    """Return the number of a match of NUMBER; None if it has no value, or is too long."""
     if len(match[0]) > LONGEST:
         return None
-    digits, power = match["digits"], int(match["power"] or 0)
-    exponent, below = int(match["exponent"] or 1), Fraction(match["below"] or 1)
+    digits = match["digits"]
+    power = int(match["power"] or 0)
+    exponent = int(match["exponent"] or 1)
+    below = Fraction(match["below"] or 1)
     if max(abs(power), abs(exponent)) > LONGEST:
         return None
     value = Fraction(digits)

@@ -75,7 +75,7 @@ class Rendering:
     def rendered(
         self, split: str, table: Rows, training: Rows, columns: Sequence[str] | None = None
     ) -> list[Prompt]:
-        """Return a prompt for each row whose question is not that of an example.
+        """Return a prompt for each row, unless an example has the same question.
 
         The first `training` rows are the examples. A prompt has these columns; by default all but
         `prompt`.

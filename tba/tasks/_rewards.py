@@ -56,7 +56,7 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
 
 def member(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class called `name`."""
-    where, _, own = name.rpartition(":")
+    where, _, function = name.rpartition(":")
     if not where:
         judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
         is_model = "/" in name and not name.endswith(".py")
@@ -70,11 +70,11 @@ def member(key: str, name: str) -> Callable[..., Any]:
         else:
             module = _from_file(path.resolve(), path.stat().st_mtime_ns)
     try:
-        value: Callable[..., Any] = attrgetter(own)(module)  # not vars: a lazy module loads it now
+        value: Callable[..., Any] = attrgetter(function)(module)  # a lazy module loads it
     except AttributeError as error:
-        raise ValueError(f"{key} = {name!r}: {where} has no function {own!r}") from error
+        raise ValueError(f"{key} = {name!r}: {where} has no function {function!r}") from error
     if not callable(value):
-        raise ValueError(f"{key} = {name!r}: {own} is not a function but {value!r}")
+        raise ValueError(f"{key} = {name!r}: {function} is not a function but {value!r}")
     return value
 
 

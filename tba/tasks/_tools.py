@@ -16,7 +16,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of an environment, of which each dialogue has an instance of its own."""
+    """The tools of an environment; each dialogue has its own instance."""
 
     make: Callable[[], Any]
     """Returns a new instance."""

@@ -210,10 +210,13 @@ class Custom(Rendering, Task):
                     f"task.data = {self.data!r} has only {len(train)} rows;"
                     " lower task.held_out_size, or give task.held_out_data"
                 )
-            train, held_out = train[:cut], train[cut:]
+            held_out = train[cut:]
+            train = train[:cut]
         else:
-            key, split = "task.held_out_data", self.held_out_split
-            held_out = self._read(key, self.held_out_data, split, self.memory.held_out_data)
+            given = self.memory.held_out_data
+            held_out = self._read(
+                "task.held_out_data", self.held_out_data, self.held_out_split, given
+            )
         passed = PASSED if self.environment is None else PASSED | {"environments"}
         for function in self.functions:
             _check_columns("task.data", train, function, passed)

@@ -34,7 +34,8 @@ def last_boxed(text: str) -> str | None:
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
-    start, depth = boxes[-1].end(), 1
+    start = boxes[-1].end()
+    depth = 1
     for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
@@ -53,16 +54,17 @@ def equal(gold: str, answer: str) -> bool | None:
         raise RuntimeError(
             "math-verify only works in the main thread of a process; set reward.isolate=process"
         )
-    numbers = whole_number(gold), whole_number(answer)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0].equals(numbers[1])
+    right = whole_number(gold)
+    given = whole_number(answer)
+    if right is not None and given is not None:
+        return right.equals(given)
     _load_sympy()
     same = _compare(gold, answer, SECONDS)
-    bare_gold, bare = PERCENT.sub("", gold), PERCENT.sub("", answer)
-    if not same and (bare_gold, bare) != (gold, answer):  # math-verify: 12.5 % is not 12.5
-        without = _compare(bare_gold, bare, SECONDS)
-        same = without or (None if same is None else without)
-    return same
+    if same or not (PERCENT.search(gold) or PERCENT.search(answer)):
+        return same
+    # for math-verify, 12.5 % is not 12.5
+    without = _compare(PERCENT.sub("", gold), PERCENT.sub("", answer), SECONDS)
+    return without or (None if same is None else without)
 
 
 def _compare(gold: str, answer: str, seconds: int) -> bool | None:
@@ -75,7 +77,9 @@ def _compare(gold: str, answer: str, seconds: int) -> bool | None:
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
 
-    boxed, pair, times = [LatexExtractionConfig(boxed_match_priority=0)], [], [time.monotonic()]
+    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
+    pair = []
+    times = [time.monotonic()]
     for text in (gold, answer):
         exact = DECIMAL.sub(_fraction, text)
         pair.append(parse(f"\\boxed{{{exact}}}", boxed, parsing_timeout=seconds))

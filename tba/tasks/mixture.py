@@ -62,19 +62,19 @@ class Mixture(Task):
         prompts: list[Prompt] = []
         for name, task in self.tasks.items():
             with about(_key(name)):
-                own = _prefixed(name, task.prompts())
-            if not own:
+                of_part = task.prompts()
+            if not of_part:
                 raise ValueError(f"task.parts.{name} has no prompts to train on; remove the part")
-            prompts += own
+            prompts += _prefixed(name, of_part)
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of all parts, in an order of which any beginning has the weights."""
+        """Return the prompts of all parts; any first few are in proportion to the weights."""
         places = []
         for name, task in self.tasks.items():
             with about(_key(name)):
-                own = _prefixed(name, task.held_out())
-            for i, prompt in enumerate(own):
+                of_part = _prefixed(name, task.held_out())
+            for i, prompt in enumerate(of_part):
                 places.append(((i + 0.5) / self.part_weights[name], prompt))
         return [prompt for _, prompt in sorted(places, key=lambda place: place[0])]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
-from tba.tasks._numbers import last_number
 from tba.tasks.gsm8k import Gsm8k
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
@@ -39,36 +37,10 @@ def test_every_gold_answer_is_right() -> None:
         assert task.score(prompt, [Answer(t, finished=True) for t in texts]) == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("1,234,567 people", 1234567),
-        ("It costs $3.50.", "3.5"),
-        ("so 18.", 18),
-        (".5", "0.5"),
-        ("-7", -7),
-        ("x=+3", 3),
-        ("1e3", 1000),
-        ("2e-2", "0.02"),
-        ("first 4, then 12 (twelve)", 12),
-        ("10 - 4", 4),
-        ("7/8", "7/8"),
-        ("2.5e3", 2500),
-        ("no number", None),
-        ("", None),
-    ],
-)
-def test_the_last_number_of_a_text(text: str, number: int | str | None) -> None:
-    found = last_number(text)
-    assert (found and found.value) == (None if number is None else Fraction(number))
-
-
-def test_numbers_are_compared_as_numbers() -> None:
-    assert graded("1,000", "1000.00") == 1.0
-    assert graded("18", "The answer is 18 because 9 * 2 = 18.0") == 1.0
-    assert graded("18", "18, not 17") == 0.0
-    assert graded("18", "eighteen") == 0.0
-    assert graded("18", "9" * 400) == 0.0
+def test_the_last_number_of_a_text() -> None:
+    assert graded("12", "first 4, then 12 (twelve)") == 1.0
+    assert graded("4", "first 4, then 12 (twelve)") == 0.0
+    assert graded("18", "no number") == graded("18", "") == 0.0
 
 
 @pytest.mark.parametrize("gold", ["none", "", "3.0.0", "3 or 7", "10 - 4", "1 000"])

@@ -17,7 +17,6 @@ from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.parts import check
-from tba.runs.summary import by_part
 from tba.search.prompts import PromptStream
 from tba.tasks.mixture import Mixture
 
@@ -61,11 +60,6 @@ def test_a_part_knows_its_prompts_by_their_own_ids_and_may_be_async(tmp_path: Pa
     assert prompt.id == "words/train-0"
     scores = task.score(prompt, [Answer("x", True), Answer("y", True)])
     assert asyncio.run(scores) == [1.0, None]  # type: ignore[arg-type]
-
-
-def test_a_task_that_measures_nothing_may_be_a_part() -> None:
-    part = {"use": "tldr", "proxy": "statistics:fmean", "data": "./none"}
-    assert list(mixture({"a": part}).tasks) == ["a"]
 
 
 def test_any_beginning_of_the_held_out_prompts_has_the_weights() -> None:
@@ -133,10 +127,6 @@ def test_metrics_come_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
     evaluations = [row for row in rows if "eval/sampled_reward" in row]
     assert all("eval/ones/sampled_pass@1" in row for row in evaluations)
     assert not any("eval/sampled_pass@1" in row for row in evaluations)
-
-
-def test_a_task_without_parts_has_no_such_metrics(groups: list[Any]) -> None:
-    assert by_part(resolve("tasks", "task", "arithmetic", {}).build(), groups) == {}
 
 
 SUMS = {"use": "arithmetic", "train_size": 5}

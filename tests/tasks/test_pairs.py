@@ -289,15 +289,6 @@ MATH: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
 }
 
 
-def pairs(table: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]]) -> list[str]:
-    return [f"{kind}: {side}" for kind in table for side in ("right", "wrong")]
-
-
-def test_there_are_two_hundred_pairs_and_both_kinds_of_each() -> None:
-    sizes = [[len(pairs) for pairs in sides] for t in (GSM8K, MATH) for sides in t.values()]
-    assert min(map(min, sizes)) >= 3 and sum(map(sum, sizes)) >= 200
-
-
 @pytest.mark.parametrize("kind", GSM8K)
 def test_numbers_are_graded_as_decided(kind: str) -> None:
     grade = Gsm8k().grade

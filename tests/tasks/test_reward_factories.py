@@ -26,9 +26,6 @@ def at_most(limit, weight=1.0):
 def length(completions, **columns):
     return [float(len(c)) for c in completions]
 
-def needs_answer(factor):
-    return lambda completions, answer: [factor * (c == a) for c, a in zip(completions, answer)]
-
 def nothing(limit=3):
     return limit
 
@@ -172,11 +169,3 @@ def test_a_mistake_is_told_before_any_data_is_read(task: Callable[..., Any], cas
     with pytest.raises(ValueError) as error:
         task(reward, data="not read")
     assert str(error.value).startswith(told)
-
-
-def test_a_column_that_a_made_function_needs_must_be_there(task: Callable[..., Any]) -> None:
-    table = {"use": "factories:needs_answer", "factor": 2.0}
-    assert run(task(table)) == [2.0, 0.0, 0.0]
-    Path("other.jsonl").write_text('{"prompt": "1"}\n' * 3)
-    with pytest.raises(ValueError, match="needs 'answer', which is not a column"):
-        task(table, data="other.jsonl").prompts()
