@@ -13,10 +13,13 @@ from pydantic import TypeAdapter
 from tba.runs.files import write_json
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional
 
-STUDY, RESULTS, FAILED = "study.json", "results.json", "failed.json"
+STUDY = "study.json"
+RESULTS = "results.json"
+FAILED = "failed.json"
 DEFAULT_METRICS = ("sampled_pass@1", "sampled_reward")
 SEED = "run.seed"
-ESS, LAG = "off_policy/ess", "off_policy/lag_mean"
+ESS = "off_policy/ess"
+LAG = "off_policy/lag_mean"
 TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
 LAST_TENTH = ("kl", "log_ratio")
 """Metrics of which a row has the mean over the last tenth of the steps."""
@@ -141,14 +144,17 @@ def write_results(folder: Path) -> pd.DataFrame:
 
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
-    """Return a run as a row; `drop` is that after the peak."""
-    config, last = read_optional(run / CONFIG), scores(run)
+    """Return a run as a row."""
+    config = read_optional(run / CONFIG)
+    last = scores(run)
     metrics = read_metrics(run, "step", "time", *TOTALS[:2], *LAST_TENTH, ESS, LAG)
     by_step = curve(metrics, metric)["score"]
-    peak, at = by_step.max(), nan if by_step.empty else int(by_step.idxmax())
+    peak = by_step.max()
+    at = nan if by_step.empty else int(by_step.idxmax())
     steps = metrics.dropna(subset="samples_trained")
     newest = steps.rename(columns={"step": "steps", "time": "seconds"})[TOTALS].max()
-    totals, tenth = finished(run) or newest, steps.tail(ceil(len(steps) / 10))
+    totals = finished(run) or newest
+    tenth = steps.tail(ceil(len(steps) / 10))
     return asdict(trial) | {
         "objective": config and config["objective"]["use"],
         "seed": config and config["run"]["seed"],

@@ -96,7 +96,8 @@ class Sweep:
             return
         if status == "pending":
             results.write_failed(path, death)
-            status, error = "failed", death
+            status = "failed"
+            error = death
         self.trials[trial.folder] = replace(trial, status=status, error=error)
         outcome = f"failed: {error}"
         summary = results.finished(path)

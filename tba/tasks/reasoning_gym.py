@@ -66,9 +66,10 @@ class ReasoningGym(Rendering, Task):
     def right_answer(self, prompt: Prompt) -> str | None:
         """Return the generator's own answer as a response would give it; None if it has none."""
         answer = literal_eval(prompt.columns["entry"])["answer"]
-        if not isinstance(answer, str) or self.answer_tag is None:
-            return answer if isinstance(answer, str) else None
-        return f"<{self.answer_tag}>{answer}</{self.answer_tag}>"
+        if not isinstance(answer, str):
+            return None
+        tag = self.answer_tag
+        return answer if tag is None else f"<{tag}>{answer}</{tag}>"
 
     def _score(self, text: str, entry: dict[str, Any]) -> float:
         if self.answer_tag is not None:
@@ -86,15 +87,15 @@ class ReasoningGym(Rendering, Task):
     @cached_property
     def _divided(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and prompts to evaluate on."""
-        # one data set for both: that of the next seed has nearly the same questions
+        # one data set for both, because the next seed makes nearly the same questions
         entries = [self._dataset[i] for i in range(self.size)]
         if self.scoring == "exact" and not all(isinstance(e["answer"], str) for e in entries):
             raise ValueError(
                 f"task.scoring = 'exact', but {self.generator} has questions without a single"
                 " right answer; set task.scoring=own"
             )
-        # not as JSON, which has no tuples; nor made again where it is scored, because some
-        # generators depend on more than their seed
+        # not as JSON, which has no tuples; nor generated again where answers are scored, because
+        # some generators depend on more than their seed
         with np.printoptions(legacy="1.25"):  # 3, not np.int64(3)
             table = [{**entry, "entry": repr(entry)} for entry in entries]
         held_out = table[: self.held_out_size]
@@ -117,14 +118,15 @@ class ReasoningGym(Rendering, Task):
             )
         from reasoning_gym.factory import DATASETS
 
-        name, options = self.generator, self.options
+        name = self.generator
         if name not in DATASETS:
             full = "reasoning_gym.factory.DATASETS has all"
             raise ValueError(f"task.generator = {name!r}: unknown{choices(name, DATASETS, full)}")
         dataset, config = DATASETS[name][:2]
         try:
-            return dataset(config(**options, size=self.size, seed=self.seed))
+            return dataset(config(**self.options, size=self.size, seed=self.seed))
         except (AssertionError, TypeError, ValueError) as error:
+            why = error or type(error).__name__
             raise ValueError(
-                f"task.options = {options}: {name} refuses them: {error or type(error).__name__}"
+                f"task.options = {self.options}: {name} refuses them: {why}"
             ) from error

@@ -132,7 +132,7 @@ class RedTeam(Task):
         return [replace(prompt, id=f"{HELD_OUT}{i}") for i, prompt in enumerate(turns)]
 
     def given(self) -> Sequence[Answered]:
-        """Return the earlier attacks; a group has those of one prompt, all with rewards or none."""
+        """Return the earlier attacks; all of a group have one prompt, and rewards or none."""
         if self.seeds is None:
             return []
         prompts = self.prompts()
@@ -374,7 +374,7 @@ def embeddings(encoder: JudgeModel, texts: Sequence[str]) -> Float32[np.ndarray,
 
 def _mean_state(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    summed = (states * mask[..., None]).sum(1)  # its direction is that of the mean
+    summed = (states * mask[..., None]).sum(1)  # it has the direction of the mean
     return normalize(summed, dim=-1)
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from tba.config.tables import Count
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
 
@@ -28,7 +29,7 @@ class Verifiers(Task):
     """The taskset's config, in a table."""
     size: int | None = None
     """Tasks to load, the held-out ones included; default: all."""
-    held_out_size: int = 64
+    held_out_size: Count = 64
     """Tasks to evaluate on: the last ones."""
     chat: bool = True
     """Send prompts through the tokenizer's chat template; else as plain text."""
@@ -64,19 +65,21 @@ class Verifiers(Task):
         for task in islice(self._loaded, self.size):
             _check(self.taskset, task, self._loaded)
             messages = _messages(task.data)
-            text = "\n\n".join(message["content"] for message in messages)
-            columns = {"data": task.data.model_dump(mode="json", exclude_none=True)}
-            name = f"{self.taskset}-{task.data.idx}"
-            prompts.append(Prompt(name, messages if self.chat else text, columns))
+            prompt = Prompt(
+                id=f"{self.taskset}-{task.data.idx}",
+                text=messages if self.chat else "\n\n".join(m["content"] for m in messages),
+                columns={"data": task.data.model_dump(mode="json", exclude_none=True)},
+            )
+            prompts.append(prompt)
         cut = len(prompts) - self.held_out_size
-        if not 0 < cut <= len(prompts):
+        if cut < 1:
             raise ValueError(
                 f"task.held_out_size = {self.held_out_size}: {self.taskset} has {len(prompts)}"
-                " tasks, of which some must be left to train on; change it, or task.size"
+                " tasks, and none would be left to train on; lower it, or raise task.size"
             )
-        train, held_out = prompts[:cut], prompts[cut:]
+        held_out = prompts[cut:]
         seen = [prompt.text for prompt in held_out]
-        return [prompt for prompt in train if prompt.text not in seen], held_out
+        return [prompt for prompt in prompts[:cut] if prompt.text not in seen], held_out
 
     @cached_property
     def _loaded(self) -> Any:
@@ -129,23 +132,22 @@ def _check(taskset: str, task: Any, loaded: Any) -> None:
     """ValueError if scoring a task takes more than an answer."""
     from verifiers.v1 import Task
 
-    kind, judges = type(task), [judge.score for judge in task.plugged_judges()]
-    rewards = [*task.hooks("reward"), *judges]
-    needs = {
+    kind = type(task)
+    rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
+    obstacles = {
         "tools": bool(loaded.toolsets(loaded.config) or task.toolsets(task.config)),
         "a container": kind.NEEDS_CONTAINER,
         "set-up in a runtime": (kind.setup, kind.finalize) != (Task.setup, Task.finalize),
         "a reward that needs a runtime": any(map(_needs_runtime, rewards)),
         "tasks of several classes": kind is not loaded.task_type(),
+        "no rewards": not rewards,
     }
-    for need, is_needed in needs.items():
-        if is_needed:
+    for obstacle, is_there in obstacles.items():
+        if is_there:
             raise ValueError(
-                f"task.taskset = {taskset!r} has {need}; only tasksets can be used whose"
+                f"task.taskset = {taskset!r} has {obstacle}; only tasksets can be used whose"
                 " rewards see one answer to a prompt"
             )
-    if not rewards:
-        raise ValueError(f"task.taskset = {taskset!r}: its tasks have no rewards")
 
 
 def _needs_runtime(reward: Any) -> bool:

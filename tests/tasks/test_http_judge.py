@@ -222,16 +222,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def test_waits_grow_and_differ(
-    server: Judge, classify: Callable[..., Http], waits: list[float]
-) -> None:
-    server.script.extend([Reply(500)] * 3)
-    ask(classify(), "a")
-    waits.remove(math.inf)  # of the connection
-    for wait, longest in zip(waits, (0.01, 0.02, 0.04), strict=True):
-        assert longest / 2 <= wait <= longest
-
-
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_repetition_waits_at_least_as_long_as_the_server_asks(
     server: Judge, classify: Callable[..., Http], waits: list[float], status: int
@@ -317,13 +307,6 @@ def test_a_guard_that_says_something_else_is_an_error(server: Judge) -> None:
             ask(judge, "x")
 
 
-def test_one_label_of_several_is_scored(server: Judge, classify: Callable[..., Http]) -> None:
-    server.always = Reply(body=DATA.format('{"index": 0, "probs": [0.1, 0.9]}'))
-    assert ask(classify(label=1), "a") == [0.9]
-    with pytest.raises(JudgeError, match="answered with 2 labels"):
-        ask(classify(label=2), "a")
-
-
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_so_many_requests_run_at_one_time(server: Judge, concurrency: int) -> None:
     """Those of all groups together."""
@@ -368,15 +351,6 @@ def test_groups_are_scored_at_once_and_a_bad_answer_costs_itself(
     assert bad.detail.endswith(f"JudgeError: {server.url}/classify failed: status 400: too long\n")
 
 
-def test_a_judge_that_is_too_slow_rejects_its_group(
-    server: Judge, task: Callable[..., Any]
-) -> None:
-    server.always = Reply(delay=2.0)
-    guard = Guard({"": task()}, deadline=0.1)
-    (verdicts,) = guard([Prompt("0", "1+1=")], [[Answer("x", True)] * 2])
-    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["timeout"] * 2
-
-
 def test_a_judge_that_works_is_accepted(server: Judge, task: Callable[..., Any]) -> None:
     task().check()
     assert [body["input"] for body in server.bodies] == [["Hello"]]
@@ -412,18 +386,6 @@ def test_a_judge_that_cannot_be_reached_is_refused_within_five_seconds() -> None
     with pytest.raises(ValueError, match=r"^http://127\.0\.0\.1:9/classify failed: Conn"):
         Http("http://127.0.0.1:9/classify", "m").check()
     assert time.monotonic() - began < 5.5
-
-
-def test_a_run_whose_judge_cannot_be_reached_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "REACHED_WITHIN", 0.5)
-    table = "{use='http', url='http://127.0.0.1:9/classify', model='m'}"
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n' * 99)
-    settings = ["policy.model=bundled:arithmetic", "task=custom", f"task.data={tmp_path}"]
-    with pytest.raises(ValueError, match=r"^task\.reward: http://127\.0\.0\.1:9/classify failed"):
-        tba.train(load(None, [*settings, f"run.folder={tmp_path / 'run'}", f"task.reward={table}"]))
-    assert not (tmp_path / "run").exists()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -155,12 +155,6 @@ def test_a_judge_computes_in_bf16_where_that_is_faster(
     assert (1e-5 < gap < 0.1) if fast else gap < 1e-4
 
 
-def test_a_model_without_a_padding_token_scores_the_same(make: Make) -> None:
-    folder = make(pad=False)
-    assert AutoTokenizer.from_pretrained(folder).pad_token is None
-    close(Classifier(str(folder))(PROMPTS, COMPLETIONS), logits(folder, JOINED)[:, 0])
-
-
 @pytest.mark.parametrize(("pad", "reads_eos"), [(0, True), (1, False), (None, True)])
 def test_a_score_is_read_at_the_last_token_that_is_not_the_configs_padding(
     make: Make, pad: int | None, reads_eos: bool
@@ -452,15 +446,3 @@ def test_a_run_is_trained_by_a_judge_whose_options_are_in_its_config(
     assert (summary.finished, summary.samples_trained) == (True, 16)
     assert not summary.rejected
     assert json.loads((tmp_path / "run" / "config.json").read_text())["task"]["reward"] == table
-
-
-def test_a_judge_may_be_passed_from_python(settings: list[str], make: Make) -> None:
-    judge = Classifier(str(make()))
-    summary = tba.train(load(None, settings), data=None, reward=judge).summary
-    assert (summary.finished, summary.rejected) == (True, {})
-
-
-def test_a_run_with_a_wrong_judge_does_not_start(settings: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^task\.reward: model = '\./none': no such folder"):
-        tba.train(load(None, [*settings, "task.reward={use='classifier', model='./none'}"]))
-    assert not (tmp_path / "run").exists()

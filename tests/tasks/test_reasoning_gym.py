@@ -55,11 +55,6 @@ def test_held_out_questions_are_not_trained_on() -> None:
     assert len(set(train)) < len(train)  # as often as the generator makes them
 
 
-def test_a_seed_gives_the_same_questions_and_another_seed_others() -> None:
-    first, same, other = (task(seed=seed) for seed in (1, 1, 900))
-    assert first.prompts() == same.prompts() != other.prompts()
-
-
 def test_an_answer_may_be_exact_or_scored_by_the_generator() -> None:
     own, exact = task(), task(scoring="exact")
     prompt = own.prompts()[0]
@@ -109,29 +104,6 @@ def test_an_exact_answer_has_all_lines() -> None:
     first, _, rest = right.partition("\n")
     assert rest
     assert rewards(gym, prompt, f"{right}\nThat is all.", first, f"{first}\n9") == [1.0, 0.0, 0.0]
-
-
-def test_a_template_and_a_system_message() -> None:
-    (question, *_) = task().prompts()
-    plain = task(prompt="Q: {question}\nA:").prompts()[0]
-    chat = task(chat=True, system_prompt="Be brief.").prompts()[0]
-    assert plain.text == f"Q: {question.text}\nA:"
-    assert chat.text == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": question.text},
-    ]
-    assert task(chat=True).prompts()[0].text == [{"role": "user", "content": question.text}]
-
-
-@pytest.mark.skipif(not SHARED.is_file(), reason="needs ../shared/data/procedural")
-def test_questions_are_those_of_the_data_at_hand() -> None:
-    """Same wording, same kinds: sums and differences of numbers of one or of two digits."""
-    given = [json.loads(line) for line in SHARED.read_text().splitlines()]
-    answers = {row["prompt"]: row["answer"] for row in given}
-    gym = task(size=4000)
-    common = [p for p in gym.prompts() if p.text in answers]
-    assert len(common) > 500
-    assert all(answer_of(p) == answers[p.text] for p in common)
 
 
 def test_the_experiments_are_checked(tiny_model: Path, tmp_path: Path) -> None:

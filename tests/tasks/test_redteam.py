@@ -6,10 +6,8 @@ import asyncio
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,8 @@ from tba.assemble import open_run
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.prompt import Answer, Prompt
-from tba.replay.buffer import ReplayBuffer
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.parts import check
-from tba.strategies.mixture import Mixture
 from tba.tasks import NEAR_DUPLICATE, Answered
 from tba.tasks.redteam import (
     GROUP,
@@ -35,7 +31,7 @@ from tba.tasks.redteam import (
     embeddings,
     mean_distance,
 )
-from tba.types import Group, Trajectory, collate
+from tba.types import collate
 
 JUDGES = '''
 """Judges that know a harm for each attack, whatever the victim answers."""
@@ -109,12 +105,6 @@ def test_in_evaluations_it_is_the_mean_harm_so_that_passing_is_success(make: Mak
     task = make("in_turn", threshold=0.6)
     (harm,) = scored(task, "1234", held_out=True)
     assert harm == 0.625 >= task.pass_reward
-
-
-def test_the_threshold_itself_is_no_success(make: Make) -> None:
-    """As in the paper: above 0.5."""
-    task = make("half", threshold=0.5)
-    assert scored(task, "1234", held_out=True) == [0.5] and task.pass_reward > 0.5
 
 
 def test_no_reward_is_below_the_log_of_the_floor(make: Make) -> None:
@@ -441,14 +431,6 @@ def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model:
     assert scores["sampled_distance_rejected"] == 1 and "sampled_reward" in scores
 
 
-def test_an_evaluation_set_attacks_from_the_training_prompts_too(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
-    strict = ("eval.sets.strict.threshold=0.9", "eval.sets.strict.prompts=1")
-    parts = check(config(wide_model, tmp_path / "run", *settings, *strict))
-    assert [p.text for p in parts.sets["strict"].prompts] == ["1+"]
-
-
 def test_an_asynchronous_run_with_everything(
     settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
@@ -524,31 +506,3 @@ def test_a_share_of_the_searches_explores(tiny_model: Path, tmp_path: Path) -> N
     assert drawn == [searcher._sampling(seed).explore for seed in range(1000)]
     plain = check(config(tiny_model, tmp_path)).search_setup().build("cpu", False)
     assert {plain._sampling(seed).explore for seed in range(100)} == {None}
-
-
-@pytest.mark.slow
-def test_150_000_attacks_on_one_prompt_cost_less_than_a_hundredth_of_a_step() -> None:
-    """10 ms, of a step that takes a second: the paper's took 1.2 s."""
-    rng = np.random.default_rng(0)
-    buffer, prompt = ReplayBuffer(150_000, 150_000), Prompt("attack", "1+")
-
-    def arriving(count: int) -> list[Group]:
-        tokens = rng.integers(50_000, size=(count, 20), dtype=np.int32)
-        logp = -rng.random((count, 20), np.float32)
-        made = []
-        for own, p in zip(tokens, logp, strict=True):
-            made.append(Trajectory(own, p, p, float(rng.normal(-3, 2)), 0, True))
-        return [Group(prompt, np.zeros(9, np.int32), tuple(made))]
-
-    for _ in range(150):
-        buffer.add(arriving(1000), now=0)
-    assert len(buffer) == 150_000
-    seconds = []
-    for step in range(100):
-        groups = arriving(128)
-        started = time.perf_counter()
-        buffer.add(groups, now=step)
-        drawn = buffer.sample(1, 128, Mixture(recent=0.5, reward=0.5), step, rng)
-        seconds.append(time.perf_counter() - started)
-        assert len({t.tokens.tobytes() for t in drawn[0].trajectories}) == 128
-    assert median(seconds) < 0.010

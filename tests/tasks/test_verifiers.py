@@ -85,7 +85,7 @@ REFUSED = {
         "has set-up",
     ),
     "container": (f"NEEDS_CONTAINER = True\n\n    {REWARD}", "has a container"),
-    "none": ("pass", "its tasks have no rewards"),
+    "none": ("pass", "has no rewards"),
 }
 
 

@@ -48,23 +48,24 @@ def conversation(prompt: Text, completion: Text) -> list[Message]:
 
     A completion that goes on with the last message of the prompt is one message with it.
     """
-    messages: list[dict[str, Any]] = []
-    for role, text in (("user", prompt), ("assistant", completion)):
-        own = [{"role": role, "content": text}] if isinstance(text, str) else text
-        for message in own:
-            content, last = text_of(message.get("content")), messages[-1:]
-            if own is not prompt and last and last[0]["role"] == message["role"] == "assistant":
-                content = messages.pop()["content"] + content
-            messages.append({**message, "content": content})
+    messages = [*_messages("user", prompt)]
+    for message in _messages("assistant", completion):
+        if messages and messages[-1]["role"] == message["role"] == "assistant":
+            message["content"] = messages.pop()["content"] + message["content"]
+        messages.append(message)
     return list(messages)
+
+
+def _messages(role: str, text: Text) -> list[dict[str, Any]]:
+    messages = [{"role": role, "content": text}] if isinstance(text, str) else text
+    return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 
 def fill(template: str, prompt: Text, completion: Text) -> str:
     """Return a template with the text of a prompt and its completion; messages are paragraphs."""
     texts = {}
     for mark, text in (("{prompt}", prompt), ("{completion}", completion)):
-        paragraphs = [text] if isinstance(text, str) else [text_of(m.get("content")) for m in text]
-        texts[mark] = "\n\n".join(paragraphs)
+        texts[mark] = "\n\n".join(message["content"] for message in _messages("", text))
     # in one pass, because a prompt may itself have "{completion}" in it
     return re.sub(r"\{prompt\}|\{completion\}", lambda mark: texts[mark[0]], template)
 

@@ -1,4 +1,4 @@
-"""A model that scores or answers: found before a run starts, loaded in each searcher's process."""
+"""A model that scores or answers: checked before a run starts, loaded by each searcher."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +121,7 @@ class JudgeModel:
                 rows = self.tokenizer.apply_chat_template(
                     [conversation(*pair) for pair in pairs],
                     add_generation_prompt=asks,
-                    sanitize_control_tokens=True,  # a policy could write those of its judge
+                    sanitize_control_tokens=True,  # which a policy could write
                     return_dict=True,
                 )["input_ids"]
         longest = min(context(self.config, self.tokenizer), self.tokenizer.model_max_length)
