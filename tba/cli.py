@@ -111,7 +111,7 @@ def sweep(
 @app.command("eval", context_settings=PASS_ON)
 def evaluate(
     model: Annotated[
-        str, Argument(metavar="RUN|MODEL", help="Folder of a run, model or adapter; or a hub name.")
+        str, Argument(metavar="RUN|MODEL", help="Folder of a run or a model; or a hub name.")
     ],
     settings: ConfigSettings = None,
     reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from test_loop import config
-from test_lora import small
 
 import tba
 from tba.assemble import open_run, run
@@ -216,25 +214,7 @@ def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path)
         evaluate_model(str(model), load(None, ["eval.samples=5"]))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
-def test_an_adapters_folder_is_evaluated_with_a_config(
-    toy_model: Path, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """As in its run, also in its KL to the model that it was trained on, which its files name."""
-    run(small(toy_model, tmp_path / "run", "eval.prompts=1", "eval.samples=64", "eval.k=[]"))
-    of_run = evaluate_run(tmp_path / "run", [], reference=False)
-    adapter = Path(share(tmp_path / "run", tmp_path / "adapter", adapter=True))
-    plain = load(tmp_path / "run").nested()
-    del plain["policy"]["model"]
-    (tmp_path / "run.json").write_text(json.dumps(plain))
-    scores = evaluate_model(str(adapter), load(tmp_path / "run.json"))
-    assert scores.keys() == of_run.keys() - {"run"}
-    assert abs(scores["sampled_log_ratio"]) > 1e-3
-    for name in ("sampled_reward", "greedy_reward", "sampled_log_ratio"):
-        assert scores[name] == pytest.approx(of_run[name], abs=1e-4)
-    other = [f"policy.model={make_model()}"]
-    with pytest.raises(ValueError, match=r"the adapter in .* does not fit"):
-        evaluate_model(str(adapter), load(tmp_path / "run.json", other))
-    (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no adapter_model.safetensors, the only format"):
-        evaluate_model(str(adapter), load(tmp_path / "run.json"))
+def test_an_adapter_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="evaluate the whole model, which `tba export RUN FOLDER`"):
+        evaluate_model(str(tmp_path), load(None, ["task=arithmetic"]))

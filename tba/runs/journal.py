@@ -4,7 +4,6 @@ TensorBoard, Weights & Biases and trackio have the panels of the first screen un
 """
 
 import json
-import logging
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,6 @@ IDENTITY = "wandb_id"
 """File with the run's identity: folders of different studies may have the same name."""
 LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
-
-log = logging.getLogger(__name__)
 
 
 def check_wandb() -> None:
@@ -195,14 +192,9 @@ class Journal:
         self._shown = []
 
     def _show(self, show: Callable[[Sink], None]) -> None:
-        """Give something to every sink. One whose files cannot be written gets nothing more."""
-        for sink in list(self._sinks):
-            try:
-                show(sink)
-            except OSError as error:  # TensorBoard's thread has ended then
-                told = "%s: %s; it gets nothing more until the run is resumed"
-                log.warning(told, type(sink).__name__, error)
-                self._sinks.remove(sink)
+        """Give something to every sink."""
+        for sink in self._sinks:
+            show(sink)
 
     def _write(self, name: str, row: dict[str, Any]) -> None:
         for key, value in row.items():

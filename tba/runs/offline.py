@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from tba.config.schema import Config
 from tba.learn.state import MODEL, read_model
-from tba.models.lora import ADAPTER, SETTINGS, merged
+from tba.models.lora import SETTINGS
 from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
@@ -55,40 +54,20 @@ def evaluate_run(
 
 
 def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:
-    """Return the scores of a model or a PEFT adapter's folder on the config's held-out prompts.
+    """Return the scores of a model on the config's held-out prompts.
 
-    A model is its own reference, and has no KL. That of an adapter is the model it was trained on.
+    A model is its own reference, and has no KL.
     """
+    if (Path(model).expanduser() / SETTINGS).is_file():
+        raise ValueError(
+            f"{model} is an adapter; evaluate the whole model, which `tba export RUN FOLDER` writes"
+        )
     check_evaluated(model, config)
-    adapter = Path(model).expanduser()
-    is_adapter = (adapter / SETTINGS).is_file()
-    base = _base(adapter, config) if is_adapter else model
-    policy = config.policy.model_copy(update={"model": base, "lora": None})
+    policy = config.policy.model_copy(update={"model": model, "lora": None})
     parts = _checked(config.model_copy(update={"policy": policy}), completions)
-    weights = None
-    if is_adapter:
-        try:
-            whole = merged(policy, adapter)
-        except RuntimeError as error:  # other shapes
-            raise ValueError(f"the adapter in {model} does not fit {base}: {error}") from error
-        weights = _rounded(dict(whole.named_parameters()), parts.config, version=0)
-    scores = _evaluate(parts, weights, None, completions)
-    if not is_adapter:
-        scores = {name: v for name, v in scores.items() if not name.endswith("_log_ratio")}
-    return {"model": model, "prompts": len(parts.held_out), **scores}
-
-
-def _base(adapter: Path, config: Config) -> str:
-    """Return the model of an adapter: policy.model if that is set, or else what its files name."""
-    if find_spec("peft") is None:
-        raise ValueError(f"{adapter} is an adapter, which needs PEFT: pip install -e '.[lora]'")
-    if not (adapter / ADAPTER).is_file():
-        raise ValueError(f"{adapter} has no {ADAPTER}, the only format of adapters that is loaded")
-    named = json.loads((adapter / SETTINGS).read_text("utf-8")).get("base_model_name_or_path")
-    base = config.policy.model if "model" in config.policy.model_fields_set else named
-    if not base:
-        raise ValueError(f"{adapter} does not name the model that it belongs to; set policy.model")
-    return str(base)
+    scores = _evaluate(parts, None, None, completions)
+    kept = {name: v for name, v in scores.items() if not name.endswith("_log_ratio")}
+    return {"model": model, "prompts": len(parts.held_out), **kept}
 
 
 def _checked(config: Config, completions: Path | None) -> RunSetup:

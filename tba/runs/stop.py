@@ -42,8 +42,6 @@ class Stop:
         """Print a line. If standard output was closed, as by `| head`, ask to save and stop."""
         try:
             print(line, flush=True)
-        except UnicodeEncodeError:  # the locale lacks a character
-            print(line.encode("ascii", "backslashreplace").decode(), flush=True)
         except BlockingIOError:  # a program that a reward has started shares it, and changed it
             os.set_blocking(sys.stdout.fileno(), True)
             sys.stdout.flush()
