@@ -75,7 +75,8 @@ def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
 
 def measures_of(runs: Sequence[pd.DataFrame]) -> dict[str, str]:
     """Return the score to show of each subset: pass@1 if all evaluations of it have that."""
-    end, found = "/sampled_reward", {"": list(runs)}
+    end = "/sampled_reward"
+    found = {"": list(runs)}
     for evaluations in runs:
         for column in evaluations:
             name = column.removeprefix("eval/").removesuffix(end)

@@ -56,16 +56,19 @@ class Record:
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after by label; `measures` has the score of each subset."""
-        evaluations, texts = self.evaluations.to_dict("records"), {}
+        evaluations = self.evaluations.to_dict("records")
+        texts = {}
         ends = evaluations[:1] + evaluations[1:][-1:]
         for subset, measure in measures.items():
             for mode in MODES:
                 column, _ = names(measure, mode, subset)
                 both = [score(e, measure, mode, subset) for e in ends if column in e]
                 texts[f"{subset or 'Held-out'} {measure}, {mode}"] = " → ".join(both) or "–"
-        tenth, reward = ceil(len(self.steps) / 10), self.steps["reward"]
+        tenth = ceil(len(self.steps) / 10)
+        reward = self.steps["reward"]
         tenths = reward.head(tenth).mean(), reward.tail(tenth).mean()
-        done, planned = self.steps["step"].iloc[-1], self.config["run"]["steps"]
+        done = self.steps["step"].iloc[-1]
+        planned = self.config["run"]["steps"]
         return {
             **texts,
             "Evaluated at step": " → ".join(f"{e['step']:,.0f}" for e in ends) or "–",
@@ -76,7 +79,8 @@ class Record:
 
     def facts(self) -> Mapping[str, str]:
         """Return further facts by label."""
-        totals, (lag_mean, lag_max) = self.totals, (self.steps[name] for name in LAG)
+        totals = self.totals
+        lag_mean, lag_max = (self.steps[name] for name in LAG)
         return {
             "Objective": self.settings["objective.use"].replace('"', ""),
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
@@ -103,7 +107,8 @@ class Record:
 
     def data(self) -> Row:
         """Return what the script of the page shows."""
-        steps, evaluations = columns(self.steps), columns(self.evaluations)
+        steps = columns(self.steps)
+        evaluations = columns(self.evaluations)
         scored = [s["reward"] for s in self.samples if s["reward"] is not None] or [0.0]
         answer = self.config["task"].get("answer_column") or "answer"  # with the right answers
         shown = {"steps": steps, "evaluations": evaluations, "groups": self.groups()}
@@ -128,8 +133,10 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         return None
     # a resumed run may have repeated an evaluation
     evaluations = metrics[~is_step].drop_duplicates("step", keep="last").sort_values("step")
-    at, generated = [0, *steps["step"]], [0, *steps["samples_generated"]]
-    evaluations["samples_generated"] = np.interp(evaluations["step"], at, generated)
+    generated = [0, *steps["samples_generated"]]
+    evaluations["samples_generated"] = np.interp(
+        evaluations["step"], [0, *steps["step"]], generated
+    )
     sessions = read(path / SESSIONS)
     spans = _spans(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
     changed = _changed(spans)

@@ -155,7 +155,8 @@ def _best_table(layout: Layout) -> pd.DataFrame:
     settings = layout.rows.groupby("setting")["settings"].first()
     keys = dict.fromkeys(key for own in settings for key in own if key != SEED)
     varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
-    rows, limits = [], layout.settings[layout.numeric].agg(["min", "max"])
+    rows = []
+    limits = layout.settings[layout.numeric].agg(["min", "max"])
     for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
         best = layout.best(group.index)
         if best is not None and layout.keys:
@@ -212,7 +213,9 @@ def _toml(value: Any) -> str:
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
     """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
-    ledger, rows, page = read_ledger(folder), write_results(folder), out or folder / "report"
+    ledger = read_ledger(folder)
+    rows = write_results(folder)
+    page = out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
     if begun.empty:
         raise ValueError(
@@ -260,7 +263,8 @@ def colours_of(values: list[Any]) -> Colours:
 
 def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
     """Return a chart for each value of what else was varied, with a line for each setting."""
-    settings, drawn = layout.settings, layout.curves.index.unique(0)
+    settings = layout.settings
+    drawn = layout.curves.index.unique(0)
     charts = []
     for panel, own in panels(settings[settings.index.isin(drawn)], layout.lines).items():
         curves = {s: layout.curves.loc[s] for s in own.index}
@@ -271,7 +275,8 @@ def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
 
 def _against(layout: Layout, colours: Colours) -> list[Row]:
     """Return charts of the metric at the end against a number that was varied, if there is one."""
-    key, last = layout.number, layout.ends["last"].dropna(subset="mean")
+    key = layout.number
+    last = layout.ends["last"].dropna(subset="mean")
     if key is None or last.empty:
         return []
     values = sorted(layout.settings[key].astype(float).unique())
@@ -301,11 +306,13 @@ def _fronts(layout: Layout, colours: Colours, published: Published) -> list[Row]
         both = both.dropna(subset=[(cost, "mean"), ("last", "mean")]) if len(both) else both
         if len(both) < 2:
             continue
-        x, y = both[cost, "mean"].sort_values(), both["last", "mean"]
+        x = both[cost, "mean"].sort_values()
+        y = both["last", "mean"]
         spread = both.xs("sem", axis=1, level=1).fillna(0)
         lines = []
         for s in x.index:
-            name, colour = title(layout.settings.loc[s, layout.keys[::-1]]), layout.line(s)
+            name = title(layout.settings.loc[s, layout.keys[::-1]])
+            colour = layout.line(s)
             ends = {"left": x[s] - spread[cost][s], "right": x[s] + spread[cost][s]}
             ends |= {"low": y[s] - spread["last"][s], "high": y[s] + spread["last"][s]}
             bars = {key: [value] for key, value in ends.items()}
@@ -351,7 +358,8 @@ def _band(
 
 def _chart(layout: Layout, panel: str, lines: list[Row], axis: Row) -> Row:
     """Return a chart as JSON. All charts of a grid have the same scale of scores."""
-    name, form = layout.metric.replace("_", " "), "share" if "pass@" in layout.metric else "number"
+    name = layout.metric.replace("_", " ")
+    form = "share" if "pass@" in layout.metric else "number"
     scores = pd.concat(
         [layout.curves[["min", "max"]].stack(), layout.ends["last"][["min", "max"]].stack()]
     )

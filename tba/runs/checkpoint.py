@@ -45,8 +45,10 @@ from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
 from tba.weights import read_weights, trained, write_weights
 
-STATE, HELD = "state.json", "held.safetensors"
-SEARCH_WEIGHTS, REFERENCE = "search_weights.safetensors", "reference.safetensors"
+STATE = "state.json"
+HELD = "held.safetensors"
+SEARCH_WEIGHTS = "search_weights.safetensors"
+REFERENCE = "reference.safetensors"
 
 FORMAT = 7  # version of a generation's files; those of another are not resumed
 
@@ -117,7 +119,8 @@ class Checkpoints:
         started = time.perf_counter()
         self.wait()
         target = path_of(self._folder, progress.step)
-        aside, name = self._folder / f".{target.name}", f"checkpoint of step {progress.step}"
+        aside = self._folder / f".{target.name}"
+        name = f"checkpoint of step {progress.step}"
         own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
         remove(aside)
         aside.mkdir()
@@ -140,7 +143,8 @@ class Checkpoints:
             except BaseException as error:  # raised in the train loop by `wait`
                 self._error = error
 
-        self._step, self._until = progress.step, time.monotonic() + self._deadline
+        self._step = progress.step
+        self._until = time.monotonic() + self._deadline
         # a daemon, so that an interrupted process does not wait for it
         self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
@@ -156,7 +160,8 @@ class Checkpoints:
             limit = f"checkpoint.deadline = {self._deadline:g} s"
             raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
         error = self._error
-        self._thread, self._error = None, None
+        self._thread = None
+        self._error = None
         if error is not None:
             raise RuntimeError(f"{problem}: {error}") from error
 
@@ -169,7 +174,8 @@ class Checkpoints:
         if self._thread is not None and self._thread.is_alive() and time.monotonic() < self._until:
             return {}
         self.wait()
-        seconds, self._seconds = self._seconds, defaultdict(float)
+        seconds = self._seconds
+        self._seconds = defaultdict(float)
         return seconds
 
     def __enter__(self) -> "Checkpoints":

@@ -40,7 +40,8 @@ def announce(config: Config) -> None:
 
 def open_console(config: Config, write: Callable[[str], None]) -> "Console":
     """Return the console that `log.console` names; `write` prints a line."""
-    kind, steps = config.log.console, config.run.steps
+    kind = config.log.console
+    steps = config.run.steps
     if kind == "live" or (kind == "auto" and sys.stdout is not None and sys.stdout.isatty()):
         return LiveConsole(steps)
     return Console(steps, (lambda line: None) if kind == "off" else write)
@@ -49,14 +50,17 @@ def open_console(config: Config, write: Callable[[str], None]) -> "Console":
 class Console:
     """Plain lines: one for each of the first steps, then one every few seconds."""
 
-    EVERY, SILENCE = 5.0, 30.0
+    EVERY = 5.0
+    SILENCE = 30.0
     """Seconds between two lines of steps; seconds after which an unchanged phase is repeated."""
 
     def __init__(self, steps: int, write: Callable[[str], None]):
         self._steps = steps
         self.note = write
         self._last_line = self._last_phase = 0.0  # times
-        self._phase, self._kind, self._since = "", "", 0.0
+        self._phase = ""
+        self._kind = ""
+        self._since = 0.0
         self._stepped = False
         self._held_out: dict[str, float] = {}  # scores of the latest evaluation
         self._followed: str | None = None  # held-out prompt whose answers are shown
@@ -66,12 +70,14 @@ class Console:
 
         Before the first step, a new phase is shown at once; else only after some silence.
         """
-        now, is_new = time.monotonic(), self._enter(text)
+        now = time.monotonic()
+        is_new = self._enter(text)
         wait = self.SILENCE if text == self._phase else 2 * self.EVERY
         if is_new and not self._stepped:
             wait = 0.0
         if now - max(self._last_line, self._last_phase) >= wait:
-            self._last_phase, self._phase = now, text
+            self._last_phase = now
+            self._phase = text
             self.note(text if is_new else f"{text}, for {now - self._since:.0f} s")
 
     def _enter(self, text: str) -> bool:
@@ -79,7 +85,8 @@ class Console:
         kind = re.sub(r"\d+", "", text)
         is_new = kind != self._kind
         if is_new:
-            self._kind, self._since = kind, time.monotonic()
+            self._kind = kind
+            self._since = time.monotonic()
         return is_new
 
     def warn(self, text: str) -> None:
@@ -220,7 +227,8 @@ def in_a_line(scores: Mapping[str, float]) -> str:
         if name.startswith("sampled_") and name.endswith("_rejected"):
             measure = name.removesuffix("_rejected")
             if measure in scores:
-                mean, error = scores[measure], scores[f"{measure}_stderr"]
+                mean = scores[measure]
+                error = scores[f"{measure}_stderr"]
                 label = measure.removeprefix("sampled_").replace("_", " ")
                 parts.append(f"{label} {mean:.3f} ± {error:.3f}")
             if share:

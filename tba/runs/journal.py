@@ -214,7 +214,8 @@ def _readable(value: Any) -> Any:
 def _append(path: Path, line: bytes) -> None:
     """Append a line to a file, all of it or nothing."""
     with open(path, "ab", buffering=0, opener=own) as file:
-        end, rest = file.tell(), line
+        end = file.tell()
+        rest = line
         try:
             while rest:
                 rest = rest[file.write(rest) :]

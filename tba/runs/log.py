@@ -11,8 +11,13 @@ from tba.config.schema import Config, read_json
 from tba.runs.files import write_whole
 from tba.runs.generations import generations
 
-METRICS, SAMPLES, SUMMARY, CONFIG = "metrics.jsonl", "samples.jsonl", "summary.json", "config.json"
-SESSIONS, WARNINGS, CHECKPOINTS = "sessions.jsonl", "warnings.jsonl", "checkpoints"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+SUMMARY = "summary.json"
+CONFIG = "config.json"
+SESSIONS = "sessions.jsonl"
+WARNINGS = "warnings.jsonl"
+CHECKPOINTS = "checkpoints"
 
 Replay = Literal["keep", "rescore", "drop"]
 """What a resumed run does with its replay buffer: keep it, score it again, or empty it."""

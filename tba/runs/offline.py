@@ -42,7 +42,9 @@ def evaluate_run(
     if reference and step is not None:
         raise ValueError("--reference evaluates the model before training; leave out --step")
     config = stored_config(run, settings)
-    model, weights, changed = config.policy.model, None, None
+    model = config.policy.model
+    weights = None
+    changed = None
     with nullcontext() if reference else chosen(run, step) as generation:
         parts = _checked(config, completions)
         if generation is not None:
@@ -119,7 +121,9 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     """
     check_responses(run, out)
     config = config_of(run)
-    text, stop, buffer = load_text(config.policy), config.sampling.stop, ReplayBuffer()
+    text = load_text(config.policy)
+    stop = config.sampling.stop
+    buffer = ReplayBuffer()
     with chosen(run, step) as generation:
         buffer.load(generation)
     rows: dict[str, dict[str, Any]] = {}

@@ -49,7 +49,8 @@ class Result:
 
         It is that of the newest checkpoint, of a `step`, or the "best" (see docs/tasks.md).
         """
-        policy, folder = config_of(self.folder).policy, choose(self.folder, step) / MODEL
+        policy = config_of(self.folder).policy
+        folder = choose(self.folder, step) / MODEL
         if policy.lora is not None:
             return merged(policy, folder)
         return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
