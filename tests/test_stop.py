@@ -62,7 +62,7 @@ def test_the_token_that_completes_a_stop_string(
     text = text_of(vocabulary, decoder)
     response = np.array(tokens, np.int32)
     assert length_to_stop(text, response, ["none", stop]) == length
-    stops = StopStrings(text, (stop, "none"), 9, "cpu")
+    stops = StopStrings(text, (stop, "none"), "cpu")
     ends = []
     for n in range(1, (length or len(tokens)) + 1):
         if stops.possible[tokens[n - 1]] and stops.completed(response[:n]):
@@ -72,7 +72,7 @@ def test_the_token_that_completes_a_stop_string(
 
 def test_only_tokens_that_can_be_the_last_are_searched() -> None:
     text = text_of(BYTES, decoders.ByteLevel())
-    possible = StopStrings(text, ("b\n",), 9, "cpu").possible
+    possible = StopStrings(text, ("b\n",), "cpu").possible
     assert [BYTES[i] for i in possible.nonzero()] == ["Ã", "©", "Ċ", "aĊĊ"]
 
 

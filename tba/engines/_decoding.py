@@ -176,13 +176,13 @@ class StopStrings:
 
     possible: Bool[Tensor, " V"]
 
-    def __init__(self, text: Tokenizer, stop: Sequence[str], vocabulary: int, device: str):
+    def __init__(self, text: Tokenizer, stop: Sequence[str], device: str):
         self.stop = tuple(stop)
         self._decode = text.tokenizer.decode
         last = {each[-1] for each in stop} | {INCOMPLETE}
-        possible = np.zeros(vocabulary, bool)
-        self._silent = np.zeros(vocabulary, bool)
-        for token in range(min(vocabulary, len(text.tokenizer))):
+        possible = np.zeros(text.vocabulary, bool)
+        self._silent = np.zeros(text.vocabulary, bool)
+        for token in range(min(text.vocabulary, len(text.tokenizer))):
             # twice: some decoders drop a space at the beginning
             shown = self._decode([token, token], skip_special_tokens=True)
             possible[token] = not last.isdisjoint(shown)

@@ -5,23 +5,15 @@ It is imported in the process that generates, once the environment is prepared.
 
 import math
 import os
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -29,19 +21,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.sample import sampler
 
 from tba.engines._batch import Output, Request
 from tba.weights import as_tensor
-
-SELF_CONTAINED = "tba"
-"""Name of our own backend of vLLM's weight transfer."""
-TRANSFER = WeightTransferConfig(backend=SELF_CONTAINED)
-WORKER = f"{__name__}.Worker"
-"""Class whose name makes vLLM's processes import this file."""
 
 
 class Engine:
@@ -49,8 +33,6 @@ class Engine:
 
     def __init__(self, arguments: Mapping[str, Any], device: str, deadline: float):
         InProcess.gpu = int(device.partition(":")[2] or 0)
-        if current_platform.is_cpu():
-            sampler.batched_count_greater_than = _no_ranks
         with _undisturbed():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._deadline = deadline
@@ -59,7 +41,6 @@ class Engine:
         self._adapters: list[LoRARequest] = []
         """Adapters that vLLM has, the newest last."""
         self._numbered = 0
-        self._call("init_weight_transfer_engine", {"init_info": {}})
 
     def add(self, key: str, request: Request) -> None:
         adapter = self._adapters[-1] if self._adapters else None
@@ -88,9 +69,8 @@ class Engine:
 
     def load(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
         """Load all weights, and forget what the old ones computed, for running requests as well."""
-        self._call("start_weight_update")
-        self._call("update_weights", {"update_info": {"arrays": dict(arrays)}})
-        self._call("finish_weight_update")
+        kwargs = {"arrays": dict(arrays)}
+        self._engine.collective_rpc("load_arrays", timeout=self._deadline, kwargs=kwargs)
         self._engine.set_weight_version(str(version))
         if not self.reset_cache():
             raise RuntimeError("the prefix cache could not be reset after a weight update")
@@ -113,9 +93,6 @@ class Engine:
     def reset_cache(self) -> bool:
         """Empty the prefix cache. Running requests compute their tokens again."""
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
-
-    def _call(self, method: str, arguments: dict[str, Any] | None = None) -> None:
-        self._engine.collective_rpc(method, timeout=self._deadline, kwargs=arguments)
 
     def _output(self, result: Any) -> Output:
         (one,) = result.outputs
@@ -146,47 +123,15 @@ class InProcess(UniProcExecutor):
 
 
 class Worker:
-    """Empty extension of vLLM's workers."""
+    """Extension of vLLM's workers, in whose processes its name imports this file."""
 
-
-@dataclass
-class Init(WeightTransferInitInfo):
-    """An empty agreement: the arrays come with the update."""
-
-
-@dataclass
-class Update(WeightTransferUpdateInfo):
-    """Arrays of `tba.weights.Weights`, by their names in a checkpoint."""
-
-    arrays: dict[str, np.ndarray]
-
-
-class Arrays(WeightTransferEngine[Init, Update]):
-    """Receives weights as arrays, which vLLM then loads like those of a checkpoint."""
-
-    init_info_cls = Init
-    update_info_cls = Update
-
-    def init_transfer_engine(self, init_info: Init) -> None: ...
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # not the inherited method, which waits for an accelerator even if there is none
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: Update) -> None:
-        arrays = update_info.arrays.items()
-        self.model.load_weights((name, as_tensor(array)) for name, array in arrays)
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None: ...
-
-
-WeightTransferEngineFactory.register_engine(SELF_CONTAINED, Arrays)
+    def load_arrays(self: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        """Load weights like a checkpoint's."""
+        model = self.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            model.load_weights((name, as_tensor(array)) for name, array in arrays.items())
+            finalize_layerwise_reload(model, self.model_config)
 
 
 def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
@@ -214,22 +159,13 @@ def _parameters(request: Request) -> SamplingParams:
     )
 
 
-def _no_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return 0 as the rank of each row's token: to count takes an eighth of a step, for nobody."""
-    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-
-
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Undo what vLLM does to the process: it seeds generators, and replaces a torch function."""
     set_num_threads = torch.set_num_threads
     set_num_threads(torch.get_num_threads())  # a thread has a number of its own
-    python = random.getstate()
-    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
         torch.set_num_threads = set_num_threads
-        random.setstate(python)
-        np.random.set_state(numpy)

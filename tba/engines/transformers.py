@@ -162,7 +162,7 @@ class Transformers(Engine):
     ) -> Bool[Tensor, " N"]:
         """Return which of these rows have just completed a stop string."""
         if self._stop is None or self._stop.stop != stop:
-            self._stop = StopStrings(self.text, stop, self._vocabulary, self.device)
+            self._stop = StopStrings(self.text, stop, self.device)
         newest = drawn.tokens[rows, drawn.step - 1].long()
         stopped = self._stop.possible[newest] & ~drawn.ended(rows)
         places = stopped.nonzero().squeeze(1)
@@ -170,11 +170,6 @@ class Transformers(Engine):
         completed = [self._stop.completed(tokens) for tokens in responses]
         stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
         return stopped
-
-    @property
-    def _vocabulary(self) -> int:
-        """Number of tokens that have logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _choose(
         self,

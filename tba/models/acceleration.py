@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tba.config.tables import PolicyTable
 from tba.models.cache import fork
-from tba.models.pretrained import load_empty_model
 
 
 def compile_layers(model: Any) -> None:
@@ -72,17 +70,12 @@ def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> 
     return checkpoint(run, use_reentrant=False)
 
 
-def check_compiler(policy: PolicyTable) -> None:
-    """Raise ValueError if `trainer.compile` cannot work here, or with this model."""
+def check_compiler() -> None:
+    """Raise ValueError if `trainer.compile` cannot work here."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if shutil.which(compiler) is None or not header.is_file():
         raise ValueError(
             f"trainer.compile = true needs a C++ compiler ({compiler}) and Python's headers"
             f" ({header}): apt install g++ python3-dev, or set trainer.compile=false"
-        )
-    if not _layers(load_empty_model(policy)):
-        raise ValueError(
-            f"trainer.compile = true: {policy.model!r} has no layers of transformers' kind;"
-            " set trainer.compile=false"
         )

@@ -194,7 +194,7 @@ def check(config: Config, memory: InMemory | None = None) -> RunSetup:
     if config.policy.lora is not None:
         notes.append(check_adapter(config.policy))
     if config.trainer.compile:
-        check_compiler(config.policy)
+        check_compiler()
     _check_tools(config, task, objective, prompts[0])
     tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
     identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
