@@ -21,7 +21,7 @@ import tba.runs.parts
 from tba.config.schema import load
 from tba.learn.policy import Policy
 from tba.learn.warm_up import warm_up
-from tba.models.acceleration import compile_layers, enable_gradient_checkpointing
+from tba.models.cache import compile_layers, enable_gradient_checkpointing
 from tba.runs.parts import check
 from tba.types import TokenBatch, collate_tokens
 

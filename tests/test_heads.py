@@ -12,7 +12,7 @@ from tba.config.plugins import names, resolve
 from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
-from tba.models.acceleration import enable_gradient_checkpointing
+from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
 from tba.types import Batch

@@ -26,7 +26,7 @@ from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Output, Policy
 from tba.learn.trainer import SingleTrainer
-from tba.models.acceleration import enable_gradient_checkpointing
+from tba.models.cache import enable_gradient_checkpointing
 from tba.models.lora import (
     ADAPTER,
     SETTINGS,

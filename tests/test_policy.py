@@ -27,7 +27,7 @@ import tba.models.cache
 from tba.learn import plan
 from tba.learn.head import TokenLogp
 from tba.learn.policy import Policy
-from tba.models.acceleration import enable_gradient_checkpointing
+from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.types import Batch, collate_tokens
 

@@ -1,11 +1,20 @@
-"""Sizes, positions and masks of a forward pass, and caches that several responses share."""
+"""How a model runs: positions, masks, caches that responses share, logits, and its layers."""
 
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
 from copy import copy
+from functools import partial
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 EVERYONE = -1
 """Owner of a prompt's tokens, which all responses see."""
@@ -108,3 +117,71 @@ def fork(cache: Any) -> Any:
     forked = copy(cache)
     forked.layers = [copy(layer) for layer in cache.layers]
     return forked
+
+
+def compile_layers(model: Any) -> None:
+    """Compile the layers for passes with gradients. They share programs, for any lengths."""
+    run = torch.compile(_run, dynamic=True, fullgraph=True)
+    for index, layer in enumerate(_layers(model)):
+        # a method, which a copy of the model binds to its own layer
+        layer.forward = MethodType(partial(_forward, run, index), layer)
+
+
+def _layers(model: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _forward(run: Callable[..., Any], index: int, layer: Any, *inputs: Any, **options: Any) -> Any:
+    """Run a layer with its part of the cache: with all of it, each layer needs its own program."""
+    inputs, options = _with_caches(lambda cache: cache.layers[index], inputs, options)
+    chosen = run if torch.is_grad_enabled() else _run
+    return chosen(layer, *inputs, **options)
+
+
+def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
+    return type(layer).forward(layer, *inputs, **options)
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass, with a cache: transformers' own way has none."""
+    for layer in _layers(model):
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run a layer with a checkpoint; the second time, the cache is as it was before the first."""
+    before = _with_caches(fork, inputs, options)
+    first = iter([(inputs, options)])
+
+    def run() -> Any:
+        own, named = next(first, before)
+        return forward(*own, **named)
+
+    if not torch.is_grad_enabled():
+        return run()
+    return checkpoint(run, use_reentrant=False)
+
+
+def _with_caches(
+    change: Callable[[Any], Any], inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer with every cache changed."""
+    from transformers import Cache
+
+    def changed(value: Any) -> Any:
+        return change(value) if isinstance(value, Cache) else value
+
+    return tuple(map(changed, inputs)), {name: changed(x) for name, x in options.items()}
+
+
+def check_compiler() -> None:
+    """Raise ValueError if `trainer.compile` cannot work here."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which(compiler) is None or not header.is_file():
+        raise ValueError(
+            f"trainer.compile = true needs a C++ compiler ({compiler}) and Python's headers"
+            f" ({header}): apt install g++ python3-dev, or set trainer.compile=false"
+        )

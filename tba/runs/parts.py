@@ -17,12 +17,12 @@ from tba.learn.policy import Policy
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.learn.warm_up import warm_up
-from tba.models.acceleration import (
+from tba.models.cache import (
     check_compiler,
+    check_rotary,
     compile_layers,
     enable_gradient_checkpointing,
 )
-from tba.models.cache import check_rotary
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (
     EAGER_TOKENS,
