@@ -1,6 +1,6 @@
 """Sum the lines of the files that docs/architecture.md lists under "Read these first".
 
-    python scripts/reading_path.py
+python scripts/reading_path.py
 """
 
 from __future__ import annotations

@@ -123,19 +123,19 @@ def test_libraries_do_not_count_wherever_they_are_installed(
 
 
 def test_a_package_on_the_path_counts_with_what_it_imports(user: Path) -> None:
-    package = user / "mylab" / "inner"
+    package = user / "ourlab" / "inner"
     package.mkdir(parents=True)
-    (user / "mylab" / "__init__.py").write_text("")
+    (user / "ourlab" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("from ..base import ONE\n")
-    (user / "mylab" / "base.py").write_text("ONE = 1.0\n")
+    (user / "ourlab" / "base.py").write_text("ONE = 1.0\n")
     text = "from . import ONE\n\ndef one(completions):\n    return [ONE] * len(completions)\n"
     (package / "rewards.py").write_text(text)
 
-    importlib.import_module("mylab.inner.rewards")  # as the task does
-    before = source(reward="mylab.inner.rewards:one")
+    importlib.import_module("ourlab.inner.rewards")  # as the task does
+    before = source(reward="ourlab.inner.rewards:one")
     assert {"rewards.py", "base.py"} < set(before.files.values())
-    rewrite(user / "mylab" / "base.py", "1.0", "2.0")
-    assert source(reward="mylab.inner.rewards:one").changed(before) == ["base.py"]
+    rewrite(user / "ourlab" / "base.py", "1.0", "2.0")
+    assert source(reward="ourlab.inner.rewards:one").changed(before) == ["base.py"]
 
 
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {

@@ -91,7 +91,7 @@ def group(text: Tokenizer, prompt: str, *answers: str) -> Group:
 def estimate(
     text: Tokenizer, groups: list[Group], rollouts: int, step_tokens: int
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
-    engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False)
+    engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False, sampling=SAMPLING)
     request = ValueRollouts(rollouts, step_tokens)
     all_of = Rollouts(engine, text, Guard({"": Digits()}, 10.0), SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)

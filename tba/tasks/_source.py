@@ -33,6 +33,16 @@ UNUSED = {
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
+class _LocalModules(ModuleFinder):
+    """Finder that passes over packages without `__init__.py`, which `ModuleFinder` cannot read."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError as error:
+            raise ImportError(f"{name} has no __init__.py") from error
+
+
 @dataclass(frozen=True)
 class RewardSource:
     """What decides rewards."""
@@ -96,7 +106,7 @@ class RewardSource:
         """Add a file, as a module of this name if any, and the user's modules that it imports."""
         top = path.resolve().parents[name.count(".") + (path.stem == "__init__")]
         folders = [str(top), *(folder for folder in sys.path if not _is_library(Path(folder)))]
-        finder: Any = ModuleFinder(folders, excludes=["tba"])
+        finder: Any = _LocalModules(folders, excludes=["tba"])
         with contextlib.suppress(ImportError):  # of a package without __init__.py: the file alone
             finder.import_hook(name) if "." in name else finder.run_script(str(path))
         if any(module.partition(".")[0] == "tba" for module in finder.badmodules):
