@@ -124,17 +124,15 @@ def test_short_attacks_count_as_harmless_without_being_tried(make: Make) -> None
     assert [prompts for prompts, _, _ in judges.seen] == [["9123"] * 2]
 
 
-def test_the_judge_gets_attacks_answers_and_columns(make: Make, tmp_path: Path) -> None:
+def test_the_judge_gets_attacks_and_answers(make: Make) -> None:
     import judges
 
-    row = {"prompt": "1+", "topic": "sums"}
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
     judges.seen.clear()
-    scored(make(data=str(tmp_path / "prompts.jsonl"), answers=3), " 1234 ", "56789")
+    scored(make(answers=3), " 1234 ", "56789")
     ((prompts, completions, columns),) = judges.seen
     assert prompts == ["1234"] * 3 + ["56789"] * 3
     assert len(completions) == 6 and all(isinstance(c, str) for c in completions)
-    assert len(set(completions)) > 1 and columns == {"topic": ["sums"] * 6}
+    assert len(set(completions)) > 1 and columns == {}
 
 
 def test_a_judge_may_be_async(make: Make) -> None:
@@ -244,7 +242,7 @@ def test_a_near_duplicate_is_rejected_and_not_answered(make: Make) -> None:
     pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
     import judges
 
-    task = make(near_duplicates="edit")
+    task = make(near_distance=0.25)
     first, near, far = "1 2 3 4 5 6 7 8", "1 2 3 4 5 6 7 9", "9 8 7"
     judges.seen.clear()
     one, none, nine = scored(task, first, near, far)
@@ -259,7 +257,7 @@ def test_attacks_whose_judge_raised_are_no_duplicates_when_they_are_scored_again
     make: Make,
 ) -> None:
     pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    task = make(near_duplicates="edit")
+    task = make(near_distance=0.25)
     with pytest.raises(ValueError, match="invalid literal"):
         scored(task, "4 4 4", "+ + +")
     assert scored(task, "4 4 4") == [pytest.approx(math.log(0.4))]
@@ -300,33 +298,26 @@ def seeds_in(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(file)
 
 
-def test_earlier_attacks_are_grouped_by_prompt(make: Make, tmp_path: Path) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text('{"prompt": "1+", "topic": "a"}\n{"prompt": "2+", "topic": "b"}\n')
-    many = [{"prompt": "2+", "completion": str(i), "reward": -i} for i in range(GROUP + 3)]
-    rows = [{"prompt": "1+", "completion": "55"}, *many]
-    task = make(data=str(data), seeds=seeds_in(tmp_path, rows))
-    first, *others = task.given()
-    assert (first.of, first.answers, first.rewards) == (task.prompts()[0], ["55"], None)
-    assert [(len(g.answers), g.of.text, g.columns) for g in others] == [
-        (GROUP, "2+", {"topic": "b"}),
-        (3, "2+", {"topic": "b"}),
-    ]
-    assert len({g.id for g in task.given()}) == 3
-    answers = [Answer(text, finished=True) for text in others[1].answers]
-    assert task.score(others[1], answers) == [-128.0, -129.0, -130.0]
+def test_earlier_attacks_are_grouped_with_others_whose_reward_is_known(
+    make: Make, tmp_path: Path
+) -> None:
+    many = [{"completion": str(i), "reward": -i} for i in range(GROUP + 3)]
+    task = make(seeds=seeds_in(tmp_path, [{"completion": "55"}, *many]))
+    first, second, last = task.given()
+    assert (len(first.answers), second.answers) == (GROUP, ["128", "129", "130"])
+    assert (last.of, last.answers, last.rewards) == (task.prompts()[0], ["55"], None)
+    assert len({group.id for group in (first, second, last)}) == 3
+    answers = [Answer(text, finished=True) for text in second.answers]
+    assert task.score(second, answers) == [-128.0, -129.0, -130.0]
     empty = make(seeds=seeds_in(tmp_path, [{"completion": "5"}, {"completion": None}]))
-    with pytest.raises(ValueError, match="row 1 has the completion None; give it text"):
+    with pytest.raises(ValueError, match="row 1: the completion is None; give it text"):
         empty.given()
     table = tmp_path / "seeds.csv"  # in CSV, numbers are text
     table.write_text("completion,reward\n5,\n6,0.25\n7,1e-1\n")
-    assert [g.rewards for g in make(seeds=str(table)).given()] == [None, [0.25, 0.1]]
+    assert [group.rewards for group in make(seeds=str(table)).given()] == [[0.25, 0.1], None]
     table.write_text("completion,reward\n5,high\n")
     with pytest.raises(ValueError, match="row 0: could not convert string to float: 'high'"):
         make(seeds=str(table)).given()
-    unknown = make(data=str(data), seeds=seeds_in(tmp_path, [{"completion": "5"}]))
-    with pytest.raises(ValueError, match=r"the prompt None is not one of task\.data"):
-        unknown.given()
 
 
 def test_earlier_attacks_enter_the_buffer_first(
@@ -440,7 +431,7 @@ def test_an_asynchronous_run_with_everything(
     everything = (
         "runtime.use=ray", "runtime.concurrent_searches=1",  # so that the seeds come first
         "run.steps=4", "sampling.explore=[0.5, 2.0]", "policy.lora.r=2",
-        "task.near_duplicates=edit", "reward.max_rejected=0.01", "replay.first_fill=2",
+        "task.near_distance=0.25", "reward.max_rejected=0.01", "replay.first_fill=2",
         "replay.per_prompt=100000",  # none is evicted, however late the trainer is
         f"task.judge={tmp_path}/judges.py:half", f"task.seeds={seeds_in(tmp_path, seeds)}",
     )  # fmt: skip
@@ -466,8 +457,8 @@ MISTAKES = {
         r"sampling\.explore does not work with objective\.use = 'rloo'",
     ),
     "near-duplicates": (
-        ["task.near_duplicates=edit", "objective=grpo"],
-        r"task\.near_duplicates does not work with objective\.use = 'grpo'.* left out; remove",
+        ["task.near_distance=0.25", "objective=grpo"],
+        r"task\.near_distance does not work with objective\.use = 'grpo'.* left out; remove",
     ),
     "one temperature": (["sampling.explore=[0.5]"], r"sampling\.explore"),
     "temperature 0": (["sampling.explore=[0, 2]"], r"sampling\.explore.*greater than 0"),
