@@ -206,7 +206,7 @@ class Bench:
         """Measure training steps on full-length random answers."""
         import torch
 
-        from tba.runs.parts import check
+        from tba.runs.setup import check
         from tba.types import collate
 
         parts = check(self.config(shape, *STEPS[kind][1]))
@@ -279,7 +279,7 @@ class Bench:
         from tba.config.tables import PolicyTable
         from tba.engines.transformers import Transformers
         from tba.models.pretrained import load_text
-        from tba.runs.parts import check
+        from tba.runs.setup import check
 
         parts = check(self.config(shape))
         trainer = parts.trainer(self.device)

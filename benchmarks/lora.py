@@ -19,7 +19,7 @@ from _models import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 from tba.config.schema import load
 from tba.learn.trainer import SingleTrainer
 from tba.models.lora import reference_weights
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.weights import trained
 
 PARTS = ("step", "memory", "bytes", "exact")

@@ -117,7 +117,7 @@ def alone(side: str, model: str) -> dict[str, Any]:
 
 def ours(model: str, further: tuple[str, ...]) -> Callable[[], None]:
     from tba.config.schema import load
-    from tba.runs.parts import check
+    from tba.runs.setup import check
     from tba.runtime.placement import reuse_memory
 
     reuse_memory()

@@ -36,7 +36,7 @@ from tba.learn.probe import answer
 from tba.models.lora import load_adapted
 from tba.models.pretrained import load_model, load_text
 from tba.prompt import Prompt
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.searcher import Searcher
 from tba.types import Sampling, collate_tokens
 from tba.weights import pack, trained

@@ -77,19 +77,16 @@ def open_run(
 
     settings = config if isinstance(config, Config) else load(config)
     announce(settings)
-    from tba.runs.base import working_in
-    from tba.runs.early import check_start
-    from tba.tasks._memory import in_memory
+    from tba.runs.checks import check_start, placed
+    from tba.tasks._memory import passed_from_python
 
-    memory, folder = (
-        in_memory(data, held_out_data, reward),
-        None if resume is None else Path(resume),
-    )
-    with working_in(settings.run.base):
-        check_start(settings, folder, memory)
+    passed = passed_from_python(data, held_out_data, reward)
+    folder = None if resume is None else Path(resume)
+    settings = placed(settings)
+    check_start(settings, folder, passed)
     from tba.assemble import open_run as opened
 
-    return opened(settings, folder, memory, replay)
+    return opened(settings, folder, passed, replay)
 
 
 def result(folder: str | Path) -> "Result":

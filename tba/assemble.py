@@ -1,6 +1,7 @@
 """Assembly of a run: its config is checked, its parts are built, its searchers started."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -8,21 +9,22 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tba.config.errors import size
 from tba.config.schema import Config
 from tba.learn import Trainer
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
-from tba.runs.base import working_in
+from tba.runs.checks import check_step, config_of, placed
 from tba.runs.choice import read_scores
 from tba.runs.console import Console, open_console
 from tba.runs.files import write_json
 from tba.runs.generations import recover
 from tba.runs.journal import Journal
 from tba.runs.lock import locked
-from tba.runs.parts import RunSetup, check
-from tba.runs.resumed import check_step, config_of
+from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.stored import Stored, choose_stored
 from tba.runs.summary import Summary, Tracker
@@ -30,7 +32,7 @@ from tba.runs.warn import Warnings
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.streams import Use, generator
-from tba.tasks._memory import InMemory
+from tba.tasks._memory import Passed
 
 if TYPE_CHECKING:
     from tba.runtime.cluster import Cluster
@@ -105,33 +107,43 @@ def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep")
 
 @contextmanager
 def open_run(
-    config: Config, resume: Path | None = None, memory: InMemory | None = None,
+    config: Config,
+    resume: Path | None = None,
+    passed: Passed | None = None,
     replay: log.Replay = "keep",
-) -> Iterator[Run]:  # fmt: skip
+) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
-    resume = resume and resume.resolve()
+    config = placed(config)
+    folder = Path(config.run.folder) if resume is None else resume.resolve()
+    created = next((path for path in [*folder.parents[::-1], folder] if not path.exists()), None)
+    if resume is not None:
+        config_of(folder)
     with ExitStack() as closing:
-        closing.enter_context(working_in(config.run.base))
+        closing.enter_context(locked(folder))  # first: a second process is refused at once
+        try:
+            if resume is None:
+                log.check_unused(folder)
+            if passed is not None:
+                config = passed.named_in(config, folder)
+                passed.write(folder)
+            setup = check(config, None if passed is None else passed.functions)
+        except ValueError:
+            if created is not None:
+                shutil.rmtree(created)
+            raise
         stored = None
         if resume is None:
-            parts = check(config, memory)
-            folder = log.folder_of(parts.config)
-            closing.enter_context(locked(folder))
-            log.check_unused(folder)
             (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
-            write_json(folder / log.CONFIG, log.stored(parts.config))
+            write_json(folder / log.CONFIG, setup.config.nested())
         else:
-            folder, _ = resume, config_of(resume)
-            closing.enter_context(locked(folder))  # first: a second process is refused at once
-            parts = check(config, memory)
             recover(folder / log.CHECKPOINTS)
-            stored = choose_stored(parts, folder, replay)
-        yield _assemble(parts, folder, stored, closing)
+            stored = choose_stored(setup, folder, replay)
+        yield _assemble(setup, folder, stored, closing)
 
 
-def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
+def _assemble(setup: RunSetup, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
-    c = parts.config
+    c = setup.config
     stop = closing.enter_context(Stop())
     console = open_console(c, stop.print)
     closing.callback(console.close)
@@ -141,49 +153,84 @@ def _assemble(parts: RunSetup, folder: Path, stored: Stored | None, closing: Exi
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
-    trainer = parts.trainer(place.device, is_new=stored is None)
+    trainer = setup.trainer(place.device, is_new=stored is None)
     checkpoint.check_space(c, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
-    stream, tracker = parts.prompt_stream(), Tracker()
+    stream = setup.prompt_stream()
+    tracker = Tracker()
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     if stored is not None:
         progress, search = checkpoint.restore(stored.generation, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)
-        told = parts, place.device, console, stop
-        progress, search = stored.renew(progress, search, buffer, *told)
+        progress, search = stored.renew(
+            progress, search, buffer, setup, place.device, console, stop
+        )
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
-    _describe_prompts(console, parts)
-    saves, table = folder / log.CHECKPOINTS, c.checkpoint
-    before = config_of(folder).nested()
-    checkpoints = checkpoint.Checkpoints(saves, table.keep, table.deadline, before)
-    closing.enter_context(checkpoints)
-    limit = c.engine.logp_gap_limit(trainer.computes_in_bf16)
-    earlier = log.read(folder / log.METRICS), log.read_warnings(folder)
-    warnings = Warnings(c, limit, parts.task.pass_reward, parts.signs, *earlier)
-    journal = Journal(folder, c, progress.step)
-    closing.callback(journal.close)
-    pace = Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace)
-    setup, groups = parts.search_setup(), c.trainer.groups
-    job = SearchJob(setup, stream, c.runtime, groups, c.run.seed, console.phase)
-    opened = job, place, cluster, trainer, lambda: stop.requested
-    searchers = open_searchers(*opened, search, progress.step)
+    _describe_prompts(console, setup)
+    job = SearchJob(
+        setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase
+    )
+    searchers = open_searchers(
+        job, place, cluster, trainer, lambda: stop.requested, search, progress.step
+    )
     closing.callback(searchers.close)
-    run = Run(
-        c, parts, folder, trainer, buffer, searchers, checkpoints, rng, journal, console, tracker,
-        warnings, stop, progress.step, pace, progress.missing, progress.step, progress.evaluating,
-        read_scores(folder),
-    )  # fmt: skip
+    run = _build_run(
+        setup, folder, trainer, buffer, searchers, rng, console, tracker, stop, progress, closing
+    )
     run.begin("" if stored is None else stored.note, trainer.model)
     return run
 
 
-def _describe_prompts(console: Console, parts: RunSetup) -> None:
+def _build_run(
+    setup: RunSetup, folder: Path, trainer: Trainer, buffer: ReplayBuffer,
+    searchers: Searchers, rng: np.random.Generator, console: Console, tracker: Tracker, stop: Stop,
+    progress: checkpoint.Progress, closing: ExitStack,
+) -> Run:  # fmt: skip
+    """Return the run of these parts, with what it writes to its folder."""
+    c = setup.config
+    journal = Journal(folder, c, progress.step)
+    closing.callback(journal.close)
+    checkpoints = checkpoint.Checkpoints(
+        folder=folder / log.CHECKPOINTS,
+        keep=c.checkpoint.keep,
+        deadline=c.checkpoint.deadline,
+        config=config_of(folder).nested(),
+    )
+    return Run(
+        config=c,
+        parts=setup,
+        folder=folder,
+        trainer=trainer,
+        buffer=buffer,
+        searchers=searchers,
+        checkpoints=closing.enter_context(checkpoints),
+        rng=rng,
+        journal=journal,
+        console=console,
+        tracker=tracker,
+        warnings=Warnings(
+            config=c,
+            pass_reward=setup.task.pass_reward,
+            rows=log.read(folder / log.METRICS),
+            given=log.read_warnings(folder),
+        ),
+        stop=stop,
+        step=progress.step,
+        pace=Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace),
+        missing=progress.missing,
+        began=progress.step,
+        evaluating=progress.evaluating,
+        scores=read_scores(folder),
+    )
+
+
+def _describe_prompts(console: Console, setup: RunSetup) -> None:
     """Show how many prompts there are, and what there is to tell about them."""
-    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in parts.sets.items())
-    console.note(f"{len(parts.prompts):,} training prompts, {len(parts.held_out):,} held out{sets}")
-    for note in parts.notes:
+    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
+    console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
+    for note in setup.notes:
         console.note(f"note: {note}")

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
@@ -16,18 +16,18 @@ import tba
 from tba.config.errors import choices, printable, without_table
 from tba.config.plugins import KINDS, NAMES, find, names, options_of
 from tba.config.schema import DEFAULT, Config, load, read_toml
-from tba.runs.base import base_of, from_here, working_in
-from tba.runs.console import announce
-from tba.runs.early import (
+from tba.runs.checks import (
     check_config,
     check_evaluated,
     check_export,
     check_responses,
     check_start,
-)  # fmt: skip
+    placed,
+    stored_config,
+)
+from tba.runs.console import announce
 from tba.runs.files import is_full
 from tba.runs.log import Replay, is_run
-from tba.runs.resumed import stored_config
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -76,19 +76,18 @@ def train(
     if rescore + drop_replay > (resume is not None):
         raise ValueError("--rescore and --drop-replay need --resume RUN; give one of the two")
     replay: Replay = "rescore" if rescore else "drop" if drop_replay else "keep"
-    config, resume = _config(settings or [], resume), resume and resume.resolve()
+    config = placed(_config(settings or [], resume))
     if not dry_run:
         announce(config)
-    with working_in(config.run.base):
-        check_start(config, resume)
-        if not dry_run:
-            from tba.assemble import run
+    check_start(config, resume)
+    if not dry_run:
+        from tba.assemble import run
 
-            run(config, resume, replay)
-            return
-        from tba.runs.dry_run import dry_run as check
+        run(config, resume, replay)
+        return
+    from tba.runs.dry_run import dry_run as check
 
-        tables, told = check(config, resume, replay)
+    tables, told = check(config, resume, replay)
     print(printable("\n".join(told)), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
 
@@ -125,18 +124,13 @@ def evaluate(
     Completions are written only with --completions FILE.
     """
     path, settings = _divided(settings or [])
-    if completions is not None:
-        completions = completions.absolute()
     if is_run(Path(model)):
         if path is not None:
             raise ValueError(f"{model} is a run, which has a config of its own; leave out {path}")
-        run, base = Path(model).resolve(), base_of(Path(model))
-        moved = from_here(base, settings)
-        with working_in(base):
-            check_config(stored_config(run, moved))
-            from tba.runs.offline import evaluate_run
+        check_config(stored_config(Path(model), settings))
+        from tba.runs.offline import evaluate_run
 
-            scores = evaluate_run(run, moved, reference, step, completions)
+        scores = evaluate_run(Path(model), settings, reference, step, completions)
     elif reference or step is not None:
         raise ValueError(f"--reference and --step are for runs; {model} is not the folder of one")
     else:
@@ -175,18 +169,16 @@ def export(
     """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged."""
     if responses and (out is None or push_to_hub is not None):
         raise ValueError(f"--responses: type `tba export {run} responses.jsonl --responses`")
-    run, out = run.resolve(), None if out is None else out.absolute()
-    with working_in(base_of(run)):
-        if responses and out is not None:
-            check_responses(run, out)
-            from tba.runs.offline import export_responses
+    if responses and out is not None:
+        check_responses(run, out)
+        from tba.runs.offline import export_responses
 
-            print(export_responses(run, out, step))
-        else:
-            check_export(run, out, adapter, push_to_hub, private)
-            from tba.runs.share import share
+        print(export_responses(run, out, step))
+        return
+    check_export(run, out, adapter, push_to_hub, private)
+    from tba.runs.share import share
 
-            print(share(run, out, adapter, step, push_to_hub, private))
+    print(share(run, out, adapter, step, push_to_hub, private))
 
 
 @app.command("list")
@@ -194,7 +186,7 @@ def list_plugins(
     name: Annotated[str | None, Argument(help="Show the plug-ins of this name only.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the plug-ins and their options."""
+    """List the plug-ins; docs/configuration.md has their options."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         chosen = [each for each in names(kind) if name in (None, kind, each)]
@@ -209,9 +201,6 @@ def list_plugins(
         print(f"\n{kind}")
         for own, plugin in described.items():
             print(f"  {own:<14} {plugin['about']}")
-            for option, value in plugin["options"].items():
-                default = "(required)" if value["required"] else value["default"]
-                print(f"    {option:<18} {value['type']:<28} {default}")
 
 
 class Printable(logging.Formatter):
@@ -274,7 +263,7 @@ def _config(settings: list[str], resume: Path | None) -> Config:
             f"--resume uses the config in {resume};"
             f" leave out {path}, and give only the settings to change, as table.key=value"
         )
-    return stored_config(resume, from_here(base_of(resume), settings))
+    return stored_config(resume, settings)
 
 
 def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
@@ -304,17 +293,9 @@ def _refuse_dashes(settings: list[str]) -> None:
 
 def _described(cls: type) -> dict[str, Any]:
     """Return a plug-in as JSON."""
-    options = {}
-    hints = get_type_hints(cls)
-    for name, option in options_of(cls).items():
-        is_class = isinstance(hints[name], type)
-        kind = hints[name].__name__ if is_class else str(hints[name])
-        for module in ("typing.", "tba.config.tables."):
-            kind = kind.replace(module, "")
-        default = None if option.required else option.default
-        options[name] = {"type": kind, "required": option.required, "default": default}
     about = (cls.__doc__ or "").strip().splitlines()[0]
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "about": about, "options": options}
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return {"class": name, "about": about, "options": list(options_of(cls))}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tba.runs.choice import kept_beside, score_of, without_better
 from tba.runs.console import Console
 from tba.runs.files import is_full, write_json
 from tba.runs.journal import Journal
-from tba.runs.parts import RunSetup
+from tba.runs.setup import RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
@@ -216,7 +216,7 @@ class Run:
 
     def keep_config(self) -> None:
         """Make the config of this session that of the run, which has been changed with it."""
-        self.checkpoints.config = log.stored(self.config)
+        self.checkpoints.config = self.config.nested()
         write_json(self.folder / log.CONFIG, self.checkpoints.config)
 
     def begin(self, note: str, model: nn.Module) -> None:
@@ -225,7 +225,7 @@ class Run:
             self.keep_config()
             self.save()
             self.checkpoints.wait()
-        record_session(self.folder, self.step, model, log.stored(self.config), note)
+        record_session(self.folder, self.step, model, self.config.nested(), note)
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""

@@ -17,12 +17,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from test_policy import FAMILIES, make
 
 import tba.learn.plan
-import tba.runs.parts
+import tba.runs.setup
 from tba.config.schema import load
 from tba.learn.policy import Policy
 from tba.learn.warm_up import warm_up
 from tba.models.cache import compile_layers, enable_gradient_checkpointing
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.types import TokenBatch, collate_tokens
 
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_compiles_the_same_programs(
         warm_up(policy, context)
         torch.compiler.set_stance("fail_on_recompile")
 
-    monkeypatch.setattr(tba.runs.parts, "warm_up", from_scratch)
+    monkeypatch.setattr(tba.runs.setup, "warm_up", from_scratch)
     test_loop.resumes_exactly(tiny_model, tmp_path, "trainer.compile=true")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 from collections.abc import Callable
@@ -15,13 +14,15 @@ import pytest
 import torch
 
 import tba
+from tba.assemble import run as carry_out
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
 from tba.runs.offline import evaluate_run, export_responses
 from tba.runs.result import Result
 from tba.runs.share import share
 from tba.runs.summary import Summary
-from tba.tasks._memory import InMemory, in_memory, to_rows
+from tba.tasks._data import rows as read_rows
+from tba.tasks._memory import to_rows
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
 EVALUATED = [{"prompt": "9+9=", "answer": "18"}, {"prompt": "8+8=", "answer": "16"}]
@@ -94,12 +95,12 @@ def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
     assert result.metrics()["reward"].tolist() == [2.5, 2.5]
     assert result.evaluations()["step"].tolist() == [0, 1, 2]
     task = stored_task(folder)
-    assert (task["use"], task["reward"]) == (
-        "custom",
-        "<in memory: test_api.test_rows_and_a_lambda_train.<locals>.<lambda>>",
+    assert (task["use"], "reward" in task) == ("custom", False)
+    assert (task["data"], task["held_out_data"]) == (
+        str(folder / "data.jsonl"),
+        str(folder / "held_out_data.jsonl"),
     )
-    assert task["data"].startswith("<in memory: 5 rows, sha256:")
-    assert task["held_out_data"].startswith("<in memory: 2 rows, sha256:")
+    assert read_rows("task.data", task["data"], "train") == ROWS
 
 
 def test_responses_to_rows_with_the_same_prompt_are_exported_apart(
@@ -178,8 +179,6 @@ def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Pa
     assert result.summary.finished and not result.summary.rejected
     assert result.metrics()["reward"].tolist() == [3.0, 3.0]
     assert result.summary.last["greedy_reward"] == 3.0
-    names = ["test_api.length", "test_api.at_most.<locals>.shortness"]
-    assert stored_task(tmp_path / "run")["reward"] == [f"<in memory: {name}>" for name in names]
 
 
 def test_an_open_run_gives_its_parts(tiny_model: Path, tmp_path: Path) -> None:
@@ -226,13 +225,13 @@ def test_a_run_is_resumed_with_the_same_rows(trained: Path) -> None:
 
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
-    "other rows": ({"data": ROWS[:4]}, "data= is not what the run was started with: <in memory: 4"),
+    "other rows": ({"data": ROWS[:4]}, "data= is not what the run was started with; pass the same"),
     "other held-out rows": (
         {"held_out_data": EVALUATED[::-1]},
         "held_out_data= is not what the run was started with",
     ),
     "other function": ({"reward": constant(1.0)}, "task.reward: changed since"),
-    "no rows": ({"data": None}, "was passed from Python; pass data= again"),
+    "no function": ({"reward": None}, "task.reward is missing: name a reward function, or pass"),
 }
 
 
@@ -247,16 +246,17 @@ def test_resuming_with_others_is_refused(trained: Path, case: str) -> None:
     assert (trained / CONFIG).read_bytes() == before
 
 
-def test_the_command_line_refuses_such_a_run(trained: Path) -> None:
-    """`tba train --resume` and `tba eval` print the call to make instead."""
-    call = (
-        f'tba.train(tba.load("{trained}/config.json"), resume="{trained}",'
-        " data=..., held_out_data=..., reward=...)"
+def test_a_run_on_rows_from_python_goes_on_from_the_command_line(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """If its reward is not a function in memory."""
+    folder = tmp_path / "run"
+    settings = config(
+        tiny_model, folder, "task=custom", "task.held_out_size=2", "task.reward=test_api:length"
     )
-    for command in (lambda: _config([], trained), lambda: evaluate_run(trained, [], False)):
-        with pytest.raises(ValueError) as error:
-            command()
-        assert str(error.value).endswith(call)
+    tba.train(settings, data=ROWS)
+    assert evaluate_run(folder, [], False)["prompts"] == 2
+    assert carry_out(_config(["run.steps=3"], folder), folder).steps == 3
 
 
 def test_such_a_run_is_exported_and_reported(trained: Path, tmp_path: Path) -> None:
@@ -270,19 +270,23 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "both": (
         ["task=custom", "task.data=rows.jsonl"],
         {"data": ROWS, "reward": length},
-        "both task.data = 'rows.jsonl' and data= are given; drop one of them",
+        "both task.data = 'rows.jsonl' and data= are given; drop one",
     ),
     "another task": (
         ["task=arithmetic"],
         {"data": ROWS, "reward": length},
         "task.use = 'arithmetic' has data and rewards of its own; set task.use=custom",
     ),
-    "no reward": ([], {"data": ROWS}, "reward= is missing: pass it too, or set task.reward"),
-    "no data": ([], {"reward": length}, "data= is missing: pass it too, or set task.data"),
+    "no reward": ([], {"data": ROWS}, "task.reward is missing: name a reward function, or pass"),
+    "no data": (
+        [],
+        {"reward": length, "held_out_data": None},
+        "task.data is missing: 'custom' needs it",
+    ),
     "no prompt": (
         [],
         {"data": [{"question": "1"}], "reward": length},
-        "data= has no column 'prompt'; it has question",
+        "data.jsonl' has no column 'prompt'; it has question",
     ),
     "no rows": ([], {"data": [], "reward": length}, "data= has no rows"),
     "no dicts": ([], {"data": ["1+1="], "reward": length}, "data=: every row must be a dict"),
@@ -375,27 +379,3 @@ def test_rows_may_be_a_data_set_or_a_data_frame() -> None:
     ]
     assert to_rows("data", frame) == to_rows("data", datasets.Dataset.from_list(rows)) == rows
     assert {type(row["level"]) for row in to_rows("data", frame)} == {int}
-
-
-def test_a_reference_depends_on_the_rows_and_on_nothing_else() -> None:
-    def text(rows: list[dict[str, Any]]) -> str:
-        memory = in_memory(rows, None, None)
-        assert memory is not None
-        return memory.options()["data"]
-
-    turned = [dict(reversed(row.items())) for row in ROWS]
-    assert text(ROWS) == text(turned)
-    assert len({text(ROWS), text(ROWS[::-1]), text([*ROWS[:4], {**ROWS[4], "answer": "9"}])}) == 3
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (length, "test_api.length"),
-        (functools.partial(length, answer=[]), "test_api.length"),
-        (Judge(), "test_api.Judge"),
-        (Judge().__call__, "test_api.Judge.__call__"),
-    ],
-)
-def test_functions_have_names(function: Callable[..., Any], name: str) -> None:
-    assert InMemory(reward=(function,)).options() == {"reward": f"<in memory: {name}>"}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +13,7 @@ import tba
 from tba.assemble import run
 from tba.cli import _config, evaluate, export, train
 from tba.config.schema import load
-from tba.runs.base import base_of, from_here, working_in
-from tba.runs.log import CONFIG, SUMMARY
+from tba.runs.log import CONFIG, SUMMARY, with_relative_paths
 
 CONFIG_TOML = """
 [run]
@@ -105,46 +102,25 @@ def test_commands_on_a_run_work_from_another_folder(
     assert json.loads(capsys.readouterr().out.partition("\n")[2])["run"]["steps"] == 2
 
 
-def test_a_base_may_be_given(home: Path) -> None:
-    """Then everything is relative to it, the run's folder as well."""
-    summary = run(load(home / "run.toml", [f"run.base={home}"]))
-    assert summary.finished and (home / "runs" / "one" / SUMMARY).is_file()
-    assert not list(Path.cwd().iterdir())
+def test_stored_paths_are_absolute(home: Path, started: Path) -> None:
+    """Text that only looks like the name of a file stays."""
+    config = json.loads((started / CONFIG).read_text())
+    assert config["run"]["folder"] == str(started)
+    assert (config["policy"]["model"], config["task"]["data"]) == (
+        str(home / "model"),
+        str(home / "rows.jsonl"),
+    )
+    assert config["task"]["reward"] == ["base_rewards:length", f"{home / 'more.py'}:half"]
+    assert config["task"]["split"] == "train"
+    shown = with_relative_paths(config)
+    assert (shown["policy"]["model"], shown["run"]["folder"]) == ("model", "runs/one")
 
 
-def test_settings_mean_the_same_elsewhere(home: Path) -> None:
-    Path("rows.jsonl").touch()
-    Path("f.py").touch()
-    settings = ["task.data=rows.jsonl", "task.reward=f.py:f", "run.steps=3", "task.split=train"]
-    here = Path.cwd()
-    assert from_here(str(home), settings) == [
-        f"task.data={here}/rows.jsonl", f"task.reward={here}/f.py:f", *settings[2:]
-    ]  # fmt: skip
-    assert from_here(str(here), settings) == from_here("", settings) == settings
-
-
-def test_a_base_that_is_gone_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make_base: Callable[[Any], Path]
-) -> None:
-    here, gone = Path.cwd(), tmp_path / "gone"
-    assert base_of(make_base({"run": {"base": str(gone)}})) == str(gone)
-    assert base_of(make_base({"model_type": "llama"})) == base_of(tmp_path) == ""
-    with working_in(str(gone)):
-        assert Path.cwd() == here
-    assert f"run.base = {gone} does not exist here" in caplog.messages[0]
-
-
-@pytest.fixture
-def make_base(tmp_path: Path) -> Callable[[Any], Path]:
-    """A function that makes a folder with this config.json."""
-
-    def make(tables: Any) -> Path:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        (folder / CONFIG).write_text(json.dumps(tables))
-        return folder
-
-    return make
+def test_a_file_that_a_moved_run_misses_is_named(home: Path, started: Path) -> None:
+    (home / "rows.jsonl").rename(home / "moved.jsonl")
+    with pytest.raises(ValueError, match=r"rows\.jsonl': no such file or folder"):
+        run(_config(["run.steps=2"], started), started)
+    assert run(_config(["run.steps=2", f"task.data={home}/moved.jsonl"], started), started).finished
 
 
 def test_a_dry_run_refuses_to_resume_what_is_further(started: Path) -> None:

@@ -20,7 +20,7 @@ from tba.config.schema import Config, load
 from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.dialogue import joined, shortened, within
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import SearchResult

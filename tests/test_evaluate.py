@@ -19,7 +19,7 @@ from tba.engines.transformers import Transformers
 from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
 from tba.runs.offline import evaluate_run
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, join, pieces, stderr
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of

@@ -29,7 +29,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
 from tba.run import Run
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.strategies.uniform import Uniform
 from tba.types import Completion, Group, Sampling, collate
 from tba.weights import Weights, pack

@@ -20,7 +20,7 @@ from tba.cli import _config
 from tba.runs.checkpoint import checkpoint_size, newest
 from tba.runs.generations import files_of
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -23,11 +23,10 @@ from test_loop import config, without_clock
 import tba
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.isolation import InProcess
 from tba.search.rewards import Guard
 from tba.search.verdicts import Rejected, Verdict
-from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 
 DEADLINE = 1.5
@@ -37,7 +36,7 @@ DEADLINE = 1.5
 def guard_of(
     function: Callable[..., Any], deadline: float = DEADLINE, max_memory: float = 1.0
 ) -> Guard:
-    task = partial(Custom, data="", reward="", memory=InMemory(reward=(function,)))
+    task = partial(Custom, data="", reward="", passed=(function,))
     return Guard({"": task()}, deadline, process=InProcess({"": task}, max_memory))
 
 
@@ -126,9 +125,9 @@ def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
     def build() -> Custom:
         large = Large()
         large.load()
-        return Custom(data="", reward="", memory=InMemory(reward=(large,)))
+        return Custom(data="", reward="", passed=(large,))
 
-    empty = Custom(data="", reward="", memory=InMemory(reward=(Large(),)))
+    empty = Custom(data="", reward="", passed=(Large(),))
     guard = Guard({"": empty}, DEADLINE, process=InProcess({"": build}, 0.3))
     assert reasons(judge(guard, ["one"], ["memory"], ["two"])) == [[1.0], ["memory"], [1.0]]
     guard.close()
@@ -201,7 +200,6 @@ import asyncio, os, re, signal, subprocess
 from functools import partial
 from tba.prompt import Answer, Prompt
 from tba.search.isolation import InProcess
-from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 
 def score(completions):
@@ -213,7 +211,7 @@ def score(completions):
     return [0.0]
 
 async def main():
-    task = partial(Custom, data="", reward="", memory=InMemory(reward=(score,)))
+    task = partial(Custom, data="", reward="", passed=(score,))
     idle, busy = InProcess({"": task}, 1.0), InProcess({"": task}, 1.0)
     for process, text in ((idle, "idle"), (busy, "busy")):
         await process.ready()
@@ -286,7 +284,7 @@ def test_a_scoring_process_that_cannot_go_on_ends_what_it_has_started(tmp_path: 
         (tmp_path / "pid").write_text(str(program.pid))
         raise OSError("no judge")
 
-    here = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+    here = Custom(data="", reward="", passed=(len,))
     guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
     with pytest.raises(RuntimeError, match="no judge"):
         guard.wait_until_ready()
@@ -476,7 +474,7 @@ def test_a_task_that_cannot_be_built_ends_the_run() -> None:
     def build() -> Any:
         raise OSError("no judge at this address")
 
-    here = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+    here = Custom(data="", reward="", passed=(len,))
     guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
     with pytest.raises(RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=thread"):
         judge(guard, ["a"], ["b"])

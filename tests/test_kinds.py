@@ -22,7 +22,7 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import check_files, check_model, load_model, load_text
 from tba.prompt import Prompt
-from tba.runs.parts import RunSetup, check
+from tba.runs.setup import RunSetup, check
 from tba.types import collate
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -17,8 +17,15 @@ from filelock import FileLock
 from test_loop import ENVIRONMENT, config
 
 from tba.assemble import open_run, run
-from tba.runs.dry_run import dry_run
+from tba.config.schema import Config
+from tba.runs.checks import check_start, placed
 from tba.runs.lock import HOLDER, LOCK, locked
+
+
+def checked(chosen: Config, resume: Path | None = None) -> None:
+    """Check a run as the command line does first."""
+    check_start(placed(chosen), resume)
+
 
 HOLD = """
 import sys, time
@@ -40,7 +47,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
     resume = folder if second == "resume" else None
     with open_run(chosen):
         before = sorted(folder.iterdir())
-        for start in (run, dry_run):
+        for start in (run, checked):
             with pytest.raises(ValueError, match=holder):
                 start(chosen, resume)
         assert sorted(folder.iterdir()) == before
@@ -103,4 +110,4 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tiny_model: Path, folder: str
         run(config(tiny_model, Path(folder)))
     told = told.replace("File exists", "Not a directory")
     with pytest.raises(ValueError, match=re.escape(told)):
-        dry_run(config(tiny_model, Path(folder)))
+        checked(config(tiny_model, Path(folder)))

@@ -29,7 +29,7 @@ from tba.replay.files import SEGMENTS
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.runs.share import share
 from tba.search.result import Evaluation
 from tba.types import Group

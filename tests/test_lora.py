@@ -40,7 +40,7 @@ from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.runs.checkpoint import newest
 from tba.runs.offline import evaluate_run
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.runs.share import share
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_loop import config
 
-from tba.runs.parts import check
+from tba.runs.setup import check
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tba.config.schema import Config, load, parse
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.prompt import Answer, Message, Prompt
+from tba.runs.checks import check_resumed
 from tba.runs.log import SAMPLES, read
-from tba.runs.notes import log_doubled_bos
-from tba.runs.parts import check
-from tba.runs.resumed import check_resumed
+from tba.runs.prompt_sets import log_doubled_bos
+from tba.runs.setup import check
 from tba.tasks.custom import Custom
 
 BOS = "<bos>"

@@ -19,7 +19,7 @@ from tba.assemble import run
 from tba.cli import _config
 from tba.prompt import Prompt
 from tba.runs import checkpoint
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.prompts import PromptStream
 from tba.selections import Selection
 from tba.selections.cyclic import Cyclic

@@ -13,7 +13,7 @@ from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.prompt import Prompt
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.reference import Reference
 from tba.search.searcher import Searcher
 from tba.types import Group, collate

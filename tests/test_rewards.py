@@ -19,7 +19,7 @@ from test_loop import config, without_clock
 import tba
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Rejected, SearchStats, Verdict

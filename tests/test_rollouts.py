@@ -19,7 +19,7 @@ from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.result import Rejected, SearchResult
 from tba.search.rewards import Guard
 from tba.search.rollouts import Rollouts

@@ -16,7 +16,7 @@ from tba.assemble import run
 from tba.config.schema import load
 from tba.engines._decoding import choose
 from tba.engines.vllm import check_sampling
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
 from tba.search.result import SearchStats

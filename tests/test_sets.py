@@ -18,7 +18,7 @@ from tba.prompt import Prompt
 from tba.runs.console import Console
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.result import Evaluation
 
 MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3")

@@ -22,7 +22,7 @@ from tba.runs.journal import Journal
 from tba.runs.log import METRICS as METRICS_FILE
 from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.metrics import FIRST_SCREEN, PANELS, first_screen, tensorboard_layout
-from tba.runs.parts import check
+from tba.runs.setup import check
 
 ROOT = Path(__file__).parent.parent
 METRICS = {
@@ -214,7 +214,7 @@ def test_samples_are_written_without_a_service(tmp_path: Path) -> None:
 def test_a_service_that_is_not_installed_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runs.early.find_spec", lambda name: None)
+    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"log\.{name} = true needs the package {name}: pip"):
         check(config(f"log.{name}=true"))
 

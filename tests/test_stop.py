@@ -18,9 +18,9 @@ from tba.config.schema import load, parse
 from tba.config.tables import PolicyTable
 from tba.engines._decoding import StopStrings, length_to_stop
 from tba.models.pretrained import Tokenizer, load_text
+from tba.runs.checks import check_resumed
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.runs.parts import check
-from tba.runs.resumed import check_resumed
+from tba.runs.setup import check
 
 
 def text_of(vocabulary: Sequence[str], decoder: Any) -> Tokenizer:

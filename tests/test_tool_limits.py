@@ -13,7 +13,7 @@ from test_dialogues import config, model, replies, searched
 
 from tba.config.schema import Config
 from tba.prompt import Answer
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.dialogue import CHARACTERS
 from tba.types import Sampling
 

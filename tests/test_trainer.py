@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tba.learn.policy
-import tba.runs.parts
+import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite, WrongReference, plan
 from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
 
@@ -393,7 +393,7 @@ def test_attention_is_chosen_by_device_and_length(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is timed, so a resumed run computes the same bits. Prompts have 4 to 6 tokens."""
-    monkeypatch.setattr(tba.runs.parts, "EAGER_TOKENS", 12)
+    monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
 
     def chosen(*settings: str) -> str:
         policy: Any = trainer(tiny_model, *settings).policy

@@ -26,13 +26,12 @@ from tba.models.pretrained import load_model
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.runs.stop import Stop
 from tba.search.result import Rejected
 from tba.search.verdicts import LARGEST
 from tba.tasks import WrongLength
 from tba.tasks._data import rows
-from tba.tasks._memory import InMemory
 from tba.tasks.custom import Custom
 
 # Rewards
@@ -54,7 +53,7 @@ def test_a_reward_function_that_returns_a_dict_is_told() -> None:
     def score(completions: list[str]) -> dict[int, float]:
         return dict.fromkeys(range(len(completions)), 1.0)
 
-    task = Custom(data="", reward="", memory=InMemory(reward=(score,)))
+    task = Custom(data="", reward="", passed=(score,))
     with pytest.raises(WrongLength, match=r"returned a dict, \{0: 1\.0, 1: 1\.0\}; return a list"):
         task.score(Prompt("0", "count"), [Answer("a", True), Answer("b", True)])
 
@@ -129,41 +128,6 @@ def test_text_with_half_a_character_is_refused(tmp_path: Path) -> None:
 
 
 # Configs
-
-
-def nested(levels: int) -> str:
-    return "[" * levels + "]" * levels
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (f"task = {nested(5000)}", "run.toml is nested too deeply; flatten it"),
-        (f"[task]\nuse = 'custom'\ndata = {nested(100)}", "the config is nested more than"),
-        (f"[{'task.' * 5000}x]\ny = 1", "the config is nested more than"),
-        (f"[run]\nfolder.{'a.' * 300}b = 1", "the config is nested more than"),
-    ],
-    ids=["lists", "some lists", "tables", "keys"],
-)
-def test_a_config_that_is_nested_deeply_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    (tmp_path / "run.toml").write_text(text)
-    with pytest.raises(ValueError) as error:
-        load(tmp_path / "run.toml")
-    assert told in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        (f"run.steps={nested(5000)}", "expected an integer, got text"),
-        (f"run.{'a.' * 5000}b=1", "the config is nested more than"),
-    ],
-    ids=["value", "key"],
-)
-def test_a_setting_that_is_nested_deeply_is_refused(setting: str, told: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load(None, [setting])
-    assert told in str(error.value)
 
 
 def test_a_config_that_is_no_text_is_named(tmp_path: Path) -> None:

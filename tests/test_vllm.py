@@ -31,7 +31,7 @@ from tba.learn.probe import RESPONSE, prompt_length
 from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.types import Completion, Sampling, collate_tokens
 from tba.weights import Probe, Weights, pack, trained
 

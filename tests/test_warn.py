@@ -37,11 +37,10 @@ CASES: dict[str, tuple[dict[str, float], str]] = {
     "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last 50"),
 }
 SECONDS = count()
-OFF = {"equal_rewards": "1", "cut_off": "1", "ess": "0", "reuse": "inf", "kl": "inf", "gap": "inf"}
 
 
 def warnings(*settings: str) -> Warnings:
-    return Warnings(load(None, ["trainer.warmup_steps=20", *settings]), gap_limit=0.01)
+    return Warnings(load(None, ["trainer.warmup_steps=20", *settings]))
 
 
 def given(own: Warnings, metrics: dict[str, float], steps: int) -> list[str]:
@@ -70,7 +69,7 @@ def test_a_metric_beyond_its_threshold_warns_once(case: str) -> None:
     own = warnings()
     assert given(own, metrics, WINDOW - 1) == []
     (text,) = given(own, metrics, STEPS)
-    assert text.startswith(words) and f"warn.{case} = " in text
+    assert text.startswith(words)
     assert own.texts == [text] and own.end() == []
 
 
@@ -83,12 +82,10 @@ def test_a_short_run_warns_at_its_end(case: str) -> None:
     assert key == case and text.startswith(words)
 
 
-@pytest.mark.parametrize("case", [*CASES, "kl", "gap"])
+@pytest.mark.parametrize("case", ["equal_rewards", "cut_off"])
 def test_a_threshold_can_turn_its_warning_off(case: str) -> None:
-    metrics = {"kl": {"kl/k3": 9.0}, "gap": {"sync/logp_gap_max": 1.0}}.get(case)
-    own = warnings(f"warn.{case}={OFF[case]}")
-    assert given(own, {}, FIRST) == []
-    assert given(own, metrics or CASES[case][0], WINDOW) == own.end() == []
+    own = warnings(f"warn.{case}=1")
+    assert given(own, CASES[case][0], WINDOW) == own.end() == []
 
 
 NOTHING, EVERYTHING = "nothing is solved yet; ", "everything is solved; choose harder prompts"
@@ -109,7 +106,7 @@ def test_equal_rewards_are_told_with_their_value(
     lowest: float, highest: float, pass_reward: float | None, words: str
 ) -> None:
     """And with what it means, also if a step in between had no such group."""
-    own = Warnings(load(None, ["trainer.warmup_steps=20"]), 0.01, pass_reward)
+    own = Warnings(load(None, ["trainer.warmup_steps=20"]), pass_reward)
     assert given(own, {"frac_reward_zero_std": 0.0}, 1) == []
     value = {"equal_rewards/min": lowest, "equal_rewards/max": highest}
     (text,) = given(own, {"frac_reward_zero_std": 0.8, **value}, WINDOW)
@@ -131,7 +128,7 @@ def test_kl_is_compared_with_that_of_the_first_steps() -> None:
     assert given(own, {"kl/k3": 0.018}, FIRST) == []
     (text,) = given(own, {"kl/k3": 0.022}, 2 * WINDOW)
     assert text.startswith("kl/k3 is 0.022 nats per token, ")
-    assert "more than warn.kl = 10 times its median over the first 50 steps, 0.002" in text
+    assert "more than 10 times its median over the first 50 steps, 0.002" in text
     assert "lower trainer.learning_rate" in text
 
 
@@ -153,7 +150,7 @@ def test_a_trainer_that_waits_is_told_what_to_change() -> None:
     own = warnings()
     assert given(own, slow, 1) + given(own, quick, STEPS) + given(own, slow, 2) == []
     (text,) = given(own, slow, 1)  # 2.7 of 50 seconds
-    assert "in 5% of the last 50 steps' time (more than warn.reuse = 0.05)" in text
+    assert "in 5% of the last 50 steps' time (more than 5%)" in text
     for key in ("runtime.max_reuse = 4", "runtime.searchers", "runtime.concurrent_searches"):
         assert key in text
     assert "runtime.publish_every or trainer.batch_size" in text
@@ -167,20 +164,10 @@ def test_a_trainer_that_waits_by_design_is_not_warned_of(settings: list[str]) ->
     assert given(own, {"wait/trainer": 0.9}, 2 * STEPS) == own.end() == []
 
 
-def test_the_gap_is_compared_with_the_limit_of_the_engine() -> None:
-    own = warnings()
-    assert given(own, {"sync/logp_gap_max": 0.01}, 2) == []
-    (text,) = given(own, {"sync/logp_gap_max": 0.02}, 2)
-    assert "differed by 0.02 nats on average (more than engine.max_logp_gap = 0.01)" in text
-    (text,) = given(warnings("warn.gap=0.005"), {"sync/logp_gap_max": 0.006}, 2)
-    assert "(more than warn.gap = 0.005)" in text
-
-
 def test_a_model_without_warm_up_is_warned_of_at_the_start() -> None:
     own = warnings("trainer.warmup_steps=0")
     (text,) = texts(own.start())
     assert text.startswith("trainer.warmup_steps = 0") and own.start() == []
-    assert warnings("trainer.warmup_steps=0", "warn.warmup=false").start() == []
 
 
 def test_the_rows_of_an_evaluation_are_not_steps() -> None:
@@ -194,10 +181,10 @@ def test_a_resumed_run_gives_no_warning_again() -> None:
     config, (metrics, words) = load(None, ["trainer.warmup_steps=20"]), CASES["cut_off"]
     rows = [row(metrics) for _ in range(3)]
     before = {"ess": "as it was then", "cut_off": f"{words}, then"}
-    own = Warnings(config, 0.01, rows=rows, given=before)
+    own = Warnings(config, rows=rows, given=before)
     assert given(own, {"off_policy/ess": 0.1, **metrics}, 2 * WINDOW) == own.end() == []
     assert own.texts == ["as it was then", f"{words}, then"]
-    again = Warnings(config, 0.01, rows=rows)
+    again = Warnings(config, rows=rows)
     (text,) = given(again, metrics, WINDOW - 3)  # the rows before count
     assert text.startswith(words) and again.texts == [text]
 
@@ -284,46 +271,15 @@ def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path: Path) -
     assert read_warnings(tmp_path) == {"warmup": "of warmup", "ess": "of ess"}
 
 
-def test_unknown_characters_are_warned_of_at_the_start(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Once, also if the run is resumed, and in the summary."""
-    rows = [json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(20)]
-    (tmp_path / "data.jsonl").write_text("".join(rows))
-    (tmp_path / "rewards.py").write_text(
-        "def one(completions):\n    return [1.0] * len(completions)\n"
-    )
+def test_cut_off_responses_are_warned_of(tiny_model: Path, tmp_path: Path) -> None:
     settings = (
-        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5", "run.steps=1",
-        f"task.reward={tmp_path}/rewards.py:one", "task.chat=auto", "log.console=plain",
-    )  # fmt: skip
-    run(config(tiny_model, tmp_path / "run", *settings))
-    shown = capsys.readouterr().out
-    words = "20 of 20 prompts (100.0%) have characters that the tokenizer does not know (' ');"
-    assert shown.index(f"warning: {words}") < shown.index("step 1/1")
-    assert shown.count("note: task.chat = auto: prompts are used as plain text") == 1
-    assert [text for text in summary(tmp_path / "run")["warnings"] if text.startswith(words)]
-    run(_config(["run.steps=2"], tmp_path / "run"), tmp_path / "run")
-    shown = capsys.readouterr().out
-    assert f"warning: {words}" not in shown and "note: " not in shown
-
-
-def test_cut_off_responses_and_a_wrong_weight_update_are_warned_of(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The second weight update leaves a gap that `engine.max_logp_gap` allows."""
-    settings = (
-        "engine=toy.Wrong", f"engine.folder={tmp_path / 'calls'}", "engine.gap=1.0",
-        f"engine.right={[0, *range(2, 20)]}", "engine.answers=['11111', '11111', '1', '2']",
+        "engine=scripted", "engine.answers=['11111', '11111', '1', '2']",
         "sampling.max_tokens=3", "eval.prompts=0", "run.steps=12",
-        "engine.max_logp_gap=2", "warn.gap=0.5",
     )  # fmt: skip
     done = run(config(tiny_model, tmp_path / "run", *settings))
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert 0.3 < sum(row["completions/clipped_ratio"] for row in rows) / len(rows) < 0.7
-    assert [row["sync/logp_gap_max"] for row in rows][-1] == 1.0
     assert all(row["samples_per_second"] > 0 for row in rows)
     rate = "engine/samples_per_second"
     assert all(0 < row[f"{rate}_min"] <= row[rate] for row in rows)
-    words = "are cut off at sampling.max_tokens = 3", "differed by 1 nats on average"
-    assert all(any(each in text for text in done.warnings) for each in words)
+    assert any("are cut off at sampling.max_tokens = 3" in text for text in done.warnings)

@@ -1,12 +1,10 @@
 """Error messages about a config: what is wrong in it, and what to write instead."""
 
 import difflib
-import json
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -37,10 +35,6 @@ EXPECTED = {
 GIVEN = {bool: "a boolean", int: "an integer", float: "a decimal number", str: "text"}
 GIVEN |= {list: "a list", dict: "a table", type(None): "null"}
 
-DEEPEST = 64
-"""Most levels of lists and tables in a config or a data set."""
-
-
 FEW = 6
 """Most names that a message lists."""
 
@@ -56,6 +50,8 @@ def explain(name: str, *errors: ErrorDetails) -> str:
     given = "null" if value is None else repr(value)
     if first == "missing":
         return f"{name} is missing"
+    if first in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {name!r}"
     expected = []
     for error in errors:
         literal = error["type"] == "literal_error"
@@ -66,19 +62,12 @@ def explain(name: str, *errors: ErrorDetails) -> str:
     message = f"{name} = {given}: expected {' or '.join(expected)}"
     if first == "literal_error" and isinstance(value, str):
         return message
-    message += f", got {GIVEN.get(type(value), type(value).__name__)}"
-    return f"{message}: remove the quotes" if _is_quoted(value) else message
+    return f"{message}, got {GIVEN.get(type(value), type(value).__name__)}"
 
 
 def reason(error: ErrorDetails) -> str:
     """Return pydantic's own message, or that of the ValueError that a validator raised."""
     return error["msg"].removeprefix("Value error, ")
-
-
-def no_null(key: str, default: Any) -> str:
-    """Return an error message for null as the value of a key that is not optional."""
-    typed = default if isinstance(default, str) and default else json.dumps(default)
-    return f"{key} cannot be null; leave it out, or type {key}={typed}, which is its default"
 
 
 def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
@@ -95,14 +84,6 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     return f"{nearest}; {full}"
 
 
-def _is_quoted(value: object) -> bool:
-    """Return whether a value is text that would be another kind of value without quotes."""
-    try:
-        return isinstance(value, str) and json.loads(value) is not None
-    except (ValueError, RecursionError):
-        return False
-
-
 @contextmanager
 def about(place: str) -> Iterator[None]:
     """Begin the message of a ValueError within the block with the place that it is about."""
@@ -110,19 +91,6 @@ def about(place: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{place}: {masked(str(error))}") from error
-
-
-def check_depth(what: str, value: object, levels: int = DEEPEST) -> None:
-    """Raise ValueError, which begins with `what`, if lists and tables are nested too deeply.
-
-    What walks through them, such as a copy or an encoder, needs several calls for each level.
-    """
-    if not isinstance(value, dict | list | tuple):
-        return
-    if levels == 0:  # at the latest for a list that holds itself
-        raise ValueError(f"{what} is nested more than {DEEPEST} levels deep; flatten it")
-    for inner in value.values() if isinstance(value, dict) else value:
-        check_depth(what, inner, levels - 1)
 
 
 def size(number: float) -> str:
@@ -146,8 +114,6 @@ def explain_mistake(model: type[Table], error: ErrorDetails) -> str:
         keys = [".".join(key) for key in _keys(path, error["input"]) if counterpart(key[-1])]
         told = [f"unknown key {key!r}: {elsewhere(model, key)}" for key in keys]
         return "\n".join(told) or _unknown_key(model, path)
-    if error["input"] is None:
-        return _null(model, path, error)
     if error["type"] == "value_error":
         return reason(error)
     if error["type"] == "model_type":
@@ -218,24 +184,3 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
     known = [field.alias or key for key, field in table.model_fields.items()]
     what = f"the keys of [{'.'.join(tables)}]" if tables else "all tables and keys"
     return f"unknown key {where!r}{choices(name, known, f'{KEYS} lists {what}')}"
-
-
-def _null(model: type[Table], path: Sequence[str], error: ErrorDetails) -> str:
-    """Return an error message for null as the value of a key that is not optional."""
-    where, table = ".".join(path), model
-    if path[1:] == ["use"] and path[0] in PLUGGED:
-        return no_null(path[0], model.model_fields[path[0]].default.use)
-    for each in path[:-1]:
-        field = table.model_fields.get(each)
-        inner = field and inner_table(field)
-        if inner is None:
-            return explain(where, error)
-        table = inner
-    by_name = {field.alias or key: field for key, field in table.model_fields.items()}
-    field = by_name.get(path[-1])
-    if field is None or field.is_required():  # a value in a list has no field
-        return explain(where, error)
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, Table):
-        return f"{where} cannot be null; leave the table out for its defaults"
-    return no_null(where, default)

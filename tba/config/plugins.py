@@ -3,22 +3,20 @@
 A name is a file of this package with one public dataclass, or `package.module.Class` on the path.
 """
 
-import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
-import typing
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, NotRequired, Required, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
+from typing_extensions import TypedDict
 
-from tba.config.errors import NEAREST, about, choices, elsewhere, explain, no_null
+from tba.config.errors import NEAREST, about, choices, elsewhere, explain
 from tba.config.schema import Config
 from tba.config.secrets import is_secret, read_secrets
 from tba.config.tables import PLUGGED, Positive, Use
@@ -37,6 +35,8 @@ class Schedule:
     From `cut_step` on, counted from 0, it is `cut_to` instead, if given. The paper's code has .012
     to .004 over 500 steps for GSM8K, and 1.0 to .05 over 128, cut to .05 at the 32nd, for TL;DR.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     start: float
     end: float
@@ -94,7 +94,7 @@ def find(kind: str, name: str) -> type:
     """Return the class called `name`; ValueError with the nearest name if there is none."""
     if "." in name:
         return _on_path(name)
-    _check_name(kind, name)
+    check_name(kind, name)
     module = importlib.import_module(f"tba.{kind}.{name}")
     own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
     return own[0]
@@ -104,7 +104,8 @@ def _folder(kind: str) -> Path:
     return Path(__file__).parents[1].joinpath(*kind.split("."))
 
 
-def _check_name(kind: str, name: str) -> None:
+def check_name(kind: str, name: str) -> None:
+    """Raise ValueError, which names the nearest, if this package ships no such plug-in."""
     known = names(kind)
     if kind == "objectives" and name in NEAREST:
         raise ValueError(f"no objective called {name!r}; the nearest is `{NEAREST[name]}`")
@@ -113,30 +114,6 @@ def _check_name(kind: str, name: str) -> None:
             f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known, NAMES)};"
             " or write `package.module.Class`"
         )
-
-
-def check_unimported(kind: str, table: str, use: str, options: Mapping[str, Any]) -> None:
-    """Check `[table]` by the source of a plug-in, whose module would import PyTorch.
-
-    An option is not checked if its type has a name of the module's own, and neither is a class on
-    the path.
-    """
-    if "." in use:
-        return
-    _check_name(kind, use)
-    tree = ast.parse((_folder(kind) / f"{use}.py").read_text("utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
-    known = {}
-    for field in classes[0].body:
-        if isinstance(field, ast.AnnAssign) and "ClassVar" not in (
-            kind := ast.unparse(field.annotation)
-        ):
-            option = Option(Any, None)
-            with suppress(NameError):
-                option = Option(eval(kind, dict(vars(typing))), None)
-            known[ast.unparse(field.target)] = option
-    given = {name: value for name, value in options.items() if value is not None}
-    _check_all(known, table, use, given, scheduled=table == "objective")
 
 
 def _on_path(name: str) -> type:
@@ -199,50 +176,48 @@ def check_options(
     scheduled: bool = False,
 ) -> dict[str, Any]:
     """Return the options of `[table]` for the factory called `use`; ValueError if one is wrong."""
-    return _check_all(options_of(factory), table, use, options, scheduled)
-
-
-def _check_all(
-    known: Mapping[str, Option], table: str, use: str, options: Mapping[str, Any], scheduled: bool
-) -> dict[str, Any]:
-    checked: dict[str, Any] = {}
-    for name, value in options.items():
+    known = options_of(factory)
+    kinds: dict[str, Any] = {}
+    for name, option in known.items():
+        is_schedule = scheduled and option.kind is float and isinstance(options.get(name), Mapping)
+        kind = Schedule if is_schedule else option.kind
+        kinds[name] = Required[kind] if option.required else NotRequired[kind]
+    for name in options:
         if name not in known:
             hint = elsewhere(Config, f"{table}.{name}", known) if table in PLUGGED else ""
             hint = f": {hint}" if hint else choices(name, known, OPTIONS)
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
-        checked[name] = _checked(f"{table}.{name}", value, known[name], scheduled)
-    for name, option in known.items():
-        if option.required and name not in checked:
-            raise ValueError(f"{table}.{name} is missing: {use!r} needs it")
-    return checked
-
-
-def _checked(name: str, value: Any, option: Option, scheduled: bool) -> Any:
-    """Return the value as the kind of the option; ValueError if it is not one."""
-    kind = option.kind
-    if scheduled and kind is float and isinstance(value, Mapping):
-        kind, known = Schedule, options_of(Schedule)
-        for key in sorted(value.keys() - known.keys()):
-            raise ValueError(f"{name}.{key}: a schedule has no such key{choices(key, known)}")
-    config = None if dataclasses.is_dataclass(kind) else ConfigDict(extra="forbid")
-    adapter = TypeAdapter(kind, config=config)
+    make: Any = TypedDict  # not as for type checkers: its keys are not in the source
+    adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(
+        with_config(extra="forbid")(make("options", kinds))
+    )
     try:
         # as JSON, because strict validation of Python values would refuse lists for tuples
-        return adapter.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
+        return adapter.validate_json(to_json(options, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
-        if value is None and not option.required:
-            raise ValueError(no_null(name, option.default)) from error
-        places = [(_place(value, each), each) for each in error.errors()]
+        raise ValueError(_mistakes(table, use, options, error.errors())) from error
+
+
+def _mistakes(
+    table: str, use: str, options: Mapping[str, Any], errors: Sequence[ErrorDetails]
+) -> str:
+    """Return a message with a line for each wrong option, from the errors of pydantic."""
+    by_option: dict[str, dict[tuple[str, ...], list[ErrorDetails]]] = {}
+    for error in errors:
+        place = _place(options, error)
+        by_option.setdefault(place[0], {}).setdefault(place, []).append(error)
+    lines = []
+    for name, by_place in by_option.items():
         # a union has an error for each member: those of the member that fits best lie deepest
-        deepest = max((place for place, _ in places), key=len)
-        errors = [each for place, each in places if place == deepest]
-        raise ValueError(explain(".".join([name, *deepest]), *errors)) from error
+        deepest = max(by_place, key=len)
+        message = explain(".".join([table, *deepest]), *by_place[deepest])
+        lines.append(message if name in options else f"{message}: {use!r} needs it")
+    return "\n".join(lines)
 
 
-def _place(value: Any, error: ErrorDetails) -> list[str]:
+def _place(value: Any, error: ErrorDetails) -> tuple[str, ...]:
     """Return the keys that lead to an error, whose own location also names members of unions."""
-    keys = []
+    keys: list[str] = []
     for part in error["loc"]:
         is_key = isinstance(value, Mapping) and part in value
         if is_key or (isinstance(value, list | tuple) and isinstance(part, int)):
@@ -250,7 +225,7 @@ def _place(value: Any, error: ErrorDetails) -> list[str]:
             value = value[part]
     if error["type"] == "missing":
         keys.append(str(error["loc"][-1]))
-    return keys
+    return tuple(keys)
 
 
 @dataclass(frozen=True)
@@ -274,8 +249,11 @@ def resolve_all(config: Config) -> Plugins:
 
 
 def with_defaults(config: Config) -> Config:
-    """Return the config with all options of its plug-ins, whose defaults may change later."""
-    tables = {}
+    """Return the config with all options of its plug-ins, whose defaults may change later.
+
+    The engine has defaults for `[runtime]`, too.
+    """
+    tables: dict[str, Any] = {}
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)
         options = given.options
@@ -283,22 +261,9 @@ def with_defaults(config: Config) -> Config:
             if not option.required and option.default is not None:
                 options.setdefault(name, option.default)
         tables[table] = type(given)(**given.model_dump() | options)
+    engine: Any = find("engines", config.engine.use)
+    runtime = dict(engine.defaults(config))
+    for key in config.runtime.model_fields_set:
+        runtime.pop(key, None)
+    tables["runtime"] = config.runtime.model_copy(update=runtime)
     return config.model_copy(update=tables)
-
-
-def with_chat(config: Config, has_template: bool) -> Config:
-    """Return the config with `chat = "auto"` of its tasks as "on" if there is a chat template."""
-
-    def decided(options: Mapping[str, Any]) -> dict[str, Any]:
-        tables = dict(options)
-        if tables.get("chat") == "auto":
-            tables["chat"] = "on" if has_template else "off"
-        if isinstance(parts := tables.get("parts"), Mapping):  # of a mixture
-            tables["parts"] = {name: decided(part) for name, part in parts.items()}
-        return tables
-
-    task = Use(**decided(config.task.model_dump()))
-    sets = {n: type(s)(**decided(s.model_dump())) for n, s in config.eval.sets.items()}
-    return config.model_copy(
-        update={"task": task, "eval": config.eval.model_copy(update={"sets": sets})}
-    )

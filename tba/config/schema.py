@@ -17,14 +17,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, model_validator
 
 from tba.config import tables
-from tba.config.errors import check_depth, explain_mistake, without_table
+from tba.config.errors import explain_mistake, without_table
 from tba.config.secrets import check_secrets
 from tba.config.tables import PLUGGED, Table, Use, decay_of
 
 Parsed = TypeVar("Parsed", bound=Table)
-ONE_GROUP_EACH = {"prompts_per_task": 1, "concurrent_searches": 16}
-"""Defaults of `[runtime]` for vLLM on Ray, whose searches share a batch: no group waits for others.
-As many prompts are searched at once as by default with other engines."""
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
@@ -65,8 +62,7 @@ class Config(Table):
     def with_defaults(cls, plain: Any) -> Any:
         """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective.
 
-        Two defaults of `[runtime]` depend on the engine, and that of `checkpoint.keep_best` on
-        `eval.patience`.
+        The default of `checkpoint.keep_best` depends on `eval.patience`.
         """
         if not isinstance(plain, Mapping):
             return plain
@@ -77,9 +73,6 @@ class Config(Table):
                     complete[name] = {"use": use}
                 case Mapping() as table if name != "task":
                     complete[name] = {"use": cls.default_use(name), **table}
-        match complete.get("engine"), complete.get("runtime", {}):
-            case {"use": "vllm"}, Mapping() as table if table.get("use") != "local":
-                complete["runtime"] = {**ONE_GROUP_EACH, **table}
         match complete.get("eval"), complete.get("checkpoint", {}):
             case {"patience": int()}, Mapping() as table:
                 complete["checkpoint"] = {"keep_best": True, **table}
@@ -91,9 +84,14 @@ class Config(Table):
 
     @model_validator(mode="after")
     def consistent_sizes(self) -> "Config":
-        t, k, capacity = self.trainer, self.trainer.group_size, self.replay.capacity
-        samples, stored = self.sampling.samples, self.replay.per_prompt
-        for name, size in (("sampling.samples", samples), ("replay.per_prompt", stored)):
+        t = self.trainer
+        k = t.group_size
+        capacity = self.replay.capacity
+        sizes = {
+            "sampling.samples": self.sampling.samples,
+            "replay.per_prompt": self.replay.per_prompt,
+        }
+        for name, size in sizes.items():
             if size < k:
                 raise ValueError(
                     f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more"
@@ -103,9 +101,10 @@ class Config(Table):
                 f"replay.capacity = {capacity} cannot hold one group; set replay.capacity={k} or"
                 " more"
             )
-        steps, decay = self.run.steps, decay_of(t, self.run.steps)
-        is_known, warm_and_cold = self.run.epochs is None, t.warmup_steps + decay
-        if is_known and t.schedule == "warmup_stable_decay" and warm_and_cold > steps:
+        steps = self.run.steps
+        decay = decay_of(t, steps)
+        decays = t.schedule == "warmup_stable_decay" and self.run.epochs is None
+        if decays and t.warmup_steps + decay > steps:
             raise ValueError(
                 f"trainer.warmup_steps = {t.warmup_steps} and decay_steps = {decay} are more than"
                 f" run.steps = {steps}; reduce them"
@@ -139,28 +138,21 @@ class Config(Table):
 
     @model_validator(mode="after")
     def evaluated_checkpoints(self) -> "Config":
-        every, c = self.eval.every, self.checkpoint
+        every = self.eval.every
+        c = self.checkpoint
         if self.eval.patience is not None and not every:
             raise ValueError(
                 f"eval.patience = {self.eval.patience} counts evaluations; set eval.every=50"
             )
+        if not c.keep_best or not every:
+            return self
         both = {"checkpoint.every": c.every, "runtime.publish_every": self.runtime.publish_every}
-        for name, size in both.items() if c.keep_best and every else ():
+        for name, size in both.items():
             if size == 0 or every % size:
                 raise ValueError(
                     f"checkpoint.keep_best needs a checkpoint of what is evaluated: {name} = {size}"
                     f" does not divide eval.every = {every}; set {name}={every}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def math_in_main_thread(self) -> "Config":
-        used = {self.task.use, *(each.use for each in self.eval.sets.values())}
-        if self.reward.isolate == "thread" and "math" in used:
-            raise ValueError(
-                "reward.isolate = 'thread' does not work with the task 'math': math-verify needs"
-                " the main thread of a process; set reward.isolate=process"
-            )
         return self
 
     @property
@@ -228,8 +220,6 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ValueError(f"no such {what} file: {path}")
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; flatten it") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -242,8 +232,6 @@ def read_json(path: Path) -> Any:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path} is damaged in line {line}: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
@@ -255,7 +243,6 @@ def parse(plain: Mapping[str, Any]) -> Config:
 
 def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
     """Validate plain tables as a `model`, whose fields are tables."""
-    check_depth("the config", plain)
     check_secrets("", plain)
     try:
         return model.model_validate(plain)
@@ -267,7 +254,7 @@ def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
 def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     """Apply each `table.key=value`, or `objective=rloo` for its `use`; what is not TOML is text.
 
-    The value `null` unsets an optional key.
+    An empty value, `table.key=`, takes the key out, so that its default holds.
     """
     values = {}
     for setting in settings:
@@ -285,8 +272,9 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set each `table.key`. A key that names another plug-in drops the options of the previous.
+    """Set each `table.key`; the value None takes a key out.
 
+    A key that names another plug-in drops the options of the previous one.
     Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
     """
     for name, other in (("run.steps", "epochs"), ("run.epochs", "steps")):
@@ -307,15 +295,18 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
             table = inner
         if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
             table.clear()
-        table[last] = values[key]
+        if values[key] is None:
+            table.pop(last, None)
+        else:
+            table[last] = values[key]
 
 
 def _value(text: str) -> Any:
-    if text == "null":  # which TOML does not have
+    if not text:
         return None
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except tomllib.TOMLDecodeError:
         if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
             raise ValueError(
                 "a table is written {use='f.py:make',x=1}; check its quotes and braces"

@@ -135,8 +135,8 @@ class RunTable(Table):
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
     base: str = key(
         "",
-        "folder that relative paths start from; empty: the current folder, which is stored, so that"
-        " the run can be resumed from another one",
+        "folder that the run is started in: modules with plug-ins and rewards are found there; the"
+        " run sets it",
     )
 
     @model_validator(mode="after")
@@ -418,27 +418,3 @@ class WarnTable(Table):
     cut_off: Share = key(
         0.2, "warn if a larger share of the responses reaches sampling.max_tokens; 1: never"
     )
-    reuse: PositiveFloat = key(
-        0.05,
-        "warn if the trainer waits for new samples in a larger share of the time, over 50 steps"
-        " (ray, without runtime.lag); inf: never",
-    )
-    ess: Share = key(
-        0.5, "warn if the effective sample size is a smaller share of the group; 0: never"
-    )
-    kl: PositiveFloat = key(
-        10.0,
-        "warn if kl/k3 is more than this times its median over the first 50 steps, and above 0.01;"
-        " inf: never",
-    )
-    gap: PositiveFloat | None = key(
-        None,
-        "warn if log-probs of an engine and the trainer differ by more after a weight update, in"
-        " nats; default: engine.max_logp_gap; inf: never",
-    )
-    unknown_characters: Share = key(
-        0.0,
-        "warn if a larger share of the prompts has characters that the tokenizer does not know;"
-        " 1: never",
-    )
-    warmup: bool = key(True, "warn if a model is trained without trainer.warmup_steps")

@@ -56,14 +56,14 @@ def read_optional(path: Path) -> Any:
 
 def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
     """Return the values of a config by `table.key`."""
-    return {f"{name}.{key}": v for name, table in tables.items() for key, v in table.items()}
+    shown = with_relative_paths(tables)
+    return {f"{name}.{key}": v for name, table in shown.items() for key, v in table.items()}
 
 
 def folder_of(config: Config) -> Path:
     """Return the folder of a new run."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
-    run = Path(config.run.folder or default).expanduser()
-    return run.absolute() if config.run.base else run
+    return Path(config.run.folder or default).expanduser()
 
 
 def is_run(folder: Path) -> bool:
@@ -86,18 +86,25 @@ def check_unused(run: Path) -> None:
         )
 
 
-def stored(config: Config) -> dict[str, Any]:
-    """Return the config that a run keeps, with the folder that its relative paths start from."""
-    tables = config.nested()
-    tables["run"]["base"] = str(Path.cwd())
-    return tables
-
-
 def read_config(run: Path) -> dict[str, Any]:
     """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
     return read_json(run / CONFIG)
+
+
+def with_relative_paths(config: Any) -> Any:
+    """Return the tables of a config with paths from the folder that the run was started in."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [shown(inner) for inner in value]
+        return value.removeprefix(start) if isinstance(value, str) else value
+
+    start = f"{config.get('run', {}).get('base', '')}/"
+    return shown(config)
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:

@@ -15,12 +15,11 @@ from tba.models.lora import SETTINGS
 from tba.models.pretrained import computes_in_bf16, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
+from tba.runs.checks import check_evaluated, check_responses, config_of, stored_config
 from tba.runs.choice import chosen
-from tba.runs.early import check_evaluated, check_responses
 from tba.runs.files import own, write_whole
 from tba.runs.generations import step_of
-from tba.runs.parts import RunSetup, check
-from tba.runs.resumed import config_of, stored_config
+from tba.runs.setup import RunSetup, check
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.scored import Scored

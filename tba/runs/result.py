@@ -10,9 +10,9 @@ from pandas import DataFrame
 from tba.learn.state import MODEL
 from tba.models.lora import merged
 from tba.models.pretrained import load_model, load_text
+from tba.runs.checks import config_of
 from tba.runs.choice import choose
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.runs.resumed import config_of
 from tba.runs.summary import Summary
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step

@@ -17,11 +17,10 @@ from jinja2 import Environment, StrictUndefined
 from tba.learn.state import MODEL
 from tba.models.lora import merged
 from tba.models.pretrained import load_text
+from tba.runs.checks import check_export, config_of
 from tba.runs.choice import chosen
-from tba.runs.early import check_export
 from tba.runs.generations import step_of
-from tba.runs.log import METRICS, read, read_evaluations
-from tba.runs.resumed import config_of
+from tba.runs.log import METRICS, read, read_evaluations, with_relative_paths
 from tba.tasks._data import SUFFIXES
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -99,7 +98,7 @@ def _create(name: str, private: bool) -> RepoUrl:
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    config = config_of(run).nested()
+    config = with_relative_paths(config_of(run).nested())
     model = _model_name(config["policy"]["model"])
     config = _without_places(config)
     config["policy"]["model"] = model

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import STATE, Progress, newest
+from tba.runs.checks import check_resumed, config_of
 from tba.runs.console import Console
 from tba.runs.log import CHECKPOINTS, Replay
-from tba.runs.parts import RunSetup
-from tba.runs.resumed import check_resumed, config_of
+from tba.runs.setup import RunSetup
 from tba.runs.stop import Stop
 from tba.runtime import SearchState
 from tba.search.rescore import rescore

@@ -18,26 +18,34 @@ EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
 )  # fmt: skip
 LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
 
+LEAST_ESS = 0.5
+"""Share of a group below which the effective sample size is too small."""
+MOST_WAITING = 0.05
+"""Share of the time that the trainer may wait for new samples."""
+MOST_KL = 10.0
+"""Most times its usual value that the KL may be."""
+
 RunWarning = tuple[str, str]
-"""A key of `[warn]`, and the text of its warning."""
+"""A short name of a warning, and its text."""
 
 
 class Warnings:
-    """Compares the metrics of a run with the thresholds of `[warn]`; each warns once.
+    """Compares the metrics of a run with thresholds; each warns once.
 
-    `gap_limit` is the log-prob gap, in nats, at which a run ends; `pass_reward` is the
-    least reward of a correct answer, if there is one; `at_start` are signs that need no metrics.
+    `pass_reward` is the least reward of a correct answer, if there is one.
     A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
     """
 
     def __init__(
-        self, config: Config, gap_limit: float, pass_reward: float | None = None,
-        at_start: Sequence[RunWarning] = (), rows: Sequence[Mapping[str, float | None]] = (),
+        self,
+        config: Config,
+        pass_reward: float | None = None,
+        rows: Sequence[Mapping[str, float | None]] = (),
         given: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         self._given = dict(given or {})
-        self._config, self._gap_limit, self._pass_reward = config, gap_limit, pass_reward
-        self._at_start = at_start
+        self._config = config
+        self._pass_reward = pass_reward
         self._recent = {name: deque[float](maxlen=WINDOW) for name in AVERAGED}
         self._equal = deque[tuple[float, ...]](maxlen=WINDOW)
         self._first_kl: list[float] = []
@@ -54,8 +62,9 @@ class Warnings:
 
     def start(self) -> list[RunWarning]:
         """Return the warnings that need no metrics."""
-        trainer, signs = self._config.trainer, list(self._at_start)
-        if not trainer.warmup_steps and self._config.warn.warmup:
+        trainer = self._config.trainer
+        signs = []
+        if not trainer.warmup_steps:
             text = (
                 "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
                 f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
@@ -69,7 +78,7 @@ class Warnings:
         if not self._read(metrics):
             return []
         full = len(self._recent[KL]) == WINDOW
-        return self._new([*self._gap(), *(self._signs() if full else ())])
+        return self._new(self._signs() if full else ())
 
     def end(self) -> list[RunWarning]:
         """Return the warnings of a run that had too few steps for them."""
@@ -97,17 +106,6 @@ class Warnings:
         self._given |= new
         return list(new.items())
 
-    def _gap(self) -> Iterator[RunWarning]:
-        own, gap = self._config.warn.gap, self._newest.get("sync/logp_gap_max")
-        key, limit = ("engine.max_logp_gap", self._gap_limit) if own is None else ("warn.gap", own)
-        if gap is not None and gap > limit:
-            yield (
-                "gap",
-                "after a weight update, log-probs of an engine and the trainer differed by"
-                f" {gap:.2g} nats on average (more than {key} = {limit:g}): either the engine is"
-                " less precise, see engine.dtype, or it loads weights wrongly",
-            )
-
     def _signs(self, ended: bool = False) -> Iterator[RunWarning]:
         """Yield the signs of trouble in the latest steps."""
         w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
@@ -126,29 +124,29 @@ class Warnings:
                 f" {self._config.sampling.max_tokens} (more than warn.cut_off = {w.cut_off:g});"
                 " raise it, or ask for shorter responses",
             )
-        if mean[ESS] < w.ess:
+        if mean[ESS] < LEAST_ESS:
             yield (
                 "ess",
-                f"the effective sample size is {mean[ESS]:.0%} of a group (less than warn.ess ="
-                f" {w.ess:g}): the policy has moved away from the one that sampled the data; lower"
-                " trainer.learning_rate, or train on newer data",
+                f"the effective sample size is {mean[ESS]:.0%} of a group (less than"
+                f" {LEAST_ESS:.0%}): the policy has moved away from the one that sampled the data;"
+                " lower trainer.learning_rate, or train on newer data",
             )
         seconds, waited = (sum(own) for own in (self._seconds, self._waits))
         full = ended or len(self._waits) == STEPS
-        if full and self._config.asynchronous and waited > w.reuse * seconds:
+        if full and self._config.asynchronous and waited > MOST_WAITING * seconds:
             yield (
                 "reuse",
                 f"the trainer waited for new samples in {waited / seconds:.0%} of the last {STEPS}"
-                f" steps' time (more than warn.reuse = {w.reuse:g}), because it may train on one"
+                f" steps' time (more than {MOST_WAITING:.0%}), because it may train on one"
                 f" runtime.max_reuse = {self._config.runtime.max_reuse:g} times; raise"
                 " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
                 " trainer.batch_size",
             )
         usual, kl = self._usual_kl, median(self._recent[KL])
-        if usual is not None and kl > max(w.kl * usual, SMALL_KL):
+        if usual is not None and kl > max(MOST_KL * usual, SMALL_KL):
             yield (
                 "kl",
-                f"kl/k3 is {kl:.2g} nats per token, more than warn.kl = {w.kl:g} times its"
+                f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
                 f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )

@@ -28,7 +28,7 @@ from tba.search.rollouts import Rollouts
 from tba.search.verdicts import judged_before
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Answered, Itemized, Task
-from tba.tasks._memory import Functions, InMemory, build_task
+from tba.tasks._memory import Functions, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
 
@@ -101,12 +101,13 @@ class SearchSetup:
         functions, reward = self.reward_functions, self.reward
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
-        memory = None if functions is None else InMemory(reward=functions)
         named = {"": self.task, **{name: one.task for name, one in self.sets.items()}}
         plugins = {n: resolve("tasks", "task", t.use, t.options) for n, t in named.items()}
 
         def builds(device: str | None) -> dict[str, Callable[[], Task]]:
-            return {n: partial(build_task, plugin, memory, device) for n, plugin in plugins.items()}
+            return {
+                n: partial(build_task, plugin, functions, device) for n, plugin in plugins.items()
+            }
 
         process: InProcess | None = None
         if reward.isolate == "process":

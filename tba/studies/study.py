@@ -103,7 +103,7 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 def check_study(study: Study) -> list[Config]:
     """Return the config of every trial, after all checks; models and data are read once."""
-    from tba.runs.parts import check
+    from tba.runs.setup import check
 
     configs = [study.config(trial) for trial in study.trials]
     checked = set()

@@ -18,6 +18,8 @@ from tba.config.errors import about
 Rows = list[dict[str, Any]]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+DEEPEST = 64
+"""Most levels of lists and tables in a value."""
 
 
 def rows(

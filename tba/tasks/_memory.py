@@ -1,4 +1,4 @@
-"""Rows and reward functions that are passed from Python, and how a config refers to them."""
+"""Rows and reward functions that are passed from Python, and how tasks are built with them."""
 
 import functools
 import inspect
@@ -6,8 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -16,128 +16,95 @@ from tba.config.errors import about
 from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
 from tba.config.secrets import read_secrets
-from tba.config.tables import Use
+from tba.config.tables import TaskTable
 from tba.tasks import Task
 from tba.tasks._data import Rows, check_names, checked, from_arrow
 
-MARK = "<in memory: "
-"""Start of the text that stands in a config for an object passed from Python."""
-
 Functions = tuple[Callable[..., Any], ...]
 
-KEYS = ("data", "held_out_data", "reward")
-"""Options of `custom` that can be passed from Python."""
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 """Names of parts of a mixture and of evaluation sets, which become parts of metrics' names."""
 
 
 @dataclass(frozen=True, repr=False)
-class InMemory:
-    """Rows and reward functions that were passed from Python; None for each that was not."""
+class Passed:
+    """Rows and reward functions that were passed from Python."""
 
-    data: Rows | None = None
-    held_out_data: Rows | None = None
-    reward: Functions | None = None
+    rows: Mapping[str, Rows]
+    """Rows by option of `[task]`, `data` or `held_out_data`."""
+    functions: Functions | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Return the text that stands for each object in a config, by the name of the option."""
-        texts: dict[str, Any] = {}
-        for key, table in (("data", self.data), ("held_out_data", self.held_out_data)):
-            if table is not None:
-                plain = json.dumps(table, sort_keys=True, default=str)  # errors are text
-                digest = sha256(plain.encode()).hexdigest()
-                texts[key] = f"{MARK}{len(table):,} rows, sha256:{digest[:16]}>"
-        if self.reward is not None:
-            names = [f"{MARK}{name_of(function)}>" for function in self.reward]
-            texts["reward"] = names[0] if len(names) == 1 else names
-        return texts
+    def named_in(self, config: Config, run: Path) -> Config:
+        """Return the config with the files of the rows in the folder of the run.
 
-
-def in_memory(data: Any, held_out_data: Any, reward: Any) -> InMemory | None:
-    """Check the objects that were passed from Python; None if there are none."""
-    rows = None if data is None else to_rows("data", data)
-    held_out = None if held_out_data is None else to_rows("held_out_data", held_out_data)
-    functions = None
-    if reward is not None:
-        functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
-        for function in functions:
-            if not callable(function):
-                raise ValueError(
-                    f"reward= has {function!r}, which is not a function; for"
-                    " package.module:function or file.py:function, set task.reward in the config"
-                )
-    memory = InMemory(rows, held_out, functions)
-    return None if memory == InMemory() else memory
-
-
-def with_memory(config: Config, memory: InMemory | None) -> Config:
-    """Return the config with a text in `[task]` for each object; ValueError if they do not fit."""
-    texts = {} if memory is None else memory.options()
-    named = "use" in config.task.model_fields_set
-    options = config.task.options
-    if texts and named and config.task.use != "custom":
-        raise ValueError(
-            f"task.use = {config.task.use!r} has data and rewards of its own; set task.use=custom"
-            " to train on data= and reward=, or drop these arguments"
-        )
-    for key in KEYS:
-        value = options.get(key)
-        if _is_text(value) and key not in texts:
-            raise ValueError(f"task.{key} = {value!r} was passed from Python; pass {key}= again")
-        if value is not None and not _is_text(value) and key in texts:
-            raise ValueError(f"both task.{key} = {value!r} and {key}= are given; drop one of them")
-        if texts and key != "held_out_data" and key not in options | texts:
-            raise ValueError(f"{key}= is missing: pass it too, or set task.{key} in the config")
-    if not texts:
-        return config
-    return config.model_copy(update={"task": Use(use="custom", **(options | texts))})
-
-
-def refuse(task: Use, run: str) -> None:
-    """ValueError, with the Python call, if the run was started with objects passed from Python."""
-    passed = [key for key in KEYS if _is_text(task.options.get(key))]
-    if passed:
-        arguments = ", ".join(f"{key}=..." for key in passed)
-        raise ValueError(
-            f"{run} was started from Python with {' and '.join(passed)} in memory; resume it there"
-            f" (a run that is complete is evaluated again):"
-            f' tba.train(tba.load("{run}/config.json"), resume="{run}", {arguments})'
-        )
-
-
-def check_same(task: Use, before: Use) -> None:
-    """ValueError if a resumed run would have other rows than it was started with."""
-    for key in ("data", "held_out_data"):
-        now, then = task.options.get(key), before.options.get(key)
-        if _is_text(then) and now != then:
+        ValueError if the config names another task, or other data or rewards.
+        """
+        task = config.task
+        if "use" in task.model_fields_set and task.use != "custom":
             raise ValueError(
-                f"{key}= is not what the run was started with: {now} instead of {then};"
-                " pass the same rows, or start a new run"
+                f"task.use = {task.use!r} has data and rewards of its own; set task.use=custom"
+                " to train on data= and reward=, or drop these arguments"
             )
+        options = task.options
+        files = {option: str(run / f"{option}.jsonl") for option in self.rows}
+        given = [option for option in files if options.get(option, files[option]) != files[option]]
+        if self.functions is not None and "reward" in options:
+            given.append("reward")
+        for option in given:
+            raise ValueError(
+                f"both task.{option} = {options[option]!r} and {option}= are given; drop one"
+            )
+        table = TaskTable(use="custom", **(options | files))
+        return config.model_copy(update={"task": table})
+
+    def write(self, run: Path) -> None:
+        """Write the rows to their files; ValueError if a file there has other rows."""
+        for option, rows in self.rows.items():
+            file = run / f"{option}.jsonl"
+            text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
+            if file.exists() and file.read_text("utf-8") != text:
+                raise ValueError(
+                    f"{option}= is not what the run was started with; pass the same rows, leave"
+                    " them out, or start a new run"
+                )
+            file.write_text(text, encoding="utf-8")
 
 
-def build_task(plugin: Plugin, memory: InMemory | None, device: str | None = None) -> Task:
-    """Build a task, with the objects passed from Python for which its options have a text.
+def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | None:
+    """Check the objects that were passed from Python; None if there are none."""
+    given = {"data": data, "held_out_data": held_out_data}
+    rows = {option: to_rows(option, each) for option, each in given.items() if each is not None}
+    if reward is None:
+        return Passed(rows) if rows else None
+    functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
+    for function in functions:
+        if not callable(function):
+            raise ValueError(
+                f"reward= has {function!r}, which is not a function; for"
+                " package.module:function or file.py:function, set task.reward in the config"
+            )
+    return Passed(rows, functions)
+
+
+def build_task(
+    plugin: Plugin, functions: Functions | None = None, device: str | None = None
+) -> Task:
+    """Build a task, with the functions passed from Python if its options name no reward.
 
     With a device, also load its models there: it then scores in this process.
     """
-    passed = [key for key in KEYS if _is_text(plugin.options.get(key))]
-    if memory is None or not passed:
-        task = plugin.build()
+    takes_functions = "passed" in {field.name for field in fields(plugin.cls)}
+    if functions is not None and takes_functions and plugin.options.get("reward") is None:
+        task: Task = plugin.cls(passed=functions, **read_secrets(plugin.options))
     else:
-        named = {key: None for key in KEYS if key not in passed}
-        options = read_secrets(plugin.options)
-        task = plugin.cls(memory=replace(memory, **named), **options)
-    if not isinstance(task, Task):
-        name = plugin.cls.__name__
-        raise ValueError(f"{name} must inherit from tba.tasks.Task; write: class {name}(Task)")
+        task = plugin.build()
     if device is not None:
         task.load(device)
     return task
 
 
 def named_task(
-    key: str, use: str, options: Mapping[str, Any], memory: InMemory | None = None
+    key: str, use: str, options: Mapping[str, Any], functions: Functions | None = None
 ) -> Task:
     """Build the task of the table at `key`, whose last part is its name.
 
@@ -148,7 +115,7 @@ def named_task(
         raise ValueError(f"[{key}]: {name!r} must be letters, digits, `_`, `-` and `.`; rename it")
     plugin = resolve("tasks", key, use, options)
     with about(f"[{key}]"):  # errors speak of `task.`
-        return build_task(plugin, memory)
+        return build_task(plugin, functions)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -206,8 +173,3 @@ def to_rows(argument: str, data: Any) -> Rows:
     if not all(isinstance(row, dict) for row in data):
         raise ValueError(f"{argument}=: every row must be a dict, {{column: value, ...}}")
     return checked(f"{argument}=", list(data))
-
-
-def _is_text(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return any(isinstance(v, str) and v.startswith(MARK) for v in values)

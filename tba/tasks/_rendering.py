@@ -44,6 +44,25 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(filled, template)
 
 
+def with_chat(
+    table: str, options: Mapping[str, Any], has_template: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a task with "on" or "off" in place of `chat = "auto"`.
+
+    Also return the keys of the task, and of the parts of a mixture, that have become "off".
+    """
+    decided = dict(options)
+    plain = []
+    if decided.get("chat") == "auto":
+        decided["chat"] = "on" if has_template else "off"
+        plain = [] if has_template else [f"{table}.chat"]
+    parts = {}
+    for name, part in (decided.get("parts") or {}).items():
+        parts[name], plain_here = with_chat(f"{table}.parts.{name}", part, has_template)
+        plain += plain_here
+    return decided | ({"parts": parts} if parts else {}), plain
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
     """The options of a task that say how rows become prompts."""

@@ -20,7 +20,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from tba.config.schema import Config
-from tba.tasks._memory import InMemory
+from tba.tasks._memory import Functions
 
 UNUSED = {
     *("data", "split", "subset", "prompt_column", "answer_column", "train_size", "size", "seed"),
@@ -149,13 +149,13 @@ class RewardSource:
         return self._used(parts, seen)
 
 
-def source_of(config: Config, memory: InMemory | None) -> RewardSource:
+def source_of(config: Config, functions: Functions | None) -> RewardSource:
     """Return what decides the rewards of a run."""
     source = RewardSource()
     source.add("task", config.task.model_dump())
     source.add("sampling.truncated", config.sampling.truncated)
-    if memory is not None and memory.reward is not None:
-        source.add_memory("task.reward", memory.reward)
+    if functions is not None:
+        source.add_memory("task.reward", functions)
     return source
 
 

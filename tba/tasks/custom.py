@@ -18,7 +18,7 @@ from tba.config.tables import Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
 from tba.tasks._data import Rows, require, rows
-from tba.tasks._memory import InMemory
+from tba.tasks._memory import Functions
 from tba.tasks._rendering import Rendering, columns_of
 from tba.tasks._rewards import ADVICE, RewardFunction, member, reward_function
 from tba.tasks._tools import Tools, call, describe
@@ -78,8 +78,9 @@ class Custom(Rendering, Task):
 
     data: str
     """File (.jsonl, .json, .parquet, .csv), folder of such files, or hub name."""
-    reward: str | Use | list[str | Use]
-    """Reward function, or table of a judge or a factory, or a list of these."""
+    reward: str | Use | list[str | Use] | None = None
+    """Reward function, or table of a judge or a factory, or a list of these. It is required, unless
+    functions are passed from Python."""
     reward_weights: list[float] | None = None
     """Weight of each reward function; default: 1."""
     prompt_column: str = "prompt"
@@ -104,13 +105,17 @@ class Custom(Rendering, Task):
     """Most turns of the policy in a dialogue with the environment."""
     tool_deadline: PositiveFloat = 10.0
     """Seconds for a call of a tool, after which the policy reads an error."""
-    memory: InMemory = field(default=InMemory(), metadata=GIVEN, repr=False)
-    """Rows and functions passed from Python; they take the place of those named above."""
+    passed: Functions | None = field(default=None, metadata=GIVEN, repr=False)
+    """Reward functions that were passed from Python, in place of `reward`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.environment is not None:  # instances may arrive as pickles, which need its module
             member("task.environment", self.environment)
+        if self.reward is None and self.passed is None:
+            raise ValueError(
+                "task.reward is missing: name a reward function, or pass reward= from Python"
+            )
         count = len(self.functions)  # raises before anything starts if one does not exist
         if not count:
             raise ValueError(f"task.reward is empty; {ADVICE}")
@@ -175,6 +180,8 @@ class Custom(Rendering, Task):
 
     @property
     def dependencies(self) -> list[tuple[str, RewardFunction]]:
+        if self.passed is not None:
+            return [("reward=", function) for function in self.passed]
         return list(zip(self._named, self.functions, strict=True))
 
     @property
@@ -182,12 +189,12 @@ class Custom(Rendering, Task):
         """The reward functions as the config names them, by option."""
         if isinstance(self.reward, list):
             return {f"task.reward.{i}": named for i, named in enumerate(self.reward)}
-        return {"task.reward": self.reward}
+        return {} if self.reward is None else {"task.reward": self.reward}
 
     @cached_property
     def functions(self) -> list[RewardFunction]:
-        if self.memory.reward is not None:
-            return list(self.memory.reward)
+        if self.passed is not None:
+            return list(self.passed)
         return [reward_function(key, named) for key, named in self._named.items()]
 
     @cached_property
@@ -202,7 +209,7 @@ class Custom(Rendering, Task):
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and prompts to evaluate on."""
-        train = self._read("task.data", self.data, self.split, self.memory.data)
+        train = self._read("task.data", self.data, self.split)
         if self.held_out_data is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
@@ -213,10 +220,7 @@ class Custom(Rendering, Task):
             held_out = train[cut:]
             train = train[:cut]
         else:
-            given = self.memory.held_out_data
-            held_out = self._read(
-                "task.held_out_data", self.held_out_data, self.held_out_split, given
-            )
+            held_out = self._read("task.held_out_data", self.held_out_data, self.held_out_split)
         passed = PASSED if self.environment is None else PASSED | {"environments"}
         for function in self.functions:
             _check_columns("task.data", train, function, passed)
@@ -224,13 +228,13 @@ class Custom(Rendering, Task):
         held_out = held_out[: self.held_out_size]
         return self.rendered("train", train, train), self.rendered("held-out", held_out, train)
 
-    def _read(self, key: str, source: str, split: str, given: Rows | None) -> Rows:
-        """Return the rows that were passed from Python, or else those of a file or data set.
+    def _read(self, key: str, source: str, split: str) -> Rows:
+        """Return the rows of a file or data set.
 
         They have the question as `prompt` and the answer as `answer`, too.
         """
-        origin = f"{key} = {source!r}" if given is None else f"{key.removeprefix('task.')}="
-        table = rows(key, source, split, self.subset) if given is None else given
+        origin = f"{key} = {source!r}"
+        table = rows(key, source, split, self.subset)
         for name, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
             if column != name:
                 require(origin, table, [column])

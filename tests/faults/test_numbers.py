@@ -30,7 +30,7 @@ from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.searcher import LogpGapError
 from tba.types import Batch
 from tba.weights import Weights

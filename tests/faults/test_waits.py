@@ -23,7 +23,7 @@ from tba.engines import EngineError
 from tba.engines._batch import Batch
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.lock import locked
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
 from tba.runtime.deadline import Calls, ClusterLostError
@@ -33,7 +33,6 @@ from tba.runtime.publisher import Publisher
 from tba.search.isolation import InProcess
 from tba.search.result import SearchStats
 from tba.search.rewards import Guard
-from tba.tasks._memory import InMemory
 from tba.tasks._tools import within
 from tba.tasks.custom import Custom
 from tba.weights import Sent
@@ -138,7 +137,7 @@ def in_an_engine(seconds: float, model: Path, folder: Path) -> None:
 
 def in_the_start_of_a_scoring_process(seconds: float, model: Path, folder: Path) -> None:
     """A judge that loads for ever."""
-    task = Custom(data="", reward="", memory=InMemory(reward=(len,)))
+    task = Custom(data="", reward="", passed=(len,))
 
     def load() -> Custom:
         time.sleep(60)

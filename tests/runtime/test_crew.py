@@ -18,7 +18,7 @@ from suite import until
 from toy import toy_config
 
 from tba.engines import EngineError, SearchError
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
 from tba.runtime.deadline import Calls

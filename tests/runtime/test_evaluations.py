@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from toy import toy_config
 
-from tba.runs.parts import RunSetup, check
+from tba.runs.setup import RunSetup, check
 from tba.runtime.evaluations import Evaluations
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation

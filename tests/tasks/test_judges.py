@@ -28,7 +28,7 @@ import tba
 from tba.config.plugins import resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
 from tba.tasks.judges import _model as judge_models

@@ -16,7 +16,7 @@ from tba.assemble import run
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.prompts import PromptStream
 from tba.tasks.mixture import Mixture
 

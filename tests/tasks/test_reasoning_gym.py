@@ -13,7 +13,7 @@ from test_loop import config
 from tba.config.plugins import resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.tasks.reasoning_gym import ReasoningGym
 
 ROOT = Path(__file__).parents[2]

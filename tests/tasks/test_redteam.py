@@ -21,7 +21,7 @@ from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.prompt import Answer, Prompt
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.tasks import NEAR_DUPLICATE, Answered
 from tba.tasks.redteam import (
     GROUP,

@@ -18,7 +18,6 @@ from tba.prompt import Answer, Prompt
 from tba.search.rewards import Guard
 from tba.search.verdicts import Rejected, verdict_on
 from tba.tasks import WrongLength, listed
-from tba.tasks._memory import InMemory
 from tba.tasks._rewards import reward_function
 from tba.tasks.custom import Custom
 
@@ -88,7 +87,7 @@ WRONG: dict[str, Any] = {
 def test_what_is_not_one_number_is_none(kind: str) -> None:
     verdicts = [verdict_on(score) for score in listed(WRONG[kind])]
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
-    task = Custom(data="", reward="", memory=InMemory(reward=(lambda completions: WRONG[kind],)))
+    task = Custom(data="", reward="", passed=(lambda completions: WRONG[kind],))
     answers = [Answer("a", True), Answer("b", True)]
     (verdicts,) = Guard({"": task}, 5.0)([Prompt("0", "?")], [answers])
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2

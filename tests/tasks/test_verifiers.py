@@ -13,7 +13,7 @@ from test_loop import config
 from tba.assemble import run
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
-from tba.runs.parts import check
+from tba.runs.setup import check
 from tba.search.rewards import Guard
 from tba.tasks.verifiers import Verifiers
 

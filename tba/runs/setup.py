@@ -1,17 +1,16 @@
-"""The parts of a run, resolved and checked before any process starts."""
+"""The setup of a run: everything that its config names, resolved and checked before the start."""
 
-import logging
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from textwrap import shorten
 
 import numpy as np
 import torch
 
-from tba.config.plugins import Plugin, resolve_all, with_chat, with_defaults
+from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
-from tba.config.tables import OFF
+from tba.config.tables import OFF, LogTable
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
@@ -34,11 +33,9 @@ from tba.models.pretrained import (
 )
 from tba.objectives import Objective
 from tba.prompt import Prompt
-from tba.runs.early import check_log
-from tba.runs.notes import chat_notes, log_doubled_bos, unknown_characters
-from tba.runs.sets import evaluation_sets, kept
-from tba.runs.warn import RunWarning
-from tba.search.chat import encoder, identity
+from tba.runs.journal import check_wandb
+from tba.runs.prompt_sets import evaluation_sets, log_doubled_bos, read_prompts
+from tba.search.chat import identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -46,12 +43,10 @@ from tba.selections._interleaved import Interleaved
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Answered, Task
-from tba.tasks._memory import Functions, InMemory, build_task, to_send, with_memory
+from tba.tasks._memory import Functions, build_task, to_send
+from tba.tasks._rendering import with_chat
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
-
-DUPLICATES = 0.01
-"""Largest share of the training prompts that may be held out as well."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +74,6 @@ class RunSetup:
     """What decides rewards."""
     notes: Sequence[str]
     """What the run tells at its start."""
-    signs: Sequence[RunWarning]
-    """Warnings that are given at the start."""
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
@@ -141,13 +134,6 @@ class RunSetup:
             ),
         )
 
-    def _most_at_first(self, bf16: bool) -> float:
-        """Return the largest mean |log(pi / ref)| a token, in nats, before the first step."""
-        options = self.config.engine.options
-        if options.get("own_reference", self.engine.own_reference):
-            return math.inf  # its reference is no model
-        return 0.05 if bf16 else 0.01
-
     def search_setup(self) -> SearchSetup:
         c = self.config
         return SearchSetup(
@@ -169,93 +155,93 @@ class RunSetup:
         )
 
 
-def check(config: Config, memory: InMemory | None = None) -> RunSetup:
-    """Resolve and check everything that a config names, before any process starts."""
-    config = with_memory(config, memory)
+def check(config: Config, functions: Functions | None = None) -> RunSetup:
+    """Resolve and check everything that a config names, before any process starts.
+
+    `functions` are reward functions that were passed from Python.
+    """
     check_log(config.log)
-    config = with_defaults(config)
-    plugins = resolve_all(config)
-    objective, engine = plugins.objective, plugins.engine.cls
+    engine = find("engines", config.engine.use)
     if not issubclass(engine, Engine):
         raise ValueError(f"engine = {config.engine.use!r}: the class must inherit Engine")
+    text = load_text(config.policy).within(config.engine.context)
+    config, notes = resolved(config, text)
+    notes += _check_policy(config)
+    plugins = resolve_all(config)
+    objective = plugins.objective
     engine.check(config)
     _check_objective(objective, config.run.steps)
-    text, notes, config = _with_text(config)
-    task = _checked_task(resolve_all(config).task, memory)
+    task = build_task(plugins.task, functions)
+    task.check()
     _check_stop(config, text)
     given = _given(task, text)
     _check_behavior(config, objective, task, seeded=len(given) > 0)
-    encode, seen = encoder(text, task), set[bytes]()
-    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
-    held_out = kept_back[: config.eval.prompts]
-    prompts = kept("training", task, task.prompts(), encode, seen)
-    if not prompts:
-        raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
-    if config.policy.lora is not None:
-        notes.append(check_adapter(config.policy))
-    if config.trainer.compile:
-        check_compiler()
+    prompts, held_out, encoded = read_prompts(config, task, text)
     _check_tools(config, task, objective, prompts[0])
-    tokens = text.encode_all(used := [*prompts, *held_out], config.sampling.max_tokens, encode)
-    identities = [identity(task, p, ids) for p, ids in zip(used, tokens, strict=True)]
-    trained_on, apart = identities[: len(prompts)], set(identities[len(prompts) :])
-    if not task.samples_again:
-        apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
-        prompts, trained_on = _without_held_out(prompts, trained_on, apart)
     if not held_out:
         _check_unevaluated(config)
-    sets, encoded = evaluation_sets(config, memory, task, text, set(trained_on))
-    encoded += zip(used, tokens, strict=True)
+    trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
+    sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
+    encoded += of_sets
     log_doubled_bos(text, encoded)
-    signs = unknown_characters(config.warn.unknown_characters, text, encoded)
     lengths = sorted((ids for _, ids in encoded), key=len)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
-    functions = None if memory is None else to_send(memory.reward, config)
-    parts = RunSetup(
-        config, task, plugins.strategy.build(), objective, plugins.selection, engine, text, prompts,
-        held_out, functions, sets, given, (lengths[0], lengths[-1]), source_of(config, memory),
-        notes, signs,
-    )  # fmt: skip
-    parts.prompt_stream()  # raises if the selection cannot work
-    return parts
+    setup = RunSetup(
+        config=config,
+        task=task,
+        strategy=plugins.strategy.build(),
+        objective=objective,
+        selection=plugins.selection,
+        engine=engine,
+        text=text,
+        prompts=prompts,
+        held_out=held_out,
+        reward_functions=to_send(functions, config),
+        sets=sets,
+        given=given,
+        extremes=(lengths[0], lengths[-1]),
+        rewards=source_of(config, functions),
+        notes=notes,
+    )
+    setup.prompt_stream()  # raises if the selection cannot work
+    return setup
 
 
-def _without_held_out(
-    prompts: Sequence[Prompt], identities: Sequence[bytes], held_out: Set[bytes]
-) -> tuple[list[Prompt], list[bytes]]:
-    """Return the training prompts that are not held out, with their identities.
+def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
+    """Return the config with every option of its plug-ins, and notes on what was decided.
 
-    Large data sets have a few that are. Raise ValueError if there are more, which is a mistake.
+    The tokenizer decides whether `chat = "auto"` sends prompts through a chat template.
     """
-    pairs = list(zip(prompts, identities, strict=True))
-    shared = [p for p, own in pairs if own in held_out]
-    if len(shared) > DUPLICATES * len(prompts):
-        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
-        raise ValueError(
-            f"{len(shared):,} of {len(prompts):,} training prompts are also held out, so that"
-            f" evaluations would not measure what was learned: {examples}. Remove them from one of"
-            " the two, name another file for one, or set eval.prompts=0"
-        )
-    if shared:
-        told = "%d of %d training prompts are also held out, and not trained on"
-        logging.getLogger(__name__).warning(told, len(shared), len(prompts))
-        pairs = [(p, own) for p, own in pairs if own not in held_out]
-    return [p for p, _ in pairs], [own for _, own in pairs]
-
-
-def _with_text(config: Config) -> tuple[Tokenizer, list[str], Config]:
-    """Load the tokenizer, which decides what `chat = "auto"` means, with notes on that."""
-    text = load_text(config.policy).within(config.engine.context)
-    check_model(config.policy)
+    config = with_defaults(config)
     has_template = text.tokenizer.chat_template is not None
-    return text, chat_notes(config, has_template), with_chat(config, has_template)
+    options, plain = with_chat("task", config.task.model_dump(), has_template)
+    sets = {}
+    for name, table in config.eval.sets.items():
+        own, plain_here = with_chat(f"eval.sets.{name}", table.model_dump(), has_template)
+        sets[name] = type(table)(**own)
+        plain += plain_here
+    evaluation = config.eval.model_copy(update={"sets": sets})
+    config = config.model_copy(update={"task": type(config.task)(**options), "eval": evaluation})
+    told = "prompts are used as plain text, because the tokenizer has no chat template"
+    return config, [f"{', '.join(plain)} = auto: {told}"] if plain else []
 
 
-def _checked_task(plugin: Plugin, memory: InMemory | None) -> Task:
-    """Build the task, and check the models and servers that it needs."""
-    task = build_task(plugin, memory)
-    task.check()
-    return task
+def _check_policy(config: Config) -> list[str]:
+    """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
+    check_model(config.policy)
+    if config.trainer.compile:
+        check_compiler()
+    return [] if config.policy.lora is None else [check_adapter(config.policy)]
+
+
+def check_log(table: LogTable) -> None:
+    """Raise ValueError for a service that is not installed, or that refuses."""
+    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
+        if wanted and find_spec(name) is None:
+            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
+            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
+    if table.wandb:
+        check_wandb()
 
 
 def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:

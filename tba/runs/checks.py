@@ -1,0 +1,260 @@
+"""Checks of a command that need no PyTorch, whose import takes seconds; the config of a run."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tba.config.plugins import check_name, resolve, resolve_all
+from tba.config.schema import Config, override_all, parse, read_json
+from tba.config.tables import PLUGGED, LoraTable, PolicyTable, Use
+from tba.models import model_path
+from tba.runs import log
+from tba.runs.generations import MANIFEST, damage, generations
+from tba.runs.lock import check_usable
+from tba.tasks._data import is_path
+from tba.tasks._memory import Passed, build_task
+
+logger = logging.getLogger(__name__)
+
+SMALL = 20e6
+"""Most bytes of data that are read twice, to find mistakes in them early."""
+IMPORT_TORCH = ("objectives", "engines")
+"""Plug-ins whose options are checked later."""
+SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
+"""Socket of a private Ray below the temporary folder, without the process id at its end."""
+LONGEST = 107
+"""Bytes of the longest path of a socket."""
+LONGEST_NAME = 255
+"""Bytes of the longest name of a file."""
+VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def placed(config: Config) -> Config:
+    """Return the config with absolute paths, the folder of the run, and the folder of its start.
+
+    From now on, Python finds modules in the folder of the start as well.
+    """
+    start = config.run.base or str(Path.cwd())
+    if start not in sys.path:
+        sys.path.append(start)
+    tables = config.model_dump(exclude_unset=True, by_alias=True)
+    for name in tables.keys() & {"policy", "eval", *PLUGGED}:
+        tables[name] = _absolute(name, tables[name])
+    folder = log.folder_of(config).absolute()
+    tables["run"] = {**tables.get("run", {}), "folder": str(folder), "base": start}
+    return Config(**tables)
+
+
+def _absolute(key: str, value: Any) -> Any:
+    """Return a value of a config, with absolute paths in place of those that exist."""
+    if isinstance(value, Mapping):
+        return {name: _absolute(str(name), inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_absolute(key, inner) for inner in value])
+    if not isinstance(value, str) or key == "use":
+        return value
+    file, colon, function = value.rpartition(":")
+    if not file.endswith(".py"):
+        file = value
+        colon = function = ""
+    is_written_like_a_path = "/" in file or "." in file or key.endswith(("model", "data", "from"))
+    if not is_written_like_a_path or len(file.encode()) > LONGEST_NAME:
+        return value
+    path = Path(file).expanduser()
+    return f"{path.absolute()}{colon}{function}" if path.exists() else value
+
+
+def check_start(config: Config, resume: Path | None, passed: Passed | None = None) -> None:
+    """Raise ValueError for a mistake in what a run needs, before PyTorch is imported."""
+    folder = Path(config.run.folder) if resume is None else resume
+    if resume is not None:
+        config_of(resume)
+    check_usable(folder)
+    if resume is None:
+        log.check_unused(folder)
+    if config.runtime.use == "ray" and config.runtime.address is None:
+        _check_temporary_folder()
+    check_config(config, passed, folder)
+
+
+def check_config(config: Config, passed: Passed | None = None, folder: Path = Path()) -> None:
+    """Check models, plug-ins and their options, reward functions, and data of moderate size."""
+    if passed is not None:
+        config = passed.named_in(config, folder)
+    _check_folder(model_path(config.policy.model))
+    for table, kind in PLUGGED.items():
+        given: Use = getattr(config, table)
+        if kind not in IMPORT_TORCH:
+            resolve(kind, table, given.use, given.options)
+        elif "." not in given.use:
+            check_name(kind, given.use)
+    if "model" not in config.policy.model_fields_set and config.task.use != "arithmetic":
+        raise ValueError(
+            f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
+            " such as policy.model=HuggingFaceTB/SmolLM2-135M-Instruct; the default,"
+            " bundled:arithmetic, can only add"
+        )
+    plugin = resolve("tasks", "task", config.task.use, config.task.options)
+    task = build_task(plugin, None if passed is None else passed.functions)
+    sources = [config.task.options.get(key) for key in ("data", "held_out_data")]
+    is_written = passed is None or not passed.rows
+    if is_written and any(sources) and all(_is_small(each) for each in sources if each is not None):
+        task.prompts()
+        task.held_out()
+
+
+def check_evaluated(model: str, config: Config) -> None:
+    """Raise ValueError if a model, which is no run, cannot be evaluated by this config."""
+    if "task" not in config.model_fields_set:
+        raise ValueError(
+            f"{model} is not the folder of a run, and a model needs a config with [task]:"
+            f" type `tba eval {model} run.toml`"
+        )
+    if not (Path(model).expanduser() / "adapter_config.json").is_file():
+        policy = config.policy.model_copy(update={"model": model})
+        check_config(config.model_copy(update={"policy": policy}))
+
+
+def check_export(
+    run: Path, out: Path | None, adapter: bool, name: str | None = None, private: bool = False
+) -> PolicyTable:
+    """Return the run's policy; ValueError if it cannot be written there, or uploaded as `name`."""
+    if name is None and out is None:
+        raise ValueError(f"give a new folder, `tba export {run} FOLDER`, or --push-to-hub NAME")
+    if name is None and private:
+        raise ValueError("--private is for --push-to-hub NAME")
+    if out is not None:
+        check_usable(out, key="FOLDER")
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty; choose a new folder")
+    policy = config_of(run).policy
+    if policy.lora is None and adapter:
+        raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
+    return policy
+
+
+def check_responses(run: Path, out: Path) -> None:
+    """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
+    config_of(run)
+    check_usable(out.parent, key="the folder of the file")
+    if out.exists():
+        raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
+
+
+def _check_temporary_folder() -> None:
+    """Raise ValueError if Ray cannot make its folder or its sockets there."""
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    folder = Path(os.environ.get(name) or "/tmp").absolute()
+    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
+    longest = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}"))
+    if longest > LONGEST:
+        raise ValueError(
+            f"{name} = {str(folder)!r} is {longest - LONGEST} bytes too long for sockets of Ray;"
+            f" {advice}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(
+            f"{name} = {str(folder)!r} cannot be written to: {why}; {advice}"
+        ) from error
+
+
+def _check_folder(path: str) -> None:
+    """Raise ValueError if a folder has a model, but no tokenizer."""
+    folder = Path(path)
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {"tokenizer.json"}
+    if not any("token" in name or name in VOCABULARIES for name in names):
+        raise ValueError(
+            f"policy.model = {path!r}: the folder has a model, but no tokenizer; save it there with"
+            " tokenizer.save_pretrained"
+        )
+
+
+def _is_small(source: str) -> bool:
+    """Return whether a data set is in files that are quick to read, or a path that is wrong."""
+    path = Path(source).expanduser()
+    files = path.iterdir() if path.is_dir() else [path]
+    return is_path(source) and sum(f.stat().st_size for f in files if f.is_file()) < SMALL
+
+
+def config_of(run: Path) -> Config:
+    """Return the config of a run, or if it is damaged the copy in a checkpoint; else ValueError."""
+    try:
+        return parse(log.read_config(run))
+    except ValueError as error:
+        for generation in reversed(generations(run / log.CHECKPOINTS)):
+            copy = generation / log.CONFIG
+            if copy.is_file() and not damage(generation).keys() & {log.CONFIG, MANIFEST}:
+                name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
+                damaged = run / log.CONFIG
+                logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
+                return parse(read_json(copy))
+        raise
+
+
+def stored_config(run: Path, settings: Sequence[str]) -> Config:
+    """Return the config of a run with these settings, whose paths start from the current folder."""
+    tables = config_of(run).nested()
+    override_all(tables, settings)
+    return placed(parse(tables))
+
+
+def check_resumed(config: Config, before: Config) -> None:
+    """Raise ValueError for a change that makes the contents of the replay buffer wrong."""
+    now = config.sampling
+    then = before.sampling
+    changes = []
+    if set(now.stop) != set(then.stop):
+        end = f"the run's responses end with {list(then.stop)}"
+        changes.append(f"sampling.stop = {list(now.stop)}, but {end}")
+    if now.temperature != then.temperature:
+        kind = f"the run's log-probabilities are of temperature {then.temperature}"
+        changes.append(f"sampling.temperature = {now.temperature}, but {kind}")
+    if config.policy.lora != before.policy.lora:
+        now_has = _shown(config.policy.lora)
+        changes.append(f"policy.lora = {now_has}, but the run has {_shown(before.policy.lora)}")
+    arguments = config.policy.chat_template_kwargs
+    earlier = before.policy.chat_template_kwargs
+    if arguments != earlier:
+        changes.append(f"policy.chat_template_kwargs = {arguments}, but the run has {earlier}")
+    if changes:
+        raise ValueError(f"{'; '.join(changes)}; leave it unchanged, or start a new run")
+    name = config.objective.use
+    advice = "keep the objective, or start a new run"
+    head, values = _asks(config)
+    had, there = _asks(before)
+    if head != had:
+        raise ValueError(f"objective.use = {name!r} has {head}, but the run has {had}; {advice}")
+    if values not in ("none", there):
+        raise ValueError(
+            f"objective.use = {name!r} needs values, {values}, but the run has {there}; {advice}"
+        )
+
+
+def check_step(step: int, config: Config) -> None:
+    """Raise ValueError if a run is already further than it shall go."""
+    steps = config.run.steps
+    if step > steps:
+        raise ValueError(
+            f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
+        )
+
+
+def _asks(config: Config) -> tuple[str, str]:
+    """Return in words the head of the config's objective, and the values that it needs."""
+    objective = resolve_all(config).objective.at(0)
+    head = "no head" if objective.head is None else f"a head on the {objective.head.on}"
+    values = objective.value_rollouts
+    return head, "none" if values is None else f"one every {values.step_tokens} tokens"
+
+
+def _shown(lora: LoraTable | None) -> str:
+    return "none" if lora is None else str(lora.model_dump(by_alias=True, exclude_none=True))
