@@ -27,9 +27,8 @@ from tba.config.schema import load
 from tba.prompt import Answer, Prompt
 from tba.search.result import Rejected
 from tba.search.rewards import Guard
-from tba.tasks.judges import _server, http
-from tba.tasks.judges._server import JudgeError
-from tba.tasks.judges.http import Http
+from tba.tasks.judges import http
+from tba.tasks.judges.http import Http, JudgeError
 
 CANARY = "sk-canary-3f9b2c"
 
@@ -131,7 +130,7 @@ def vllm(path: str, body: dict[str, Any]) -> str:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    monkeypatch.setattr(_server, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
     judge = Judge()
     running = judge.serve()
     running.daemon_threads = True
@@ -434,7 +433,7 @@ def test_the_key_is_sent_and_told_nowhere(
         server.always = Reply(drop=True)
         with pytest.raises(JudgeError) as error:
             ask(judge, "d")
-    everything = [str(error.value), repr(told), repr(judge), caplog.text, repr(judge._server)]
+    everything = [str(error.value), repr(told), repr(judge), caplog.text, repr(judge._connections)]
     assert not [text for text in everything if CANARY in text]
     assert CANARY.encode() not in pickle.dumps(judge)
     assert caplog.text  # httpx writes at this level

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tba.tasks.judges._server import LARGEST, JudgeError, is_loopback, without_key
-from tba.tasks.judges.http import Http
+from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, without_key
 
 Send = Callable[[BaseHTTPRequestHandler], None]
 
