@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -220,7 +219,7 @@ def _build_run(
         ),
         stop=stop,
         step=progress.step,
-        pace=Pace(c.runtime.max_reuse if c.runtime.lag is None else inf, progress.pace),
+        pace=Pace(c.max_reuse, progress.pace, c.reuse_window),
         missing=progress.missing,
         began=progress.step,
         evaluating=progress.evaluating,

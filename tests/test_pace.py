@@ -25,7 +25,7 @@ from tba.engines import SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
-from tba.runs.log import METRICS, read, stored
+from tba.runs.log import METRICS, read
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.bind import bind_ray
 from tba.runtime.placement import Place
@@ -34,6 +34,9 @@ from tba.types import Group, Trajectory
 from tba.weights import Weights
 
 NEW = [(0, 0)]
+
+WINDOW = 8
+"""Steps of the window if a search of each searcher fills a batch, as in these runs."""
 
 
 @given(
@@ -73,8 +76,16 @@ def test_without_a_limit_nothing_is_missing() -> None:
 @pytest.mark.parametrize("value", ["inf", "0.01", "0.5", "4", "1e3"])
 def test_a_limit_survives_the_stored_config(value: str) -> None:
     given = load(None, [f"runtime.max_reuse={value}"])
-    again = parse(json.loads(json.dumps(stored(given))))
+    again = parse(json.loads(json.dumps(given.nested())))
     assert again.runtime.max_reuse == given.runtime.max_reuse == float(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [([], 8), (["trainer.batch_size=40"], 32), (["runtime.searchers=8"], 50)],
+)
+def test_a_window_is_as_long_as_what_arrives_at_once(settings: list[str], steps: int) -> None:
+    assert load(None, ["sampling.samples=20", *settings]).reuse_window == steps
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "-inf", "0.001", "true", "'4'"])
@@ -169,7 +180,8 @@ def fed(
             return opened[0]
 
         monkeypatch.setattr(tba.assemble, "open_searchers", open_searchers)
-        small = ("runtime.use=ray", "eval.prompts=0", "checkpoint.every=0", *settings)
+        small = ("runtime.use=ray", "eval.prompts=0", "checkpoint.every=0")
+        small += ("runtime.prompts_per_task=3", *settings)
         given = _config(list(settings), folder) if resume else config(tiny_model, folder, *small)
         with open_run(given, folder if resume else None) as run:
             run.train()
@@ -185,7 +197,7 @@ def most_reuse(rows: list[dict[str, Any]]) -> float:
     entered = [0, *(int(row["buffer/added"]) for row in rows)]
     ratios = []
     for step in range(1, len(rows)):
-        first = max(0, step - STEPS)
+        first = max(0, step - WINDOW)
         ratios.append((trained[step] - trained[first]) / (entered[step] - entered[first]))
     return max(ratios)
 
@@ -232,7 +244,7 @@ def test_a_stop_while_the_trainer_waits_saves_and_the_resumed_run_waits_on(fed: 
     searchers, again = fed(resume=True, a_step=0.0)
     assert len(again) == 40 and again[: len(rows)] == rows
     assert searchers.asked[0] == 3  # a batch, of the resumed version
-    assert most_reuse(again) <= 4
+    assert again[-1]["samples_trained"] <= 4 * again[-1]["buffer/added"]
 
 
 @pytest.mark.parametrize("fresh", [[], ["runtime.fresh=1"]], ids=["fresh 0", "fresh 1"])

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -172,6 +172,23 @@ class Config(Table):
     def first_fill(self) -> int:
         """Groups to wait for before the first step."""
         return self.replay.first_fill or self.trainer.groups
+
+    @property
+    def max_reuse(self) -> float:
+        """Most times that a sample is trained on, on average; no limit in lockstep."""
+        return self.runtime.max_reuse if self.runtime.lag is None else inf
+
+    @property
+    def reuse_window(self) -> int:
+        """Steps over which `runtime.max_reuse` is an average.
+
+        A long window would let the trainer use up its allowance on a few samples while an
+        evaluation holds the searchers. It is as long as two searches of each searcher last, which
+        may arrive at once: at least 8 steps, at most 50.
+        """
+        searches = 2 * self.runtime.searchers * self.runtime.prompts_per_task
+        batches = searches * self.sampling.samples / self.trainer.batch_size
+        return ceil(min(50, max(8, self.runtime.max_reuse * batches)))
 
     def nested(self) -> dict[str, Any]:
         """Return the config as plain tables, without keys that are None: TOML has no such value."""

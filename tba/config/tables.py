@@ -300,8 +300,8 @@ class RuntimeTable(Table):
     )
     max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
         4.0,
-        "most times that a sample is trained on, on average over the last 50 steps: before a step,"
-        " the trainer waits for samples (ray), or searches for them (local); inf: no limit",
+        "most times that a sample is trained on, on average over the last 8 to 50 steps: before a"
+        " step, the trainer waits for samples (ray), or searches for them (local); inf: no limit",
     )
     lag: Count | None = key(
         None,

@@ -15,7 +15,7 @@ from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
 STEPS = 50
-"""Steps over which `Pace` compares samples."""
+"""Most steps over which `Pace` compares samples."""
 REWRITE_EVERY = 10  # saves from one that rewrites all segments to the next; the others link them
 
 
@@ -176,15 +176,15 @@ class ReplayBuffer:
 
 
 class Pace:
-    """Limit on how often a sample is trained on: `max_reuse` times, on average over STEPS steps.
+    """Limit on how often a sample is trained on: `max_reuse` times, on average over `steps`.
 
     With the step that is next, samples trained on <= max_reuse x samples that entered the buffer.
     `marks` are the totals of both after each of the latest draws; those of a new run are 0.
     """
 
-    def __init__(self, max_reuse: float, marks: Iterable[Sequence[int]]):
+    def __init__(self, max_reuse: float, marks: Iterable[Sequence[int]], steps: int = STEPS):
         self._max_reuse = max_reuse
-        self.marks = deque(marks, maxlen=STEPS)
+        self.marks = deque(marks, maxlen=steps)
 
     def missing(self, batch: int, entered: int) -> int:
         """Return the samples that must still enter before a step on `batch` samples."""
