@@ -17,10 +17,9 @@ import pytest
 
 from tba.config.schema import Config, load
 from tba.report.charts import OTHERS, Charts
-from tba.runs.console import Console
 from tba.runs.journal import Journal
 from tba.runs.log import METRICS as METRICS_FILE
-from tba.runs.log import SAMPLES, SUMMARY, WARNINGS, read
+from tba.runs.log import SAMPLES, SUMMARY, read
 from tba.runs.metrics import FIRST_SCREEN, PANELS, first_screen, tensorboard_layout
 from tba.runs.setup import check
 
@@ -75,14 +74,6 @@ def test_the_report_has_the_panels_and_not_their_metrics_among_all_others() -> N
     assert [chart["title"] for chart in charts] == [panel.title for panel in PANELS]
     assert [name for chart in charts for name in chart["metrics"]] == list(EVERY)
     assert OTHERS not in Charts(tables).sections()
-
-
-def test_the_console_shows_each_metric_of_a_panel() -> None:
-    lines: list[str] = []
-    Console(9, lines.append).step(1, {"time": 1.0, **EVERY})
-    labels = [metric.label.replace("*", "format") for panel in PANELS for metric in panel.metrics]
-    (line,) = lines
-    assert [label for label in labels if f"  {label} " not in line] == []
 
 
 class Recorder:
@@ -160,27 +151,12 @@ def test_trackio_gets_the_same(
     assert ("alert", "too few") in recorder.calls
 
 
-def test_tensorboard_has_the_panels_as_its_custom_scalars(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-
-    write(tmp_path, load(None, []))
-    told = EventAccumulator(str(tmp_path / "tensorboard"))
-    told.Reload()
-    assert [event.step for event in told.Scalars("reward")] == [1, 5]
-    (event,) = told.Tensors("custom_scalars__config__")
-    layout = Layout.FromString(event.tensor_proto.string_val[0])
-    (category,) = layout.category
-    assert category.title == FIRST_SCREEN
-    assert [chart.title for chart in category.chart] == list(tensorboard_layout()[FIRST_SCREEN])
-    assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
-
-
 def test_all_twelve_panels_reach_each_service(
     service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
 ) -> None:
     """W&B and trackio as values by panel, and TensorBoard as charts of the metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     recorders = [service(name)[0] for name in ("wandb", "trackio")]
     journal = Journal(tmp_path, load(None, ["log.wandb=true", "log.trackio=true"]))
@@ -192,22 +168,19 @@ def test_all_twelve_panels_reach_each_service(
     for recorder in recorders:
         (row,) = recorder.logged("reward")
         assert screen.items() | EVERY.items() <= row.items()
-    charts = list(tensorboard_layout()[FIRST_SCREEN].values())
+    layout = tensorboard_layout()[FIRST_SCREEN]
+    charts = list(layout.values())
     assert len(charts) == 12
     patterns = [[re.compile(tag) for tag in tags] for _, tags in charts]
     for name in EVERY:
         assert sum(any(p.search(name) for p in own) for own in patterns) == 1, name
-    told = EventAccumulator(str(tmp_path / "tensorboard"))
-    told.Reload()
-    assert EVERY.keys() <= {*told.Tags()["scalars"]}
-
-
-def test_samples_are_written_without_a_service(tmp_path: Path) -> None:
-    write(tmp_path, config())
-    assert [row["completion"] for row in read(tmp_path / SAMPLES)] == ["2", "<b>", "3"]
-    assert set(tmp_path.iterdir()) == {
-        tmp_path / name for name in (SAMPLES, WARNINGS, "metrics.jsonl")
-    }
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert EVERY.keys() <= {*events.Tags()["scalars"]}
+    (event,) = events.Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
+    assert [chart.title for chart in category.chart] == list(layout)
+    assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
