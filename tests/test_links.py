@@ -12,7 +12,7 @@ from test_loop import config
 
 from tba.assemble import run
 from tba.report import report
-from tba.runs.files import own, write_whole
+from tba.runs.files import open_plain, write_whole
 from tba.runs.lock import HOLDER, LOCK, locked
 from tba.runs.log import CONFIG, METRICS, SAMPLES, SESSIONS, SUMMARY, WARNINGS
 
@@ -48,7 +48,7 @@ def test_an_appended_file_is_refused(
 ) -> None:
     plant(tmp_path / "rows", target)
     with pytest.raises(ValueError, match=r"rows is a link or a pipe.*remove it"):
-        own(str(tmp_path / "rows"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        open_plain(str(tmp_path / "rows"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     assert untouched(target)
 
 

@@ -15,7 +15,7 @@ from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""
 POINTS = 1000
-"""Largest number of points of a line. Those of longer runs are means over several steps."""
+"""Largest number of points of a line. The points of a longer run are means over several steps."""
 OTHERS = SECTIONS[-1].title
 SCORE = re.compile(r"eval/(?:(.+)/)?(sampled|greedy)_(.+)")
 """Name of a score: its subset, how answers were generated, and what is measured."""
@@ -25,10 +25,10 @@ SHARES = {"pass@1", "win_rate", "finished", "rejected"}
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a few metrics, each with its own dashes, and ± its `spread`.
+    """A chart of a few metrics, each with its dashes, and ± its `spread`.
 
     The axis of `number` fits the values; others begin at 0. Metrics of steps are smoothed, unless
-    they are counts. Evaluations are points. Those of `shares` have an axis of their own.
+    they are counts. Evaluations are points. `shares` have a second axis.
     """
 
     title: str
@@ -105,13 +105,13 @@ class Charts:
         shares: list[str] = []
         form: Any = "positive"
         for metric in metrics:
-            own = metric.labels(self._least)
-            labels |= own
+            present = metric.labels(self._least)
+            labels |= present
             if metric.axis == "share":
-                shares += own
+                shares += present
             elif metric.axis == "count":
                 form = "count"
-            elif metric.axis == "number" or any(self._least[name] < 0 for name in own):
+            elif metric.axis == "number" or any(self._least[name] < 0 for name in present):
                 form = "number"
         if len(shares) == len(labels):
             form = "share"

@@ -76,14 +76,14 @@ def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
 def measures_of(runs: Sequence[pd.DataFrame]) -> dict[str, str]:
     """Return the score to show of each subset: pass@1 if all evaluations of it have that."""
     end = "/sampled_reward"
-    found = {"": list(runs)}
+    by_subset = {"": list(runs)}
     for evaluations in runs:
         for column in evaluations:
             name = column.removeprefix("eval/").removesuffix(end)
             if column == f"eval/{name}{end}":
-                found.setdefault(name, []).append(evaluations)
+                by_subset.setdefault(name, []).append(evaluations)
     measures = {}
-    for subset, tables in found.items():
+    for subset, tables in by_subset.items():
         column, _ = names("pass@1", "sampled", subset)
         passes = pd.concat(table.reindex(columns=[column]) for table in tables)
         graded = len(passes) and passes.notna().all(axis=None)

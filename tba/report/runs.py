@@ -92,7 +92,7 @@ class Record:
         }
 
     def groups(self) -> list[Row]:
-        """Return the stored completions by prompt: those of a batch, or of all evaluations."""
+        """Return the stored completions of each prompt, in a batch or in all evaluations."""
         groups: dict[tuple[Any, ...], Row] = {}
         for s in self.samples:
             trained_on = s["kind"] == "train"
@@ -101,8 +101,10 @@ class Record:
             group = groups.setdefault(key, {**about, "columns": s.get("columns", {}), "by_key": {}})
             shown = {name: s[name] for name in ("step", "version", "reward", "completion")}
             shown |= {"notes": s.get("notes", {}), "drawn": s.get("drawn", 1)}
-            own = group["by_key"]
-            own[len(own) if trained_on else s["step"]] = shown  # an evaluation may be repeated
+            by_key = group["by_key"]
+            by_key[len(by_key) if trained_on else s["step"]] = (
+                shown  # an evaluation may be repeated
+            )
         return [{**g, "completions": list(g.pop("by_key").values())} for g in groups.values()]
 
     def data(self) -> Row:
@@ -185,7 +187,7 @@ def _changed(spans: Sequence[Span]) -> dict[str, str]:
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
-    """Return the contents of `summary.json`; while a run is not at its end, those of its steps."""
+    """Return the contents of `summary.json`; while a run is not at its end, what its steps tell."""
     newest = steps.iloc[-1].to_dict()
     summary = read_optional(path / SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session

@@ -25,7 +25,7 @@ COLUMNS = {
     "ess": ("effective share", "{:.1%}"),
     "seconds": ("time (s)", "{:.0f}"),
 }
-"""Head and format of the columns of a grid's table; those without a format show the metric."""
+"""Head and format of the columns of a grid's table; a column without a format shows the metric."""
 COSTS = {
     "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",
     "sampled_perplexity": "perplexity under the reference at the end",
@@ -98,11 +98,11 @@ def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
     setting, first = axes.map(json.dumps).factorize()
     rows = rows.assign(setting=setting)
     values = pd.DataFrame(list(first.map(json.loads)), dtype=object)
-    partitions = pd.DataFrame({key: own.factorize()[0] for key, own in values.items()})
+    partitions = pd.DataFrame({key: column.factorize()[0] for key, column in values.items()})
     varied = partitions.loc[:, partitions.any()].T.drop_duplicates().index
     settings = values[varied]  # of keys that vary together, the first
     settings = settings.sort_values(
-        list(varied), key=lambda own: own if numbers(own) else own.factorize()[0]
+        list(varied), key=lambda column: column if numbers(column) else column.factorize()[0]
     )
     texts = [key for key in varied if not numbers(settings[key])]
     lines = max(texts or varied, key=lambda key: settings[key].nunique(), default=None)
@@ -153,15 +153,15 @@ def _table(layout: Layout) -> pd.DataFrame:
 def _best_table(layout: Layout) -> pd.DataFrame:
     """Return the best setting for each combination of the text axes, as TOML for another study."""
     settings = layout.rows.groupby("setting")["settings"].first()
-    keys = dict.fromkeys(key for own in settings for key in own if key != SEED)
+    keys = dict.fromkeys(key for each in settings for key in each if key != SEED)
     varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
     rows = []
     limits = layout.settings[layout.numeric].agg(["min", "max"])
     for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
         best = layout.best(group.index)
         if best is not None and layout.keys:
-            own = settings[best]
-            toml = ", ".join(f'"{key}" = {_toml(own[key])}' for key in varied if key in own)
+            chosen = settings[best]
+            toml = ", ".join(f'"{key}" = {_toml(chosen[key])}' for key in varied if key in chosen)
             values = layout.settings.loc[best]
             edges = [key for key in layout.numeric if values[key] in set(limits[key])]
             advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
@@ -221,16 +221,16 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         raise ValueError(
             f"{folder} has no evaluations yet; type `tba report {folder}` again after its first run"
         )
-    layouts = {grid: lay_out(folder, own) for grid, own in begun.groupby("grid", sort=False)}
+    layouts = {grid: lay_out(folder, some) for grid, some in begun.groupby("grid", sort=False)}
     texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
     shared = colours_of(texts)  # an objective looks the same in all grids
     sections = []
     for grid, layout in layouts.items():
-        own = colours_of(layout.line_values) if numbers(layout.line_values) else shared
+        colours = colours_of(layout.line_values) if numbers(layout.line_values) else shared
         figures = {
-            "curves": _learning_curves(layout, own),
-            "against": _against(layout, own),
-            "fronts": _fronts(layout, own, ledger.published),
+            "curves": _learning_curves(layout, colours),
+            "against": _against(layout, colours),
+            "fronts": _fronts(layout, colours, ledger.published),
         }
         shown = {kind: charts for kind, charts in figures.items() if charts}
         runs = layout.rows[["folder", "status"]].to_dict("records")
@@ -252,8 +252,8 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
 
 def link_to(run: Path, page: Path) -> str:
     """Return the link from the study to the page of a run or, if it has none, to its folder."""
-    own = run / "report" / "index.html"
-    return quote(relpath(own if own.is_file() else run, page))
+    index = run / "report" / "index.html"
+    return quote(relpath(index if index.is_file() else run, page))
 
 
 def colours_of(values: list[Any]) -> Colours:
@@ -266,8 +266,8 @@ def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
     settings = layout.settings
     drawn = layout.curves.index.unique(0)
     charts = []
-    for panel, own in panels(settings[settings.index.isin(drawn)], layout.lines).items():
-        curves = {s: layout.curves.loc[s] for s in own.index}
+    for panel, group in panels(settings[settings.index.isin(drawn)], layout.lines).items():
+        curves = {s: layout.curves.loc[s] for s in group.index}
         lines = [_band(layout, colours, s, c["samples"], c) for s, c in curves.items()]
         charts.append(_chart(layout, panel, lines, {"label": "samples trained on"}))
     return charts
@@ -284,9 +284,9 @@ def _against(layout: Layout, colours: Colours) -> list[Row]:
     if len(values) <= FEW:
         axis["ticks"] = values
     charts = []
-    for panel, own in panels(layout.settings.loc[last.index], layout.lines, key).items():
+    for panel, group in panels(layout.settings.loc[last.index], layout.lines, key).items():
         lines = []
-        for line in panels(own, key).values():
+        for line in panels(group, key).values():
             x = line[key].astype(float).sort_values()
             lines.append(_band(layout, colours, x.index[0], x, last.loc[x.index]))
             if key == layout.lines:
@@ -319,9 +319,9 @@ def _fronts(layout: Layout, colours: Colours, published: Published) -> list[Row]
             lines.append({**_points(name, colours[colour], [x[s]], [y[s]]), **bars})
         front = pareto(x, y)
         lines.append({**_points("front", None, x[front], y[front]), "points": False, "steps": True})
-        for name, own in published.items():
-            if {cost, layout.metric} <= own.keys():
-                point = _points(name, None, [own[cost]], [own[layout.metric]])
+        for name, scores in published.items():
+            if {cost, layout.metric} <= scores.keys():
+                point = _points(name, None, [scores[cost]], [scores[layout.metric]])
                 lines.append({**point, "hollow": True})
         cheapest = "  ·  ".join(title(layout.settings.loc[s, layout.keys[::-1]]) for s in front)
         axis = {"label": label, "log": _spans_a_decade(list(x))}

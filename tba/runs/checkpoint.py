@@ -50,7 +50,7 @@ HELD = "held.safetensors"
 SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 
-FORMAT = 7  # version of a generation's files; those of another are not resumed
+FORMAT = 7  # version of a generation's files; another version is not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""
@@ -294,7 +294,7 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
 
 def checkpoint_size(config: Config, trainer: Trainer) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
-    own = sum(p.nbytes for p in trained(trainer.model).values())
+    weights = sum(p.nbytes for p in trained(trainer.model).values())
     searcher = trainer.published_bytes if config.runtime.use == "local" else 0
-    reference = own if config.policy.reset_reference_every else 0
-    return 3 * own + searcher + reference
+    reference = weights if config.policy.reset_reference_every else 0
+    return 3 * weights + searcher + reference

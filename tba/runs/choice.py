@@ -1,4 +1,4 @@
-"""Choice of a checkpoint: the newest one, that of a step, or the best one."""
+"""Choice of a checkpoint: the newest one, the one of a step, or the best one."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | N
 
 
 def without_better(scores: Mapping[int, float], since: int = 0) -> int:
-    """Return how many evaluations came after the best one, of those of steps after `since`."""
+    """Return how many evaluations after step `since` came after the best one."""
     best = max(sorted(scores), key=scores.__getitem__, default=0)
     return sum(step > max(best, since) for step in scores)
 

@@ -152,7 +152,7 @@ class Console:
     def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return the label and the text of each metric on the first screen.
 
-        That of a reward function is its mean, with its standard deviation beside it.
+        The text of a reward function has its mean and its standard deviation.
         """
         latest = {**self._held_out, **metrics}
         values = []

@@ -11,7 +11,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk that is full, and of a quota or a limit of file sizes that is reached."""
 
 
-def own(path: str, flags: int) -> int:
+def open_plain(path: str, flags: int) -> int:
     """Open a file to append to it, as an `opener`; ValueError if another file would change."""
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # no wait for a pipe

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from tba.config.schema import Config
-from tba.runs.files import own, own_folder, write_whole
+from tba.runs.files import open_plain, own_folder, write_whole
 from tba.runs.log import METRICS, SAMPLES, WARNINGS
 from tba.runs.metrics import first_screen, tensorboard_layout
 
@@ -104,7 +104,7 @@ Sink = TensorBoard | Dashboard
 
 
 def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
-    """Open those that `[log]` names; `start` is the step at which the run begins or resumes."""
+    """Open the services that `[log]` names; the run begins or resumes at step `start`."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder, start))
@@ -142,7 +142,7 @@ class Journal:
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step, or of an evaluation of its weights.
 
-        Those of an evaluation have `requested`, the step at which it was requested.
+        The metrics of an evaluation have `requested`, the step at which it was requested.
         """
         self._write(METRICS, {"step": step, **metrics})
         self._show_samples()
@@ -156,8 +156,8 @@ class Journal:
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
         `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested; `id` and `columns` are those of the prompt; the batch
-        has the completion `drawn` times.
+        at which an evaluation was requested; `id` and `columns` belong to the prompt; the batch has
+        the completion `drawn` times.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"id": id, "prompt": prompt, "completion": completion}
@@ -213,7 +213,7 @@ def _readable(value: Any) -> Any:
 
 def _append(path: Path, line: bytes) -> None:
     """Append a line to a file, all of it or nothing."""
-    with open(path, "ab", buffering=0, opener=own) as file:
+    with open(path, "ab", buffering=0, opener=open_plain) as file:
         end = file.tell()
         rest = line
         try:

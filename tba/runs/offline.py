@@ -17,7 +17,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
 from tba.runs.checks import check_evaluated, check_responses, config_of, stored_config
 from tba.runs.choice import chosen
-from tba.runs.files import own, write_whole
+from tba.runs.files import open_plain, write_whole
 from tba.runs.generations import step_of
 from tba.runs.setup import RunSetup, check
 from tba.runtime.placement import gpu_count
@@ -35,7 +35,7 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Return the scores of a checkpoint (see `choose`) on the task's held-out prompts.
 
-    With `reference`, those of the model that the run began with. The KL is to the checkpoint's
+    With `reference`, the model that the run began with is evaluated. The KL is to the checkpoint's
     reference: the first model, unless it has been reset. `completions` is a new JSONL file.
     """
     if reference and step is not None:
@@ -102,7 +102,7 @@ def _evaluate(
 
     def write(answers: Sequence[Scored]) -> None:
         if completions is not None:
-            with open(completions, "a", encoding="utf-8", opener=own) as file:
+            with open(completions, "a", encoding="utf-8", opener=open_plain) as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
     with closing(parts.search_setup().build(*_place(parts.config))) as searcher:

@@ -47,7 +47,7 @@ class Result:
     def model(self, step: int | str | None = None) -> Any:
         """Return the trained model in fp32, for transformers, with a LoRA adapter merged into it.
 
-        It is that of the newest checkpoint, of a `step`, or the "best" (see docs/tasks.md).
+        The checkpoint is the newest one, the one of a `step`, or the "best" (see docs/tasks.md).
         """
         policy = config_of(self.folder).policy
         folder = choose(self.folder, step) / MODEL

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.files import own, write_json
+from tba.runs.files import open_plain, write_json
 from tba.runs.log import SESSIONS, SUMMARY
 from tba.search.result import SearchStats
 from tba.tasks import Task
@@ -51,7 +51,7 @@ class Summary:
     searcher_restarts: int
     rejected: dict[str, int]  # samples without a reward, by reason
     first: dict[str, float]  # scores of the first evaluation, with its `step`
-    last: dict[str, float]  # those of the last one
+    last: dict[str, float]  # scores of the last evaluation
     warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
     quarantined: int = 0  # prompts that are no longer searched
     ended: str = ""  # why the run finished before `run.steps`
@@ -247,7 +247,7 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
 def _equal_rewards(groups: Sequence[Group]) -> dict[str, float]:
     """Return the lowest and the highest reward of the groups whose rewards are all equal."""
     rewards = [{t.reward for t in group.trajectories} for group in groups]
-    equal = [value for own in rewards if len(own) == 1 for value in own]
+    equal = [value for values in rewards if len(values) == 1 for value in values]
     return {"equal_rewards/min": min(equal), "equal_rewards/max": max(equal)} if equal else {}
 
 
@@ -277,7 +277,7 @@ def record_session(
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }
-    with open(run / SESSIONS, "a", encoding="utf-8", opener=own) as file:
+    with open(run / SESSIONS, "a", encoding="utf-8", opener=open_plain) as file:
         file.write(json.dumps(session) + "\n")
 
 
