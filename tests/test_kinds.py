@@ -140,25 +140,14 @@ def test_a_config_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("t5", "an encoder with a decoder"),
-        ("bart", "an encoder with a decoder"),
-        ("bert", "an encoder, whose tokens see those after them"),
-        ("xlm-roberta", "an encoder, whose tokens see those after them"),
-        ("gemma3", "a text model inside a larger one"),
-        ("llava", "a text model inside a larger one"),
-        ("qwen3_next", "recurrent state"),
-        ("minimax", "recurrent state"),
-        ("vit", "no causal language model"),
-    ],
+    "name", ["t5", "bart", "bert", "xlm-roberta", "gemma3", "llava", "qwen3_next", "minimax", "vit"]
 )
 def test_another_kind_of_model_is_told_from_its_config(
-    tiny_model: Path, tmp_path: Path, name: str, told: str
+    tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     AutoConfig.for_model(name).save_pretrained(tmp_path)
-    assert told in refusal(str(tmp_path))
+    assert "give a causal language model with attention alone" in refusal(str(tmp_path))
 
 
 def test_a_classifier_without_its_head_is_refused(tiny_model: Path) -> None:

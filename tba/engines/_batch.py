@@ -23,7 +23,7 @@ class Request:
     seed: int
     eos_ids: Sequence[int]
     scored: int | None = None
-    """Token whose log-prob is asked for, beside those of the tokens that are sampled."""
+    """Token whose log-prob is asked for, beside the sampled tokens' log-probs."""
 
 
 @dataclass(frozen=True)

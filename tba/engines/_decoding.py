@@ -149,7 +149,7 @@ def choose(
 def _without_unlikely(p: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
     """Return probabilities, which need not sum to 1, with 0 for the tokens that are left out.
 
-    The order is that of vLLM.
+    vLLM has the same order.
     """
     if 0 < sampling.top_k < p.shape[-1]:
         least = p.topk(sampling.top_k).values[:, -1:]

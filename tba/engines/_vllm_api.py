@@ -78,7 +78,7 @@ class Engine:
     def load_adapter(self, folder: Path, version: int) -> None:
         """Begin later requests with the adapter in this folder, which is not needed afterwards.
 
-        Requests that run keep theirs, and adapters that none of them has are unloaded. The prefix
+        Requests that run keep their adapter; an adapter without requests is unloaded. The prefix
         cache needs no reset, because the name of the adapter is part of its keys.
         """
         self._numbered += 1
@@ -104,7 +104,7 @@ class Engine:
         spans = [(span.start, span.version) for span in one.weight_versions]
         return Output(
             tokens=np.array(one.token_ids, np.int32),
-            logp=logp[flat.start_indices],  # at each place, that of the sampled token comes first
+            logp=logp[flat.start_indices],  # at each place, the sampled token comes first
             finished=one.finish_reason == "stop",
             score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
             switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
@@ -152,7 +152,7 @@ def _parameters(request: Request) -> SamplingParams:
         ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
-        logprobs=len(scored),  # beside that of the sampled token
+        logprobs=len(scored),  # beside the sampled token
         logprob_token_ids=scored or None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -59,7 +59,7 @@ class Transformers(Engine):
         self._autocast = bf16 and self.policy.lora is not None
         self.model = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
-        self._stop: StopStrings | None = None  # those of the latest batch
+        self._stop: StopStrings | None = None  # of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
@@ -134,7 +134,9 @@ class Transformers(Engine):
         hidden, cache = run_prompts(self.model, padded, visible)
         chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
         responses = decoder(self.model, cache, visible, s, limit)
-        chance, chosen, logp = chance.flatten(0, 1), chosen.flatten(), logp.flatten()
+        chance = chance.flatten(0, 1)
+        chosen = chosen.flatten()
+        logp = logp.flatten()
         drawn = _Drawn(b * s, limit, self.device)
         rows = torch.arange(b * s, device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
@@ -148,12 +150,14 @@ class Transformers(Engine):
                 break
             if ended.sum() >= DROP * len(rows):
                 kept = (~ended).nonzero().squeeze(1)
-                rows, chosen = rows[kept], chosen[kept]
+                rows = rows[kept]
+                chosen = chosen[kept]
                 responses.keep(kept)
             hidden = responses.run(chosen)
             numbers = chance[rows, drawn.step]
-            chosen, logp = self._choose(hidden, numbers[:, None], sampling)
-            chosen, logp = chosen.squeeze(1), logp.squeeze(1)
+            next_chosen, next_logp = self._choose(hidden, numbers[:, None], sampling)
+            chosen = next_chosen.squeeze(1)
+            logp = next_logp.squeeze(1)
         completions = drawn.completions(self.version)
         return [completions[i : i + s] for i in range(0, b * s, s)]
 

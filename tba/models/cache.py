@@ -80,7 +80,8 @@ def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "
     The mask is [B 1 Q C], boolean for SDPA and additive for eager attention. The Q tokens are the
     last of the C columns, and attention is causal. Padding sees itself, so that no row is empty.
     """
-    columns, owner = columns[:, None, None], owner[:, None, :, None]
+    columns = columns[:, None, None]
+    owner = owner[:, None, :, None]
     sees: Bool[Tensor, "B 1 Q C"] = (columns == EVERYONE) | (columns == owner)
     sees = sees.tril(sees.shape[-1] - sees.shape[-2])
     if _attention(model) == "sdpa":

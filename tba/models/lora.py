@@ -30,7 +30,7 @@ SETTINGS = "adapter_config.json"
 TRAINED = "default"  # name of the adapter that is trained
 REFERENCE = "reference"  # name of the frozen one
 WHOLE = f".modules_to_save.{TRAINED}."  # in names of modules that are trained whole
-PREFIX = "base_model.model."  # of names in PEFT's files, which leave out that of the adapter
+PREFIX = "base_model.model."  # of names in PEFT's files, which leave out the adapter's name
 ALL = ("all-linear",)
 UNSUPPORTED = ("alora_invocation_tokens", "alpha_pattern", "use_dora")
 """Settings of PEFT that change what the tensors of an adapter compute."""
@@ -66,7 +66,7 @@ def load_adapted(
 
     With `bf16`, the model is for use under autocast, and its frozen linear layers are in bf16.
     Results are the same bit for bit, because autocast would convert them at every use. The adapter
-    is that of `policy.lora.from`, with a frozen copy. Without one, it is initialised from `seed`
+    comes from `policy.lora.from`, with a frozen copy. Without one, it is initialised from `seed`
     and adds 0 to the outputs.
     """
     assert policy.lora is not None

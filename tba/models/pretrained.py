@@ -116,14 +116,7 @@ class Tokenizer:
 
     def within(self, tokens: int | None) -> "Tokenizer":
         """Return the text with an engine's own limit as the context, if it has one."""
-        if tokens is None:
-            return self
-        if tokens > self.context:
-            raise ValueError(
-                f"engine.max_model_len = {tokens} is more than the model's context of"
-                f" {self.context} tokens; lower it, or remove it"
-            )
-        return replace(self, context=tokens)
+        return self if tokens is None else replace(self, context=min(tokens, self.context))
 
     def shown(self, response: Completion | Trajectory, stop: Sequence[str]) -> str:
         """Return a response for a person to read: a dialogue in full."""
@@ -337,7 +330,7 @@ def check_model(policy: PolicyTable) -> None:
 
 
 def _check_causal(config: Any, named: str) -> None:
-    """Raise ValueError unless a config is that of a causal LM with attention, and of nothing else.
+    """Raise ValueError unless a config describes a causal LM with attention, and nothing else.
 
     Models with code of their own are not known here.
     """
@@ -348,19 +341,15 @@ def _check_causal(config: Any, named: str) -> None:
     if "AutoModelForCausalLM" in plain.get("auto_map", {}):
         return
     encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
-    problems = {
-        "an encoder with a decoder": config.is_encoder_decoder,
-        "a text model inside a larger one": PARTS & config.sub_configs.keys(),
-        "no causal language model": kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING,
-        "an encoder, whose tokens see those after them": encoder,
-        "a model with a recurrent state": RECURRENT & set(plain.get("layer_types") or ()),
-    }
-    for problem, holds in problems.items():
-        if holds:
-            raise ValueError(
-                f"{named} is {problem}, by its config.json (model_type {config.model_type!r});"
-                " give a causal language model with attention"
-            )
+    recurrent = RECURRENT & set(plain.get("layer_types") or ())
+    larger = PARTS & config.sub_configs.keys()
+    causal = kind in known.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    if encoder or recurrent or larger or not causal:
+        raise ValueError(
+            f"{named} is a {config.model_type!r}, by its config.json: an encoder, a model with a"
+            " recurrent state, or a part of a larger model; give a causal language model with"
+            " attention alone"
+        )
 
 
 def load_model(policy: PolicyTable, dtype: Any) -> Any:
@@ -432,9 +421,9 @@ def load_empty_model(policy: PolicyTable) -> Any:
     """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
     from transformers import AutoModelForCausalLM
 
-    config, remote_code = load_config(policy), policy.trust_remote_code
+    config = load_config(policy)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=policy.trust_remote_code)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
