@@ -123,9 +123,7 @@ def test_stop_is_a_text_or_a_list_of_texts(setting: str, expected: tuple[str, ..
     assert parse(config.nested()) == config
 
 
-@pytest.mark.parametrize(
-    "setting", ["sampling.stop=['']", "sampling.stop=", "sampling.stop=['a','']"]
-)
+@pytest.mark.parametrize("setting", ["sampling.stop=['']", "sampling.stop=['a','']"])
 def test_an_empty_stop_string_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=r"sampling\.stop\.\d = '': String should have at least 1"):
         load(None, [setting])
