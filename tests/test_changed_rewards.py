@@ -97,6 +97,11 @@ def test_the_contents_of_a_reward_file_count_and_not_its_place(user: Path) -> No
     assert source(reward="reward.py:score").changed(before) == ["reward.py"]
 
 
+def test_functions_of_libraries_count_by_their_names(user: Path) -> None:
+    names = ("json:dumps", "pickle:dumps", "json", "pickle")
+    assert len({source(reward=name).options["task.reward"] for name in names}) == 4
+
+
 def test_modules_that_a_reward_file_imports_count(user: Path) -> None:
     before = source(reward="reward.py:score")
     assert set(before.files.values()) == {"reward.py", "helper.py"}  # and not json

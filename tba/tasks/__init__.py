@@ -40,13 +40,15 @@ class Itemized(float):
         return self
 
 
-class Scorer(Protocol):
+class Scorer(ABC):
     """Scores answers: a task, or one of its measures."""
 
     @property
     def pass_reward(self) -> float | None:
         """The least reward of a correct answer; None if answers are neither right nor wrong."""
+        return None
 
+    @abstractmethod
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the rewards of a group: all answers to one prompt. May be `async def`.
 
@@ -76,7 +78,7 @@ class Answered(Prompt):
     """Rewards that are known; `score` returns them."""
 
 
-class Task(ABC):
+class Task(Scorer):
     """A source of prompts, and the reward of their answers. A task inherits from this class.
 
     It must define `prompts`, `held_out` and `score`. The rest has defaults.
@@ -92,15 +94,6 @@ class Task(ABC):
     @abstractmethod
     def held_out(self) -> Sequence[Prompt]:
         """Return the prompts to evaluate on; none of them is among `prompts()`."""
-
-    @abstractmethod
-    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
-        """Return the rewards of a group, as `Scorer` does."""
-
-    @property
-    def pass_reward(self) -> float | None:
-        """The least reward of a correct answer; None if answers are neither right nor wrong."""
-        return None
 
     def measures(self) -> Mapping[str, Scorer]:
         """Return further scores of held-out answers by metric, such as `win_rate`.

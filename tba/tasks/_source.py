@@ -89,18 +89,22 @@ class RewardSource:
         if text and path.is_file():
             return sha256(path.read_bytes()).hexdigest()
         for module in (where, text.rpartition(".")[0], text):
-            if module in sys.modules:
-                self._add_module(module)
+            if module in sys.modules and self._add_module(module):
                 return text[len(module) :]
         return text
 
-    def _add_module(self, name: str) -> None:
-        """Add the file of a module that is loaded, unless it is of a library."""
+    def _add_module(self, name: str) -> bool:
+        """Add the file of a loaded module, unless it is of a library; return whether it is added.
+
+        For a module of this package, add the version instead.
+        """
         file = vars(sys.modules[name]).get("__file__")
         if name.partition(".")[0] == "tba":
             self.options["the version of tba"] = version("tba")
         elif file is not None and not _is_library(Path(file)):
             self._add_code(Path(file), name)
+            return True
+        return False
 
     def _add_code(self, path: Path, name: str = "") -> None:
         """Add a file, as a module of this name if any, and the user's modules that it imports."""
@@ -113,7 +117,9 @@ class RewardSource:
             self.options["the version of tba"] = version("tba")
         files = {module.__file__ for module in finder.modules.values() if module.__file__}
         for file in map(Path, {str(path), *files}):
-            self.files[_digest(ast.unparse(ast.parse(file.read_bytes())))] = file.name
+            code = file.read_bytes()
+            is_text = file.suffix == ".py"  # else an extension in C
+            self.files[_digest(ast.unparse(ast.parse(code)) if is_text else repr(code))] = file.name
 
     def _used(self, value: Any, seen: dict[int, Any]) -> Any:
         """Return as JSON the code of a function from Python and what it uses; add its file.

@@ -328,11 +328,10 @@ class NearDuplicates:
 
 
 @dataclass(frozen=True)
-class _Distance:
+class _Distance(Scorer):
     """Scores each attack by the mean pairwise distance of its group; None for a single attack."""
 
     encoder: JudgeModel
-    pass_reward: float | None = None
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         if len(answers) < 2:

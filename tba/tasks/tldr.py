@@ -101,7 +101,7 @@ class Tldr(Splits):
 
 
 @dataclass(frozen=True)
-class _WinRate:
+class _WinRate(Scorer):
     """Scores 1 for a summary that the gold judge prefers to the reference, 0 for others and ties.
 
     Summaries without EOS are judged like others.
@@ -109,7 +109,6 @@ class _WinRate:
 
     task: Tldr
     gold: Custom
-    pass_reward: float | None = None
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         reference = Answer(prompt.columns["summary"], finished=True)
