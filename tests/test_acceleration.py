@@ -20,8 +20,7 @@ import tba.learn.plan
 import tba.runs.setup
 from tba.config.schema import load
 from tba.learn.policy import Policy
-from tba.learn.warm_up import warm_up
-from tba.models.cache import compile_layers, enable_gradient_checkpointing
+from tba.models.cache import compile_layers, enable_gradient_checkpointing, warm_up
 from tba.runs.setup import check
 from tba.types import TokenBatch, collate_tokens
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
-
-from torch import nn
+from typing import Any, Protocol
 
 from tba.types import Batch
 from tba.weights import Weights
@@ -18,7 +16,7 @@ class Trainer(Protocol):
         """Whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The model, to count its parameters; only the trainer computes with it."""
 
     @property

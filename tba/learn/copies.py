@@ -40,7 +40,8 @@ class Copy:
                 own.copy_(newest)
         if self._stream is not None:  # `weights` computes in a stream of its own
             torch.cuda.current_stream(policy.device).synchronize()
-        self.version, self._probe = version, probe
+        self.version = version
+        self._probe = probe
 
     @torch.no_grad()
     def weights(self, free: "list[Copy]") -> Weights:

@@ -65,12 +65,14 @@ class TokenLogp(torch.autograd.Function):
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Run over `size` tokens at a time, with products in the dtype of autocast."""
         states, matrix = _factors(hidden, weight, temperature)
-        logps, entropies = [], []
+        logps = []
+        entropies = []
         for h, own in zip(states.split(size), tokens.split(size), strict=True):
             every = torch.log_softmax(h @ matrix.T, -1, torch.float32)
             logps.append(every.gather(1, own[:, None]))
             entropies.append(-every.exp().mul_(every).sum(-1))
-        logp, entropy = torch.cat(logps), torch.cat(entropies)
+        logp = torch.cat(logps)
+        entropy = torch.cat(entropies)
         ctx.save_for_backward(states, matrix, tokens, logp)
         ctx.temperature = temperature
         ctx.size = size

@@ -9,7 +9,8 @@ from tba.learn.policy import Policy
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import Probe
 
-PROMPT, RESPONSE = 16, 16  # tokens of a probe; prompts are longer for engines that cache them
+PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts
+RESPONSE = 16
 
 
 def prompt_length(block: int) -> int:
@@ -45,5 +46,9 @@ def sequences_of(batch: Batch) -> list[np.ndarray]:
 def answer(policy: Policy, tokens: TokenBatch) -> Probe:
     """Return the probe of these tokens, with the policy's log-probs."""
     logp = policy.logp(tokens)[0, 0].float().cpu().numpy()
-    prompt, response = tokens.prompt_tokens[0].int().numpy(), tokens.tokens[0, 0].int().numpy()
-    return Probe(prompt, response, logp, policy.temperature)
+    return Probe(
+        prompt_tokens=tokens.prompt_tokens[0].int().numpy(),
+        tokens=tokens.tokens[0, 0].int().numpy(),
+        logp=logp,
+        temperature=policy.temperature,
+    )

@@ -15,8 +15,10 @@ from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, read_adapter, save_adapter
 from tba.weights import check_same_model, trained
 
-MODEL, TRAINER = "model", "trainer.json"
-OPTIMIZER, HEAD = "optimizer.safetensors", "head.safetensors"
+MODEL = "model"
+TRAINER = "trainer.json"
+OPTIMIZER = "optimizer.safetensors"
+HEAD = "head.safetensors"
 SAMPLED = 1024  # elements of each parameter that a fingerprint reads: training changes some
 
 
@@ -24,10 +26,10 @@ def save(
     folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
 ) -> Callable[[], None]:
     """Return what writes a copy; `first_model` is the fingerprint of the run's first model."""
-    model, readout = policy.model, policy.readout
+    model = policy.model
     adapted = is_adapted(model)
     weights = _copy(trained(model) if adapted else model.state_dict())
-    head = {} if readout is None else _copy(readout.state_dict())
+    head = {} if policy.readout is None else _copy(policy.readout.state_dict())
     moments = {"torch_rng": torch.get_rng_state()}
     for parameter, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():

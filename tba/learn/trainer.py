@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +47,8 @@ class SingleTrainer:
     _free: list[Copy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        s, policy = self.settings, self.policy
+        s = self.settings
+        policy = self.policy
         groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
         if policy.head is not None and policy.readout is not None:
             rate = policy.head.learning_rate
@@ -82,7 +83,7 @@ class SingleTrainer:
         return self.policy.autocast
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return self.policy.model
 
     @property
@@ -141,8 +142,10 @@ class SingleTrainer:
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
-        limit, groups = self.settings.max_grad_norm, self.optimizer.param_groups
-        norms = [torch.nn.utils.clip_grad_norm_(g["params"], limit).item() for g in groups]
+        limit = self.settings.max_grad_norm
+        norms = []
+        for group in self.optimizer.param_groups:
+            norms.append(torch.nn.utils.clip_grad_norm_(group["params"], limit).item())
         if not all(map(math.isfinite, [*metrics.values(), *norms])):
             raise NotFinite(
                 f"step {step}: loss {metrics['loss']}, gradient norm {norms[0]};"
@@ -155,7 +158,8 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
     """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
     from transformers import get_scheduler
 
-    ratio, warmup = settings.min_lr_ratio, settings.warmup_steps
+    ratio = settings.min_lr_ratio
+    warmup = settings.warmup_steps
     stable = {"min_lr_ratio": ratio, "num_decay_steps": decay_of(settings, steps)}
     extra: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": ratio},
@@ -182,7 +186,8 @@ def _loss(objective: Objective, output: Output, batch: Batch) -> Loss:
     """Return loss and metrics; ValueError unless each has one number for each group."""
     head = () if output.head is None else (output.head,)
     returned = objective(output.logp, batch, *head)
-    name, shape = f"objective {type(objective).__name__}", (len(batch),)
+    name = f"objective {type(objective).__name__}"
+    shape = (len(batch),)
     if not (isinstance(returned, tuple) and len(returned) == 2):
         kind = type(returned).__name__
         raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")

@@ -1,6 +1,6 @@
 """Terms that objectives share. Only values at sampled tokens affect the result."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -83,11 +83,3 @@ def penalised(
     rho = ratio(log_ratio(logp, batch))
     surrogate = clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch)
     return total(surrogate, batch), outside(rho, low, high, batch)
-
-
-def positive(objective: Any, *options: str) -> None:
-    """Raise ValueError unless these options of an objective are above 0, or None."""
-    for name in options:
-        value = getattr(objective, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"objective.{name} = {value}: give a number above 0")

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import centred, penalised, positive
+from tba.objectives._terms import centred, penalised
 from tba.types import Batch
 
 
@@ -19,13 +19,11 @@ class DrGrpo(Objective):
     """
 
     uses_behavior = True
+    positive = ("clip",)
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
     clip: float = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
-
-    def __post_init__(self) -> None:
-        positive(self, "clip")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = centred(batch.reward)[..., None]

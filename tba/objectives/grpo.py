@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import centred, penalised, positive
+from tba.objectives._terms import centred, penalised
 from tba.types import Batch
 
 
@@ -19,6 +19,7 @@ class Grpo(Objective):
     """
 
     uses_behavior = True
+    positive = ("clip", "clip_high")
     beta: float = 0.04
     """Coefficient of the KL to the reference."""
     clip: float = 0.2
@@ -27,7 +28,7 @@ class Grpo(Objective):
     """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
     def __post_init__(self) -> None:
-        positive(self, "clip", "clip_high")
+        super().__post_init__()
         if self.clip_high is not None and self.clip_high < self.clip:
             raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import positive, total
+from tba.objectives._terms import total
 from tba.types import Batch
 
 
@@ -19,11 +19,9 @@ class OnlineDpo(Objective):
     arXiv 2410.18252.
     """
 
+    positive = ("beta",)
     beta: float = 0.1
     """Inverse temperature of the preference; larger values stay closer to the reference."""
-
-    def __post_init__(self) -> None:
-        positive(self, "beta")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         better = batch.reward.argmax(1, keepdim=True)

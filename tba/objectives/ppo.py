@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.objectives import Head, Loss, Objective, PerToken
-from tba.objectives._terms import clipped, log_ratio, outside, positive, ratio, total
+from tba.objectives._terms import clipped, log_ratio, outside, ratio, total
 from tba.types import Batch
 
 
@@ -22,6 +22,7 @@ class Ppo(Objective):
     """
 
     uses_behavior = True
+    positive = ("clip", "head_learning_rate")
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2
@@ -36,7 +37,7 @@ class Ppo(Objective):
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
 
     def __post_init__(self) -> None:
-        positive(self, "clip", "head_learning_rate")
+        super().__post_init__()
         for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"objective.{name} = {value} must be from 0 to 1")
@@ -64,10 +65,12 @@ class Ppo(Objective):
         """
         reward = -self.beta * (batch.behavior_logp - batch.ref_logp)
         advantage = torch.zeros_like(value)
-        next_value, after = torch.zeros_like(batch.reward), torch.zeros_like(batch.reward)
+        next_value = torch.zeros_like(batch.reward)
+        after = torch.zeros_like(batch.reward)
         arriving = batch.reward  # at the last token
         for t in reversed(range(value.shape[-1])):
-            sampled, v = batch.mask[..., t], value[..., t]
+            sampled = batch.mask[..., t]
+            v = value[..., t]
             delta = reward[..., t] + arriving + self.discount * next_value - v
             gained = delta + self.discount * self.gae_lambda * after
             advantage[..., t] = torch.where(sampled, gained, 0.0)

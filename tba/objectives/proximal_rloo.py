@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import clipped, leave_one_out, log_ratio, positive, ratio
+from tba.objectives._terms import clipped, leave_one_out, log_ratio, ratio
 from tba.types import Batch
 
 
@@ -17,13 +17,11 @@ class ProximalRloo(Objective):
     """
 
     uses_behavior = True
+    positive = ("clip",)
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     clip: float = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
-
-    def __post_init__(self) -> None:
-        positive(self, "clip")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(batch, self.beta)

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import Importance, importance, leave_one_out, positive, total
+from tba.objectives._terms import Importance, importance, leave_one_out, total
 from tba.types import Batch
 
 
@@ -19,15 +19,13 @@ class Rloo(Objective):
     Back to Basics (arXiv 2402.14740), equation 7.
     """
 
+    positive = ("importance_cap",)
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     importance: Importance = "none"
     """Importance weights per token, per response, or none."""
     importance_cap: float = 2.0
     """Upper bound of the importance weights."""
-
-    def __post_init__(self) -> None:
-        positive(self, "importance_cap")
 
     @property
     def uses_behavior(self) -> bool:

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import Importance, importance, positive, total
+from tba.objectives._terms import Importance, importance, total
 from tba.types import Batch
 
 
@@ -32,6 +32,7 @@ class TrajectoryBalance(Objective):
     tapered weights, there for the sign of the reward: TOPR (arXiv 2503.14286).
     """
 
+    positive = ("beta", "importance_cap", "log_ratio_clamp", "gamma", "tau")
     beta: float = 0.05
     """Temperature of the target: smaller values weigh the reward more."""
     tapered: bool = False
@@ -46,7 +47,7 @@ class TrajectoryBalance(Objective):
     """Temperature of the whole target; above 1, it is flatter."""
 
     def __post_init__(self) -> None:
-        positive(self, "beta", "importance_cap", "log_ratio_clamp", "gamma", "tau")
+        super().__post_init__()
         if self.tapered and self.importance_cap is not None:
             raise ValueError("objective.tapered contradicts objective.importance_cap; remove one")
 

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.objectives import Head, Loss, Objective, PerToken
-from tba.objectives._terms import positive, total
+from tba.objectives._terms import total
 from tba.types import Batch
 
 
@@ -23,6 +23,7 @@ class TrajectoryBalanceLearnedZ(Objective):
     arXiv 2310.04363 learns one scalar log Z instead of a head.
     """
 
+    positive = ("beta", "head_learning_rate", "gamma", "tau")
     beta: float = 0.05
     """Temperature of the target: smaller values weigh the reward more."""
     head_learning_rate: float = 0.05
@@ -31,9 +32,6 @@ class TrajectoryBalanceLearnedZ(Objective):
     """Temperature of the reference in the target; above 1, the reward weighs more."""
     tau: float = 1.0
     """Temperature of the whole target; above 1, it is flatter."""
-
-    def __post_init__(self) -> None:
-        positive(self, "beta", "head_learning_rate", "gamma", "tau")
 
     @property
     def head(self) -> Head:

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import Importance, centred, importance, positive, total
+from tba.objectives._terms import Importance, centred, importance, total
 from tba.types import Batch
 
 
@@ -20,6 +20,7 @@ class TBAPrime(Objective):
     Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in the section on MATH.
     """
 
+    positive = ("beta", "log_ratio_clamp", "importance_cap")
     beta: float = 0.005
     """Coefficient of the KL to the reference."""
     log_ratio_clamp: float = 10.0
@@ -28,9 +29,6 @@ class TBAPrime(Objective):
     """Importance weights per token, per response, or none."""
     importance_cap: float = 8.0
     """Upper bound of the importance weights."""
-
-    def __post_init__(self) -> None:
-        positive(self, "beta", "log_ratio_clamp", "importance_cap")
 
     @property
     def uses_behavior(self) -> bool:

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.objectives import Loss, Objective, PerToken, ValueRollouts
-from tba.objectives._terms import penalised, positive
+from tba.objectives._terms import penalised
 from tba.types import Batch
 
 
@@ -23,6 +23,7 @@ class VinePpo(Objective):
     """
 
     uses_behavior = True
+    positive = ("clip", "rollouts", "step_tokens")
     beta: float = 1e-4
     """Coefficient of the KL to the reference."""
     clip: float = 0.2
@@ -31,9 +32,6 @@ class VinePpo(Objective):
     """Continuations to sample from each state."""
     step_tokens: int = 16
     """Tokens per step."""
-
-    def __post_init__(self) -> None:
-        positive(self, "clip", "rollouts", "step_tokens")
 
     @property
     def value_rollouts(self) -> ValueRollouts:

@@ -110,7 +110,8 @@ class ReplayBuffer:
         Groups of which each response has arrived again since are left out. A response whose rewards
         are all NaN is dropped.
         """
-        store, arrivals = self._store, []
+        store = self._store
+        arrivals = []
         rewards = np.full(len(store.rows["reward"]), np.nan)
         for prompt in store.prompts_by_arrival().tolist():
             rows = store.rows_of(prompt)
@@ -155,7 +156,8 @@ class ReplayBuffer:
         keys = [key_of(t, prompt) for t in finite]
         new = dict(zip(keys, finite, strict=True))
         arrived = np.array(list(Counter(keys).values()))
-        earlier, before = store.find(new), np.zeros(len(new), int)
+        earlier = store.find(new)
+        before = np.zeros(len(new), int)
         held = earlier != EMPTY
         self.counts["duplicates"] += len(finite) - len(new)
         arrivals = [store.take_arrivals(row) for row in earlier[held].tolist()]
@@ -188,7 +190,8 @@ class Pace:
 
     def missing(self, batch: int, entered: int) -> int:
         """Return the samples that must still enter before a step on `batch` samples."""
-        (trained, before), (total, _) = self.marks[0], self.marks[-1]
+        trained, before = self.marks[0]
+        total, _ = self.marks[-1]
         needed = math.ceil((total - trained + batch) / self._max_reuse)
         return max(0, needed - (entered - before))
 

@@ -21,7 +21,9 @@ from tba.types import Group, Trajectory, switches_of
 
 FOLDER = "replay"
 SEGMENTS = f"{FOLDER}/segments"
-STATE, COLUMNS, PROMPTS = "state.json", "columns.safetensors", "prompts.safetensors"
+STATE = "state.json"
+COLUMNS = "columns.safetensors"
+PROMPTS = "prompts.safetensors"
 
 KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
 OPTIONAL: dict[str, tuple[str, DTypeLike]] = {

@@ -37,7 +37,8 @@ class Table:
 
     def take(self, count: int) -> np.ndarray:
         """Return so many free rows. They are in use as soon as they have a stamp."""
-        size, missing = len(self["stamp"]), count - len(self._free)
+        size = len(self["stamp"])
+        missing = count - len(self._free)
         if missing > 0:
             more = max(missing, size // 4, 64)
             for name, column in self.columns.items():
@@ -45,7 +46,8 @@ class Table:
             self["stamp"][size:] = EMPTY
             self._free = [*range(size + more - 1, size - 1, -1), *self._free]
         start = len(self._free) - count
-        taken, self._free[start:] = self._free[start:], []
+        taken = self._free[start:]
+        del self._free[start:]
         return np.array(taken[::-1], np.int32)
 
     def free(self, rows: np.ndarray) -> None:
@@ -99,14 +101,17 @@ class ArrivalOrder:
         """Drop outdated entries and make room for more."""
         part = slice(self._start, self._end)
         valid = self._valid(part)
-        rows, stamps = self._rows[part][valid], self._stamps[part][valid]
+        rows = self._rows[part][valid]
+        stamps = self._stamps[part][valid]
         size = len(rows) + room
         if not 2 * size <= len(self._rows) <= 8 * size:
             size = max(4, size * 3 // 2)
-            self._rows, self._stamps = np.empty(size, np.int32), np.empty(size, np.int64)
+            self._rows = np.empty(size, np.int32)
+            self._stamps = np.empty(size, np.int64)
         self._rows[: len(rows)] = rows
         self._stamps[: len(rows)] = stamps
-        self._start, self._end = 0, len(rows)
+        self._start = 0
+        self._end = len(rows)
 
 
 class Segments:
@@ -135,8 +140,9 @@ class Segments:
 
     def forget(self, rows: np.ndarray) -> None:
         """Count the tokens of these rows as no longer in use."""
-        numbers, lengths = self._table["segment"][rows], self._table["length"][rows]
-        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+        numbers = self._table["segment"][rows].tolist()
+        lengths = self._table["length"][rows].tolist()
+        for number, length in zip(numbers, lengths, strict=True):
             self.by_number[number].live -= length
         self._table["segment"][rows] = EMPTY
 
@@ -347,7 +353,8 @@ class Store:
 
     def _arrive(self, prompt: int, rows: np.ndarray, keys: Sequence[bytes]) -> None:
         """Make rows, which have been written, the newest ones of a prompt."""
-        table, prompts = self.rows, self.prompts
+        table = self.rows
+        prompts = self.prompts
         self._index.update(zip(keys, rows.tolist(), strict=True))
         table["key"][rows] = np.frombuffer(b"".join(keys), KEY)
         table["prompt"][rows] = prompt
@@ -363,10 +370,12 @@ class Store:
 
 def key_of(response: Trajectory, prompt: int) -> bytes:
     """Return a digest: two of a million responses share these 96 bits with a chance below 1e-16."""
-    salt, content = prompt.to_bytes(8, "little"), response.tokens.tobytes()
+    content = response.tokens.tobytes()
     if response.sampled is not None:
         content += response.sampled.tobytes()
-    return hashlib.blake2b(content, digest_size=KEY.itemsize, salt=salt).digest()
+    return hashlib.blake2b(
+        content, digest_size=KEY.itemsize, salt=prompt.to_bytes(8, "little")
+    ).digest()
 
 
 def _positions(numbers: np.ndarray, column: np.ndarray) -> np.ndarray:

@@ -15,7 +15,8 @@ from tba.config.errors import size
 from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.tables import Use
-from tba.learn.trainer import SingleTrainer
+from tba.learn import Trainer
+from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
@@ -222,7 +223,7 @@ def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
     return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
 
 
-def needs(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
+def needs(setup: RunSetup, trainer: Trainer, prompt: int) -> list[str]:
     """Return in words how long and how large a run is, whose prompts have so many tokens."""
     c = setup.config
     t = c.trainer
@@ -231,8 +232,8 @@ def needs(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
     tokens, _, _ = group(prompt, t.group_size, length)
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
     seconds = _pass(trainer, prompt, responses, length) * t.batch_size / responses
-    own = sum(p.nbytes for p in trained(trainer.policy.model).values())
-    frozen = sum(p.nbytes for p in trainer.policy.model.parameters()) - own
+    own = sum(p.nbytes for p in trained(trainer.model).values())
+    frozen = sum(p.nbytes for p in trainer.model.parameters()) - own
     fixed = (4 + (c.runtime.use == "ray")) * own + frozen
     return [
         f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
@@ -240,29 +241,30 @@ def needs(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
         f"memory of the trainer: {size(fixed)} for weights, gradients, moments and copies, up to"
         f" {_activations(setup, trainer, prompt)} for activations (docs/memory.md); a checkpoint"
         f" has {size(checkpoint_size(setup.config, trainer))}",
-        f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
+        f"time: about {seconds:.2g} s a step on {trainer.model.device}, without search, if all"
         f" responses have {length} tokens",
     ]
 
 
-def _pass(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
+def _pass(trainer: Trainer, prompt: int, responses: int, length: int) -> float:
     """Return the seconds of a forward and backward pass over random responses to a prompt."""
+    policy = Policy(trainer.model, temperature=1.0, autocast=trainer.computes_in_bf16)
     rng = np.random.default_rng(0)
     seconds = 0.0
-    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
+    vocabulary = trainer.model.config.get_text_config().vocab_size
     for tokens in (2, length):  # the first pass of a process is slow
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
         began = time.perf_counter()
-        trainer.policy.logp(batch).sum().backward()
+        policy.logp(batch).sum().backward()
         seconds = time.perf_counter() - began
     return seconds
 
 
-def _activations(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
+def _activations(setup: RunSetup, trainer: Trainer, prompt: int) -> str:
     """Return in words what the largest pass keeps for its backward pass."""
     t = setup.config.trainer
-    model = trainer.policy.model
+    model = trainer.model
     shape = model.config.get_text_config()
     tokens, keys, scores = group(prompt, t.group_size, setup.config.sampling.max_tokens)
     groups = min(t.groups, t.token_budget / tokens)  # below 1: a group runs in pieces
@@ -275,6 +277,6 @@ def _activations(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
         return "an unknown amount"
     sizes = hidden, inner, heads, groups * tokens, groups * keys, groups * scores * eager
     if not setup.config.policy.gradient_checkpointing:
-        return size(kept_bytes(layers, *sizes, matrices, trainer.policy.autocast))
-    one = kept_bytes(1, *sizes, matrices, trainer.policy.autocast)
+        return size(kept_bytes(layers, *sizes, matrices, trainer.computes_in_bf16))
+    one = kept_bytes(1, *sizes, matrices, trainer.computes_in_bf16)
     return size(one + 4 * hidden * layers * groups * tokens)

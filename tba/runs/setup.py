@@ -1,5 +1,6 @@
 """The setup of a run: everything that its config names, resolved and checked before the start."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,12 +16,12 @@ from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
-from tba.learn.warm_up import warm_up
 from tba.models.cache import (
     check_compiler,
     check_rotary,
     compile_layers,
     enable_gradient_checkpointing,
+    warm_up,
 )
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (
@@ -118,6 +119,9 @@ class RunSetup:
         if c.trainer.compile:
             warm_up(policy, self.text.context)
         policy.check_lengths(self.extremes, c.sampling.max_tokens)
+        limit = 0.05 if bf16 else 0.01
+        # whether the reference is no model
+        apart = c.engine.options.get("own_reference", self.engine.own_reference)
         block = self.engine.longest_block
         # as long as the longest sequence: positions may depend on that
         longest = len(self.extremes[1]) + c.sampling.max_tokens - RESPONSE
@@ -129,6 +133,7 @@ class RunSetup:
             bf16_weights=c.engine.computes_in_bf16(bf16),
             context=self.text.context,
             probe_prompt=prompt_length(block),
+            most_at_first=limit if is_new and not apart else math.inf,
             first_probe=probe_tokens(
                 self.extremes, self.text.context, max(longest, prompt_length(block))
             ),

@@ -20,6 +20,7 @@ class Cyclic(Counted):
         epoch, position = divmod(self._chosen, len(self.prompts))
         if epoch != self._order_of:
             rng = np.random.default_rng([self.seed, epoch])
-            self._order, self._order_of = rng.permutation(len(self.prompts)), epoch
+            self._order = rng.permutation(len(self.prompts))
+            self._order_of = epoch
         self._chosen += 1
         return self.prompts[self._order[position]]

@@ -42,7 +42,8 @@ class Columns:
         self, prompt: SupportsIndex, since: int | None = None
     ) -> Int32[np.ndarray, " M"]:
         """Return the rows of the prompt's latest arrival, and those of step `since` or later."""
-        rows, latest = self.rows(prompt), int(self.latest[prompt])
+        rows = self.rows(prompt)
+        latest = int(self.latest[prompt])
         first = latest if since is None else min(since, latest)
         return rows[bisect_left(rows, first, key=self.arrived.__getitem__) :]
 

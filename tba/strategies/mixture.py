@@ -33,8 +33,11 @@ class Mixture:
     ) -> Int[np.ndarray, "{groups} {size}"]:
         replayed = 1 - self.recent
         shares = (self.recent, replayed * self.reward, replayed * (1 - self.reward))
-        recent, reward = Recent(self.window, self.filter_equal), Reward(self.temperature)
-        arms: tuple[Strategy, ...] = (recent, reward, Uniform())
+        arms: tuple[Strategy, ...] = (
+            Recent(self.window, self.filter_equal),
+            Reward(self.temperature),
+            Uniform(),
+        )
         drawn = []
         for arm, count in zip(arms, rng.multinomial(groups, shares).tolist(), strict=True):
             if count:
