@@ -51,7 +51,8 @@ def open_places(
     bind_ray(config.runtime.address)
     from tba.runtime.cluster import open_cluster
 
-    cluster = open_cluster(config.runtime, config.engine.gpus)
+    gpus = config.engine.options.get("tensor_parallel_size", 1)
+    cluster = open_cluster(config.runtime, gpus)
     closing.callback(cluster.connection.close)
     closing.enter_context(cluster.trainer.taken())
     return cluster.trainer, cluster
@@ -76,7 +77,8 @@ def open_searchers(
         job.tell("loading the models of the searcher")
         from tba.runtime.local import LocalSearchers
 
-        every, version = job.settings.publish_every, search.weights and search.weights.version
+        every = job.settings.publish_every
+        version = search.weights and search.weights.version
         # a run on Ray saves none, and a publication may have failed
         if (version is None and step >= every) or (step and step % every == 0 and version != step):
             search = replace(search, weights=trainer.copy(step)())

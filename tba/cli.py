@@ -280,7 +280,8 @@ def _refuse_dashes(settings: list[str]) -> None:
         if not given.startswith("-"):
             continue
         name, equals, value = given.lstrip("-").partition("=")
-        name, value = name.replace("-", "_"), value if equals else following
+        name = name.replace("-", "_")
+        value = value if equals else following
         if "." in name:
             raise ValueError(f"{given}: settings have no dashes; type `{name}={value}`")
         command: Any = get_command(app)

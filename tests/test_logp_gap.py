@@ -10,7 +10,7 @@ import test_ray
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
-from tba.engines import EngineError
+from tba.engines import EngineError, logp_gap_limit
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.search.searcher import LogpGapError
@@ -125,7 +125,7 @@ def test_a_faulty_engine_costs_its_process_and_a_mistake_the_run(
 def test_the_limit_follows_the_coarser_of_both_sides() -> None:
     def limits(*settings: str) -> list[float]:
         engine = load(None, list(settings)).engine
-        return [engine.logp_gap_limit(trainer_in_bf16=bf16) for bf16 in (False, True)]
+        return [logp_gap_limit(engine, trainer_in_bf16=bf16) for bf16 in (False, True)]
 
     assert limits() == [0.01, 0.3]
     assert limits("engine.dtype=bf16") == [0.3, 0.3]

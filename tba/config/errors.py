@@ -46,7 +46,8 @@ def printable(text: str) -> str:
 
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
-    value, first = errors[0]["input"], errors[0]["type"]
+    value = errors[0]["input"]
+    first = errors[0]["type"]
     given = "null" if value is None else repr(value)
     if first == "missing":
         return f"{name} is missing"

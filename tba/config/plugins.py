@@ -24,7 +24,8 @@ from tba.config.tables import PLUGGED, Positive, Use
 GIVEN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 JUDGES = "tasks.judges"
-NAMES, OPTIONS = "`tba list` lists all", "`tba list` lists all options"
+NAMES = "`tba list` lists all"
+OPTIONS = "docs/configuration.md lists all options"
 KINDS = (*PLUGGED.values(), JUDGES)
 
 
@@ -150,7 +151,8 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     hints = get_type_hints(factory, include_extras=True)
     options = {}
     for field in dataclasses.fields(factory):
-        default, make = field.default, field.default_factory
+        default = field.default
+        make = field.default_factory
         if make is not dataclasses.MISSING:
             default = make()
         if is_secret(field.name) and isinstance(default, str):

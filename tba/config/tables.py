@@ -8,8 +8,10 @@ from pydantic.fields import FieldInfo
 
 from tba.config.secrets import check_secrets
 
-LOGP_NOISE_FP32, LOGP_NOISE_BF16 = 0.01, 0.3
-"""Mean differences of log-probs, in nats, that rounding may explain."""
+LOGP_NOISE_FP32 = 0.01
+"""Mean difference of log-probs, in nats, that rounding may explain."""
+LOGP_NOISE_BF16 = 0.3
+"""The same where a model computes in bf16."""
 OFF = {"top_p": 1.0, "top_k": 0}
 """Settings that change which tokens are chosen, but not the log-probs; the value without effect."""
 
@@ -94,28 +96,6 @@ class EngineTable(Use):
         " update; above it, the run is saved and ends; default: 0.3, or 0.01 where both compute in"
         " fp32",
     )
-
-    def computes_in_bf16(self, trainer_does: bool) -> bool:
-        """Return whether the engine computes in bf16: by its option `dtype`, or as the trainer."""
-        dtype = self.options.get("dtype", "auto")
-        return trainer_does if dtype == "auto" else dtype == "bf16"
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that the engine divides a model over: its option `tensor_parallel_size`."""
-        return int(self.options.get("tensor_parallel_size", 1))
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens of a prompt and its response: its option `max_model_len`, if it is set."""
-        return self.options.get("max_model_len")
-
-    def logp_gap_limit(self, trainer_in_bf16: bool) -> float:
-        """Return the largest log-prob gap, in nats, that a weight update may leave."""
-        if self.max_logp_gap is not None:
-            return self.max_logp_gap
-        both_in_fp32 = not (trainer_in_bf16 or self.computes_in_bf16(trainer_in_bf16))
-        return LOGP_NOISE_FP32 if both_in_fp32 else LOGP_NOISE_BF16
 
 
 class TaskTable(Use):
@@ -265,7 +245,8 @@ class TrainerTable(Table):
 
     @model_validator(mode="after")
     def whole_groups(self) -> "TrainerTable":
-        k, size = self.group_size, self.batch_size
+        k = self.group_size
+        size = self.batch_size
         if size % k:
             near = max(k, round(size / k) * k)
             raise ValueError(

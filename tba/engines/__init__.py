@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.config.plugins import GIVEN
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
+from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
 from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
 from tba.weights import Weights
@@ -137,3 +137,17 @@ class SharedLock:
         with self._changed:
             self._sharing += change
             self._changed.notify_all()
+
+
+def engine_in_bf16(engine: EngineTable, trainer_does: bool) -> bool:
+    """Return whether an engine computes in bf16: by its option `dtype`, or as the trainer."""
+    dtype = engine.options.get("dtype", "auto")
+    return trainer_does if dtype == "auto" else dtype == "bf16"
+
+
+def logp_gap_limit(engine: EngineTable, trainer_in_bf16: bool) -> float:
+    """Return the largest log-prob gap, in nats, that a weight update may leave."""
+    if engine.max_logp_gap is not None:
+        return engine.max_logp_gap
+    in_bf16 = trainer_in_bf16 or engine_in_bf16(engine, trainer_in_bf16)
+    return LOGP_NOISE_BF16 if in_bf16 else LOGP_NOISE_FP32

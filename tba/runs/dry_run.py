@@ -79,17 +79,18 @@ def dry_run(
 
 def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
     """Return a prompt as the policy reads it, special tokens included."""
-    tokenizer, task = setup.text.tokenizer, setup.task.part(prompt)[1]
+    _, task = setup.task.part(prompt)
     tokens = encoder(setup.text, task)(prompt)
+    text = setup.text.tokenizer.decode(tokens.tolist())
     of_part = f" of {part}" if part else ""
-    return [f"first prompt{of_part}, {len(tokens)} tokens:", tokenizer.decode(tokens.tolist())]
+    return [f"first prompt{of_part}, {len(tokens)} tokens:", text]
 
 
 def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
-    task, template = setup.task.part(prompt)[1], setup.text.tokenizer.chat_template
+    _, task = setup.task.part(prompt)
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and task.tools is None
-    return plain and template is not None
+    return plain and setup.text.tokenizer.chat_template is not None
 
 
 def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
@@ -205,12 +206,10 @@ def kept_bytes(
 ) -> float:  # fmt: skip
     """Return the bytes that a pass keeps; `inner` is the width of the MLP."""
     if bf16:  # autocast, with a copy of the matrices
-        token, key, score = 30 * hidden + 8 * inner, 4 * hidden, 6 * heads
-        copies = 2 * matrices
-    else:
-        token, key, score = 32 * hidden + 16 * inner, 8 * hidden, 4 * heads
-        copies = 0
-    return layers * (tokens * token + keys * key + scores * score) + copies
+        layer = tokens * (30 * hidden + 8 * inner) + keys * 4 * hidden + scores * 6 * heads
+        return layers * layer + 2 * matrices
+    layer = tokens * (32 * hidden + 16 * inner) + keys * 8 * hidden + scores * 4 * heads
+    return layers * layer
 
 
 def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
@@ -271,7 +270,9 @@ def _activations(setup: RunSetup, trainer: Trainer, prompt: int) -> str:
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     eager = model.config._attn_implementation == "eager"
     try:
-        layers, hidden, inner = shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size
+        layers = shape.num_hidden_layers
+        hidden = shape.hidden_size
+        inner = shape.intermediate_size
         heads = shape.num_attention_heads
     except AttributeError:  # not of the Llama family
         return "an unknown amount"

@@ -103,8 +103,9 @@ def with_relative_paths(config: Any) -> Any:
             return [shown(inner) for inner in value]
         return value.removeprefix(start) if isinstance(value, str) else value
 
-    start = f"{config.get('run', {}).get('base', '')}/"
-    return shown(config)
+    base = config.get("run", {}).get("base", "")
+    start = f"{base}/"
+    return shown(config) if base else config
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:

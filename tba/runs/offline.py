@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tba.config.schema import Config
+from tba.engines import engine_in_bf16
 from tba.learn.state import MODEL, read_model
 from tba.models.lora import SETTINGS
 from tba.models.pretrained import computes_in_bf16, load_text
@@ -90,7 +91,7 @@ def _place(config: Config) -> tuple[str, bool]:
 
 def _rounded(tensors: Mapping[str, Tensor], config: Config, version: int) -> Weights:
     """Return weights as the engine computes."""
-    bf16 = config.engine.computes_in_bf16(_place(config)[1])
+    bf16 = engine_in_bf16(config.engine, _place(config)[1])
     arrays = {name: as_array(tensor.detach(), bf16) for name, tensor in tensors.items()}
     return Weights(version, arrays)
 

@@ -12,7 +12,7 @@ import torch
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF, LogTable
-from tba.engines import Engine
+from tba.engines import Engine, engine_in_bf16
 from tba.learn.policy import Policy
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
@@ -130,7 +130,7 @@ class RunSetup:
             objective=self.objective,
             settings=c.trainer,
             steps=c.run.steps,
-            bf16_weights=c.engine.computes_in_bf16(bf16),
+            bf16_weights=engine_in_bf16(c.engine, bf16),
             context=self.text.context,
             probe_prompt=prompt_length(block),
             most_at_first=limit if is_new and not apart else math.inf,
@@ -169,7 +169,7 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     engine = find("engines", config.engine.use)
     if not issubclass(engine, Engine):
         raise ValueError(f"engine = {config.engine.use!r}: the class must inherit Engine")
-    text = load_text(config.policy).within(config.engine.context)
+    text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
     config, notes = resolved(config, text)
     notes += _check_policy(config)
     plugins = resolve_all(config)

@@ -52,7 +52,9 @@ class Stored:
             console.phase(text)
 
         console.note(f"resumed from {self.generation.name}")
-        held, c, first = search.held, parts.config, 0
+        held = search.held
+        c = parts.config
+        first = 0
         if self.replay == "drop":
             buffer.clear()
             held = ()

@@ -12,7 +12,7 @@ import numpy as np
 
 from tba.config import tables
 from tba.config.plugins import resolve
-from tba.engines import Engine, SearchError
+from tba.engines import Engine, SearchError, logp_gap_limit
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import Tokenizer, load_text
@@ -88,11 +88,12 @@ class SearchSetup:
         difference is noise.
         """
         guard = self.guard(device)  # first: its process starts while the models load
-        text = replace(load_text(self.policy).within(self.engine.context), steps=self.steps)
+        context = self.engine.options.get("max_model_len")
+        text = replace(load_text(self.policy).within(context), steps=self.steps)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
-        limit = self.engine.logp_gap_limit(bf16)
+        limit = logp_gap_limit(self.engine, bf16)
         guard.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
         return Searcher(engine, reference, text, guard, self, limit)
 

@@ -131,12 +131,14 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
 
     ValueError if one cannot be sent there.
     """
-    here = ("local", "thread")
-    if functions is None or (config.runtime.use, config.reward.isolate) == here:
+    if functions is None:
+        return None
+    if config.runtime.use == "local" and config.reward.isolate == "thread":
         return functions
+    local = "runtime.use=local and reward.isolate=thread"
     for function in functions:
         name = name_of(function)
-        module, local = name.split(".")[0], "runtime.use=local and reward.isolate=thread"
+        module = name.split(".")[0]
         known = module in ("__main__", "builtins")
         if not known and not any(finder.find_spec(module, None) for finder in sys.meta_path):
             raise ValueError(
