@@ -17,7 +17,7 @@ from typing import Any
 import _sums
 import numpy as np
 import torch
-from _sums import RECIPE, Job
+from _sums import Job
 from safetensors.torch import load_file
 
 from tba.config.tables import LoraTable, PolicyTable
@@ -34,14 +34,14 @@ PEFT_PREFIX = "base_model.model."
 def main() -> None:
     job = Job.parse(sys.argv[1])
     snapshots = json.loads(sys.stdin.read())
-    rows = _sums.read_rows(Path(job.data) / "test.jsonl")[: RECIPE.held_out]
+    rows = _sums.read_rows(Path(job.data) / "test.jsonl")[: job.recipe.held_out]
+    eos = "Ċ" if job.recipe_name == "sums" else None  # saves time: the score reads the first line
     lora = LoraTable(r=16, alpha=32) if job.lora else None
-    # a newline ends an answer to save time: the score reads the first line
-    policy = PolicyTable(model=job.model, eos_token="Ċ", lora=lora)
+    policy = PolicyTable(model=job.model, eos_token=eos, lora=lora)
     text = load_text(policy)
     prompts = [text.encode(Prompt(str(i), row["prompt"])) for i, row in enumerate(rows)]
     answers = [row["answer"] for row in rows]
-    sampling = Sampling(RECIPE.answers, 1.0, RECIPE.tokens)
+    sampling = Sampling(job.recipe.answers, 1.0, job.recipe.tokens)
     engine = Transformers(policy, text, "cpu", job.bf16, sampling)
     scores = []
     for snapshot in snapshots:

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from _models import Snapshots
-from _sums import RECIPE, Job
+from _sums import Job
 
 from tba.assemble import open_run
 from tba.config.schema import Config, load
@@ -54,7 +54,8 @@ def run(job: Job) -> dict:
 
 def config(job: Job) -> Config:
     reward = "exact" if job.latency is None else "judged"
-    r = RECIPE
+    r = job.recipe
+    ends = () if job.recipe_name == "arithmetic" else (r'sampling.stop=["\n"]',)
     settings = [
         f"run.folder={job.folder}/run", f"run.seed={job.seed}", "run.steps=100000",
         f"policy.model={job.model}",
@@ -69,7 +70,7 @@ def config(job: Job) -> Config:
         "runtime.max_reuse=inf",  # the two sides never wait for each other
         "eval.prompts=0", "checkpoint.every=0",
         "log.console=off", "log.tensorboard=false", "log.sample_every=0",
-        r'sampling.stop=["\n"]',
+        *ends,
         *job.options,
     ]  # fmt: skip
     return load(None, settings)

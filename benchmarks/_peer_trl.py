@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import _sums
 import torch
 from _models import Snapshots
-from _sums import RECIPE, Job
+from _sums import Job
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -65,12 +65,12 @@ def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
         "output_dir": f"{job.folder}/run",
         "learning_rate": job.rate,
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": RECIPE.warmup,
+        "warmup_steps": job.recipe.warmup,
         "max_grad_norm": 1.0,
         "optim": "adamw_torch_fused",
-        "per_device_train_batch_size": RECIPE.batch,
-        "num_generations": RECIPE.samples,
-        "max_completion_length": RECIPE.tokens,
+        "per_device_train_batch_size": job.recipe.batch,
+        "num_generations": job.recipe.samples,
+        "max_completion_length": job.recipe.tokens,
         "temperature": 1.0,
         "top_k": 0,
         "loss_type": "dr_grpo",

@@ -17,7 +17,7 @@ from typing import Any
 
 import _measure
 from _measure import bench_python, common_variables
-from _sums import RECIPE, Job, Side, write_rows
+from _sums import RECIPES, Job, Side, write_rows
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs" / "reference_run.jsonl"
@@ -72,20 +72,12 @@ def learning_options(options: Sequence[str]) -> tuple[str, ...]:
 
 
 class Laboratory:
-    """Runs jobs of the reference run, or finds them among those that have been run."""
+    """Runs jobs, or finds them among those that have been run."""
 
-    def __init__(self, options: argparse.Namespace):
-        self.options = options
-        self.python = bench_python()
-        self.data = _measure.need_data(options)
+    def __init__(self, options: argparse.Namespace, path: Path):
+        self.options, self.python = options, bench_python()
         self.scratch = Path(tempfile.mkdtemp(prefix="tba-bench-"))
-        self.path = self.scratch / "runs.jsonl" if options.tiny else RUNS
-        self.model = _measure.need_model(options)
-        if options.tiny:
-            from _models import TINY, save_random  # with torch
-
-            save_random(self.scratch / "model", TINY, Path(self.model))
-            self.model = str(self.scratch / "model")
+        self.path = self.scratch / "runs.jsonl" if options.tiny else path
 
     def run(self, job: Job) -> dict[str, Any]:
         """Return the run of this job with its scores; it is carried out if it is not kept."""
@@ -125,6 +117,20 @@ class Laboratory:
         short = replace(job, steps=4, every=0.0, seconds=150.0)
         return median(steps_of(self.carry_out(short)))
 
+
+class Sums(Laboratory):
+    """Runs of the reference run, which need its model and data."""
+
+    def __init__(self, options: argparse.Namespace):
+        model, self.data = _measure.need_model(options), _measure.need_data(options)
+        super().__init__(options, RUNS)
+        if options.tiny:
+            from _models import TINY, save_random  # with torch
+
+            save_random(self.scratch / "model", TINY, Path(model))
+            model = str(self.scratch / "model")
+        self.model = model
+
     def job(
         self, side: Side, lora: bool, rate: float, seed: int, latency: float | None = None,
         options: tuple[str, ...] = (),
@@ -136,19 +142,9 @@ class Laboratory:
         elif side == "asynchronous":
             options = tuple(dict.fromkeys((*options, *FULL)))
         job = Job(
-            side=side,
-            model=self.model,
-            data=str(rows),
-            folder=str(self.scratch / "run"),
-            rate=rate,
-            seed=seed,
-            lora=lora,
-            seconds=SECONDS[side],
-            steps=STEPS[side],
-            every=EVERY[side],
-            latency=latency,
-            options=options,
-        )
+            "sums", side, self.model, str(rows), str(self.scratch / "run"), rate, seed, lora,
+            SECONDS[side], STEPS[side], EVERY[side], latency=latency, options=options,
+        )  # fmt: skip
         return replace(job, steps=2, every=1.0) if self.options.tiny else job
 
 
@@ -203,22 +199,22 @@ def best_of(runs: Sequence[dict[str, Any]]) -> Best:
     return Best(first["rate"], tuple(first["options"]))
 
 
-def time_to_goal(run: dict[str, Any]) -> float:
+def time_to_goal(run: dict[str, Any], goal: float = RECIPES["sums"].goal) -> float:
     """Return the seconds to the goal, interpolated between two evaluations; inf if not reached."""
     before: dict[str, float] | None = None
     for point in run["curve"]:
-        if point["score"] >= RECIPE.goal:
+        if point["score"] >= goal:
             if before is None:
                 return point["seconds"]
-            part = (RECIPE.goal - before["score"]) / (point["score"] - before["score"])
+            part = (goal - before["score"]) / (point["score"] - before["score"])
             return before["seconds"] + part * (point["seconds"] - before["seconds"])
         before = point
     return float("inf")
 
 
-def time_or_length(run: dict[str, Any]) -> float:
+def time_or_length(run: dict[str, Any], goal: float = RECIPES["sums"].goal) -> float:
     """Return the seconds to the goal, or how long the run was: then they would be more."""
-    return min(time_to_goal(run), run["points"][-1]["seconds"])
+    return min(time_to_goal(run, goal), run["points"][-1]["seconds"])
 
 
 def steps_of(run: dict[str, Any]) -> list[float]:
@@ -244,6 +240,26 @@ def with_speeds(
     if any(run.get("dtype") == "fp32" for run in (*ours, *peers)):
         remarks.append(_measure.IN_FP32)
     return {"note": "; ".join(filter(None, remarks)), "gflops": round(own)}
+
+
+def search_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return all runs without latency as a table: the search for rates, and the seeds."""
+    lines = [
+        "| side | LoRA | rate | options | seed | s to .50 | best score | s a step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in sorted(runs, key=lambda r: (r["lora"], SIDES.index(r["side"]), r["rate"])):
+        if run["latency"] is not None:
+            continue
+        to_goal = time_to_goal(run)
+        own = [o for o in run["options"] if o not in (*BASE[run["side"]], *LORA)]
+        cells = [
+            run["side"], "yes" if run["lora"] else "no", f"{run['rate']:g}", " ".join(own),
+            str(run["seed"]), "not reached" if to_goal == float("inf") else f"{to_goal:.0f}",
+            f"{max(point['score'] for point in run['curve']):.3f}", f"{median(steps_of(run)):.1f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def rounded(value: Any) -> Any:

@@ -26,6 +26,7 @@ class Recipe:
     held_out: int
     goal: float
     """Held-out sampled accuracy that is timed."""
+    bf16: bool
     answers: int
     """Answers to each held-out question in an evaluation."""
 
@@ -34,9 +35,11 @@ class Recipe:
         return self.prompts * self.samples
 
 
-RECIPE = Recipe(
-    prompts=8, samples=16, tokens=8, warmup=5, held_out=256, goal=0.5, answers=2,
-)  # fmt: skip
+RECIPES = {
+    "sums": Recipe(8, 16, 8, 5, 256, 0.5, True, 2),
+    "arithmetic": Recipe(16, 16, 6, 5, 512, 0.9, False, 4),
+}
+"""The reference run, and the embedded task with the bundled model."""
 
 Side = Literal["asynchronous", "synchronous", "trl"]
 
@@ -45,6 +48,7 @@ Side = Literal["asynchronous", "synchronous", "trl"]
 class Job:
     """One run of one side."""
 
+    recipe_name: str
     side: Side
     model: str
     data: str
@@ -66,11 +70,15 @@ class Job:
     """Settings of the side: `table.key=value` of ours, `field=value` of GRPOConfig."""
 
     @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.recipe_name]
+
+    @property
     def bf16(self) -> bool:
-        """Whether both sides compute in bf16, as on machines where that is fast."""
+        """Whether both sides compute in bf16: by the recipe, if this machine does."""
         from _measure import in_bf16  # not where this file is imported as a reward function
 
-        return in_bf16()
+        return self.recipe.bf16 and in_bf16()
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

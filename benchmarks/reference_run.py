@@ -29,11 +29,12 @@ from _runs import (
     HERE,
     SIDES,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
     rounded,
+    search_table,
     time_or_length,
     time_to_goal,
     with_speeds,
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         if options.steps:
             measure_steps(lab, options)
         else:
@@ -84,7 +85,7 @@ def main() -> None:
     keep(options)
 
 
-def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
+def compare(lab: Sums, lora: bool, options: argparse.Namespace) -> None:
     """Find each side's best rate, and run it with the other seeds."""
     for side in options.sides or (("asynchronous", "trl") if lora else SIDES):
         best, seconds = search(lab, side, lora)
@@ -94,7 +95,7 @@ def compare(lab: Laboratory, lora: bool, options: argparse.Namespace) -> None:
             lab.run(replace(job, seconds=longest))
 
 
-def measure_steps(lab: Laboratory, options: argparse.Namespace) -> None:
+def measure_steps(lab: Sums, options: argparse.Namespace) -> None:
     """Run our asynchronous side for some steps with each seed, without evaluations."""
     best = best_of(reference_runs(read_runs(), "asynchronous", lora=False))
     STEPS.unlink(missing_ok=True)
@@ -106,7 +107,7 @@ def measure_steps(lab: Laboratory, options: argparse.Namespace) -> None:
             file.write(json.dumps(rounded(kept)) + "\n")
 
 
-def search(lab: Laboratory, side: Side, lora: bool) -> tuple[Best, float]:
+def search(lab: Sums, side: Side, lora: bool) -> tuple[Best, float]:
     """Return the rate that reaches the goal first, not at the grid's edge, and its seconds."""
     fixed = lab.options.tiny or bool(lab.options.rates)
     fast = BASE[side]
@@ -133,7 +134,7 @@ def search(lab: Laboratory, side: Side, lora: bool) -> tuple[Best, float]:
     return Best(rate, fast), times[rate]
 
 
-def fastest_options(lab: Laboratory, lora: bool) -> tuple[str, ...]:
+def fastest_options(lab: Sums, lora: bool) -> tuple[str, ...]:
     """Return those of TRL's options that change the time of a step only, at their best."""
     known = {tuple(r["options"]): r["s_a_step"] for r in read_runs(SPEED) if r["lora"] == lora}
     best: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ def fastest_known(lora: bool) -> tuple[str, ...]:
     return tuple(min(tried, key=lambda row: row["s_a_step"])["options"]) if tried else USUAL
 
 
-def speed(lab: Laboratory, job: Job) -> float:
+def speed(lab: Sums, job: Job) -> float:
     """Return the seconds of a step, and keep them; infinity if the options do not work here."""
     try:
         seconds = lab.seconds_a_step(job)
@@ -175,6 +176,7 @@ def keep(options: argparse.Namespace) -> None:
     runs = read_runs()
     rows = [row for lora in (False, True) for row in rows_of(runs, lora)]
     _measure.record(__file__, rows, options)
+    print(search_table(runs))
     from _runs import FIGURE, draw
 
     draw(runs, FIGURE)

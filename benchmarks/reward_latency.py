@@ -32,7 +32,7 @@ from _runs import (
     SECONDS,
     SIDES,
     Best,
-    Laboratory,
+    Sums,
     best_of,
     read_runs,
     reference_runs,
@@ -40,12 +40,12 @@ from _runs import (
     time_or_length,
     with_speeds,
 )
-from _sums import RECIPE, Side
+from _sums import RECIPES, Side
 
 RATES = HERE / "runs" / "reward_latency.jsonl"
 NEWEST = HERE / "runs" / "reward_latency_newest.jsonl"
 LATENCIES = (0.0, 0.3, 1.0, 3.0)
-WINDOW = 2 * RECIPE.batch
+WINDOW = 2 * RECIPES["sums"].batch
 WINDOWS = 5
 GOALS = {1.0: "ratio >= 2", 3.0: "ratio >= 4"}
 PEERS: dict[Side, str] = {"trl": "TRL", "synchronous": "ours, synchronous"}
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
     if not options.draw:
-        lab = Laboratory(options)
+        lab = Sums(options)
         if options.score:
             to_the_goal(lab, options.score)
         else:
@@ -92,7 +92,7 @@ def main() -> None:
     draw(read_runs(), FIGURE)
 
 
-def windows(lab: Laboratory, latencies: list[float]) -> None:
+def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
     newest, searches = lab.options.newest, lab.options.searches
     path = lab.scratch / "rates.jsonl" if lab.options.tiny else (NEWEST if newest else RATES)
@@ -167,7 +167,7 @@ def times_of(points: list[dict[str, Any]]) -> list[float]:
     return seconds[:WINDOWS]
 
 
-def to_the_goal(lab: Laboratory, latencies: list[float]) -> None:
+def to_the_goal(lab: Sums, latencies: list[float]) -> None:
     """Run each side to the goal at these latencies."""
     for latency in latencies:
         for side in SIDES:
