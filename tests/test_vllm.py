@@ -45,6 +45,15 @@ SAMPLES = 6
 SAMPLED = Sampling(SAMPLES, TEMPERATURE, 9)
 
 
+def pretend_installed(
+    monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0", gpus: int = 0
+) -> None:
+    """Let the checks of a config see vLLM's build for CPUs, on a machine with so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version=version))
+
+
 @pytest.mark.parametrize(
     ("settings", "gpus", "error"),
     [
@@ -63,9 +72,9 @@ SAMPLED = Sampling(SAMPLES, TEMPERATURE, 9)
 def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
     settings: list[str], gpus: int, error: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: None if not settings else object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    pretend_installed(monkeypatch, gpus=gpus)
+    if not settings:
+        monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     config = load(None, [f"policy.model={wide_model}", "engine=vllm", *settings])
     with pytest.raises(ValueError, match=error):
         VLLM.check(config)
@@ -74,26 +83,15 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
 def test_a_model_without_a_kernel_is_refused_on_a_cpu(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    pretend_installed(monkeypatch)
     with pytest.raises(ValueError, match=r"heads have 16 dimensions.*set engine=transformers"):
         VLLM.check(load(None, [f"policy.model={tiny_model}", "engine=vllm"]))
 
 
 def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version="0.32.0"))
+    pretend_installed(monkeypatch, gpus=1)
     with pytest.raises(ValueError, match=r"its CPU build, and this machine has 1 GPUs"):
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
-
-
-def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
-    """Let the checks of a config see vLLM's build for CPUs, on a machine without a GPU."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: object())
-    monkeypatch.setattr(vllm, "distribution", lambda name: SimpleNamespace(version=version))
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.33.0"])

@@ -320,13 +320,9 @@ def check_model(policy: PolicyTable) -> None:
             f" this machine has {size(memory)}; give a smaller model"
         )
     check_files(AutoModelForCausalLM, policy.model, "policy.model", remote_code)
-    problem = ""
     if model._is_stateful:
-        problem = "keeps a recurrent state; use a model with attention"
-    elif model.base_model is model:
-        problem = "has no text model where others have it; use another model"
-    if problem:
-        raise ValueError(f"{named}: {type(model).__name__} {problem}")
+        kind = type(model).__name__
+        raise ValueError(f"{named}: {kind} keeps a recurrent state; use a model with attention")
 
 
 def _check_causal(config: Any, named: str) -> None:
