@@ -55,14 +55,6 @@ def test_few_measurements_are_refused_without_a_reason(measure: ModuleType) -> N
     assert measure.row("a", [1.0, 2.0, 4.0], "s", fewer=True, note="three seeds").value == 2
 
 
-def test_sides_take_turns(measure: ModuleType) -> None:
-    calls: list[str] = []
-    sides = {"ours": lambda: calls.append("o"), "peer": lambda: calls.append("p")}
-    seconds = measure.alternate(sides, repeats=2, warmup=1)
-    assert "".join(calls) == "oppoop"
-    assert [len(own) for own in seconds.values()] == [2, 2]
-
-
 def test_the_models_of_gpu_sh_have_a_token_for_each_id(
     measure: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,35 +66,6 @@ def test_the_models_of_gpu_sh_have_a_token_for_each_id(
     assert len(text.tokenizer) == gpu.SHAPES["tiny"]["vocab_size"] == 512
     assert text.decode(np.array([3, 14, 510])) == "1<14><510>"
     assert text.encode(Prompt("sum", "12+3=")).tolist() == [3, 4, 12, 5, 13]
-
-
-def test_gpu_sh_names_the_parts_that_it_skips_and_goes_on(
-    measure: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gpu = importlib.import_module("_gpu")
-
-    def fails() -> list[object]:
-        raise MemoryError("no room")
-
-    parts = [
-        ("absent", ("no_such_package", "json"), fails),
-        ("failing", ("json",), fails),
-        ("working", (), lambda: [measure.row("what works", 7.0, "s")]),
-    ]
-    monkeypatch.setattr(gpu.Bench, "parts", lambda self: parts)
-    monkeypatch.setattr(sys, "argv", ["gpu.sh", "--device", "cpu", "--tiny"])
-    gpu.main()
-    told = capsys.readouterr().out
-    assert "skipped absent: cannot import no_such_package\n" in told
-    assert "FAILED failing: MemoryError: no room\n" in told and "what works" in told
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--minutes", "-1"])
-    gpu.main()
-    assert "skipped working: -1 minutes are over\n" in capsys.readouterr().out
 
 
 def scripts() -> list[str]:

@@ -23,8 +23,8 @@ from tba.runs.lock import locked
 from tba.runs.log import read
 from tba.runtime.placement import available_cores
 from tba.studies.results import FAILED, read_ledger, write_results
-from tba.studies.study import Study, check_study, read_study
-from tba.studies.sweep import INTERRUPTED, Sweep, prepare, sweep
+from tba.studies.study import Study, read_study
+from tba.studies.sweep import INTERRUPTED, prepare, sweep
 
 STEPS = 40
 BASE = """
@@ -243,20 +243,6 @@ def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
     assert capsys.readouterr().out.splitlines()[-1] == f"stopped; continue with `tba sweep {path}`"
     assert (study.folder / "all/seed=6/asked").read_text() == "x"
     assert statuses(study) == {"seed=0": "finished", "seed=6": "pending", "seed=7": "finished"}
-
-
-def test_at_most_parallel_runs_in_the_order_of_the_study(tmp_path, tiny_model, scripted):
-    path = write(tmp_path, tiny_model, SEEDS.format([7, 8, 9, 10, 11]))
-    study = read_study(path)
-    trials = study.trials
-    configs = dict(zip([t.folder for t in trials], check_study(study), strict=True))
-    carried = Sweep(study, {t.folder: t for t in trials}, configs)
-    study.folder.mkdir(parents=True)
-    carried.start()
-    assert scripted == ["seed=7", "seed=8"] and list(carried.running) == [0, 1]
-    carried.carry_out()
-    assert not carried.pending()
-    assert scripted == [f"seed={seed}" for seed in range(7, 12)]
 
 
 def test_a_metric_that_no_run_has_is_reported_after_the_first(tmp_path, tiny_model, scripted):

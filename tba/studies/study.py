@@ -133,30 +133,27 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
     for trial in trials:
         if folders[trial.folder] > 1:
             raise ValueError(f"{_where(trial)}: two runs have this name; remove the repeated value")
-        if len(trial.folder) > len(trial.grid) + 200:
-            raise ValueError(f"{_where(trial)}: the name is too long; give each variant a label")
     return trials
 
 
 def _grid(grid: GridTable) -> Iterator[Trial]:
     """Yield a trial for each combination of the values of each axis, and of the variants."""
     where = f"grid {grid.name!r}"
-    if grid.name == "report":
-        raise ValueError(f"{where} would take the folder of the report; rename it")
     settings = _by_key(grid.model_extra or {}, where)
     variants = _variants(grid.variants, where)
-    for key in itertools.chain(settings, *(own for _, own in variants)):
-        if key == "run.folder":
-            raise ValueError(f"{where}: remove 'run.folder'; runs are written into study.folder")
-        if settings.get(key) == []:
+    bundled = {key for _, bundle in variants for key in bundle}
+    if "run.folder" in {*settings, *bundled}:
+        raise ValueError(f"{where}: remove 'run.folder'; runs are written into study.folder")
+    for key, value in settings.items():
+        if value == []:
             raise ValueError(f"{where}: {key!r} = [] has no values; write one, or remove the key")
-        if key in settings and any(key in own for _, own in variants):
+        if key in bundled:
             raise ValueError(f"{where}: {key!r} is in the grid and in a variant; remove one")
     axes = {key: value for key, value in settings.items() if isinstance(value, list)}
-    for *values, (label, own) in itertools.product(*axes.values(), variants):
+    for *values, (label, bundle) in itertools.product(*axes.values(), variants):
         varied = dict(zip(axes, values, strict=True))
-        shown = {**varied, **own} if label is None else varied
-        yield _trial(grid.name, shown, {**settings, **varied, **own}, label)
+        shown = {**varied, **bundle} if label is None else varied
+        yield _trial(grid.name, shown, {**settings, **varied, **bundle}, label)
 
 
 def _variants(
@@ -168,7 +165,7 @@ def _variants(
         label = bundle.pop("label", None)
         variants.append((None if label is None else str(label), _by_key(bundle, where)))
     labelled = {label is not None for label, _ in variants}
-    keys = {frozenset(own) for _, own in variants}
+    keys = {frozenset(bundle) for _, bundle in variants}
     if len(labelled) > 1 or (labelled == {False} and len(keys) > 1):
         raise ValueError(
             f'{where}: give each variant a label = "...", or have all of them set the same keys'
