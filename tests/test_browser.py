@@ -45,7 +45,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = [
         f"run.folder={folder}", "runtime.use=local", "run.steps=30", "eval.prompts=16",
         "eval.every=10", "log.sample_every=5", "log.console=off", "log.tensorboard=false",
-        "reward.isolate=thread",
+        "reward.isolate=none",
     ]  # fmt: skip
     run(load(DEFAULT, settings))
     return folder

@@ -51,7 +51,7 @@ def config(model: Path, tmp_path: Path) -> Callable[..., Config]:
     def make(
         *turns: str,
         rows: list[dict[str, Any]] = ROWS,
-        isolate: str = "thread",
+        isolate: str = "none",
         settings: Sequence[str] = (),
         **options: Any,
     ) -> Config:
@@ -122,7 +122,10 @@ def test_a_dialogue_is_what_was_sampled_with_the_replies_between(
     assert own == f"{asks}{EOS}{told}{EOS}"
     assert not t.behavior_logp[~t.sampled].any() and not t.ref_logp[~t.sampled].any()
     assert t.reward == len(told)
-    assert (result.stats.tool_calls, result.stats.tool_failures) == (2, 0)  # of two samples
+    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (
+        2,
+        0,
+    )  # of two samples
 
 
 def test_a_reward_sees_messages_and_environments_as_in_trl(
@@ -130,7 +133,7 @@ def test_a_reward_sees_messages_and_environments_as_in_trl(
 ) -> None:
     parts = check(config(f"Let me see. {call('double', n=21)}", "It is 42."))
     searcher = parts.search_setup().build("cpu", False)
-    prompts, guard = parts.prompts[:1], searcher.guard
+    prompts, guard = parts.prompts[:1], searcher.scoring
     responses = searcher.answer(guard.tasks[""], prompts, Sampling(2, 1.0, 400), seed=0)
     guard(prompts, responses.answers)
     function = guard.tasks[""].functions[0]  # type: ignore[attr-defined]
@@ -173,7 +176,7 @@ def test_the_policy_reads_of_a_failure_and_goes_on(
     (reply,) = replies(searcher, group)
     assert told in reply
     assert all(t.finished and t.reward == len("So be it.") for t in group.trajectories)
-    assert (result.stats.tool_calls, result.stats.tool_failures) == (2, 2)
+    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (2, 2)
     assert not result.stats.rejected
 
 
@@ -183,7 +186,7 @@ def test_several_calls_are_carried_out_in_order(config: Callable[..., Config]) -
     assert replies(searcher, result.groups[0]) == [
         "2", "Error: ZeroDivisionError: division by zero", "soon", "4",
     ]  # fmt: skip
-    assert (result.stats.tool_calls, result.stats.tool_failures) == (8, 2)
+    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (8, 2)
 
 
 def test_an_environment_that_hangs_is_left_alone(config: Callable[..., Config]) -> None:
@@ -207,7 +210,7 @@ def test_a_dialogue_is_cut_by_the_limits(config: Callable[..., Config]) -> None:
         _, result = searched(c.model_copy(update={"sampling": sampling}))
         t = result.groups[0].trajectories[0]
         sampled = len(t.tokens) if t.sampled is None else int(t.sampled.sum())
-        return sampled, len(t.tokens), t.finished, result.stats.tool_calls // 2
+        return sampled, len(t.tokens), t.finished, result.stats.counts["tools/calls"] // 2
 
     assert cut(one - 1) == (one - 1, one - 1, False, 0)
     assert cut(one + reply) == (one, one, False, 1)  # the call is carried out, as the last act
@@ -245,7 +248,7 @@ def test_an_environment_that_cannot_be_reset_costs_its_samples_only(
     assert result.groups[0].prompt.text == "Say 0"
     left = [2, 1] if kind == "differs" else [2]  # the first sample decides how they begin
     assert [len(g.trajectories) for g in result.groups] == left
-    assert result.stats.samples == 4
+    assert result.stats.counts["samples_generated"] == 4
     assert dict(result.stats.rejected) == {reason: 4 - sum(left)}
     assert told in result.stats.last_rejection
     assert not evaluate_held_out(searcher).scores["sampled_rejected"]
@@ -423,9 +426,9 @@ def test_the_calculator_of_the_page_is_used(
     config = load("examples/calculator.toml", settings)
     assert config.reward.isolate == "process"
     searcher, result = searched(config, prompts=2)
-    searcher.guard.close()
+    searcher.scoring.close()
     assert [[t.reward for t in g.trajectories] for g in result.groups] == [[0.5] * 8, [1.0] * 8]
-    assert (result.stats.tool_calls, result.stats.tool_failures) == (32, 16)
+    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (32, 16)
 
 
 def test_a_run_of_scripted_dialogues_ends_well(

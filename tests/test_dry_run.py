@@ -154,7 +154,7 @@ def test_plain_text_for_want_of_a_template_is_noted_once(config: Make) -> None:
 
 WARNED = {
     "broken": r"\(raised\): .*could not convert string to float",
-    "hangs": r"\(timeout\): the call did not return within 0\.5 s",
+    "hangs": r"\(timeout\): scoring of 2 answers did not return within 0\.5 s",
 }
 REFUSED = {
     "ends": r"\(died\): the scoring process ended with exit status 3",

@@ -58,7 +58,11 @@ def test_a_search_that_ends_a_local_run_loses_nothing(
     scored = (tmp_path / "scored").read_text().split()
     delayed = 3 if lag == "1" else 0
     assert scored == [p.id for p in ended.parts.prompt_stream().take(27 + delayed)]
-    assert ended.searchers.stats.samples == ended.searchers.stats.scored == SAMPLES * len(scored)
+    assert (
+        ended.searchers.stats.counts["samples_generated"]
+        == ended.searchers.stats.scored
+        == SAMPLES * len(scored)
+    )
     assert ended.searchers.stats.rejected.total() == 0
     assert [g.prompt.id for g in ended.buffer.groups()] == scored[:27]
     assert conserved(ended.buffer) and ended.buffer.counts["added"] == SAMPLES * 27

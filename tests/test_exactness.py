@@ -125,7 +125,9 @@ def test_dialogues(tmp_path: Path) -> None:
     setup = parts.search_setup()
     setup = replace(setup, sampling=replace(setup.sampling, samples=samples))
     searched = setup.build("cpu", False).search(parts.prompts[:3], seed=0)
-    assert searched.stats.tool_calls > 1000 and not searched.stats.tool_failures
+    assert (
+        searched.stats.counts["tools/calls"] > 1000 and not searched.stats.counts["tools/failures"]
+    )
     reference = first_policy(config)
     every = [talk.group_of_all(g.prompt, reference) for g in searched.groups]
     for group, whole in zip(searched.groups, every, strict=True):

@@ -107,7 +107,7 @@ def test_the_small_study_has_two_points(stand_ins: list[str]) -> None:
 def test_the_small_variant_runs(objective: str, stand_ins: list[str], tmp_path: Path) -> None:
     settings = [
         *stand_ins, f"objective={objective}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
-        "runtime.use=local", "reward.isolate=thread", "trainer.batch_size=8",
+        "runtime.use=local", "reward.isolate=none", "trainer.batch_size=8",
         "trainer.group_size=4", "sampling.samples=4", "sampling.max_tokens=6",
         "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,7 @@ import tba
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
-from tba.search.isolation import InProcess
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import Rejected, Verdict
 from tba.tasks.custom import Custom
 
@@ -35,12 +36,12 @@ DEADLINE = 1.5
 
 def guard_of(
     function: Callable[..., Any], deadline: float = DEADLINE, max_memory: float = 1.0
-) -> Guard:
+) -> Scoring:
     task = partial(Custom, data="", reward="", passed=(function,))
-    return Guard({"": task()}, deadline, process=InProcess({"": task}, max_memory))
+    return Scoring({"": task()}, ScoringProcess({"": task}, max_memory), deadline)
 
 
-def judge(guard: Guard, *groups: Sequence[str]) -> list[list[Verdict]]:
+def judge(guard: Scoring, *groups: Sequence[str]) -> list[list[Verdict]]:
     prompts = [Prompt(str(i), "count") for i in range(len(groups))]
     return guard(prompts, [[Answer(text, True) for text in group] for group in groups])
 
@@ -76,7 +77,7 @@ def misbehaving() -> Callable[[list[str]], list[float]]:
 
 
 @pytest.fixture(scope="module")
-def guard() -> Iterator[Guard]:
+def guard() -> Iterator[Scoring]:
     guard = guard_of(misbehaving())
     yield guard
     guard.close()
@@ -96,7 +97,7 @@ def guard() -> Iterator[Guard]:
     ],
 )
 def test_a_reward_that_misbehaves_costs_its_own_group(
-    guard: Guard, text: str, expected: list[str | float]
+    guard: Scoring, text: str, expected: list[str | float]
 ) -> None:
     verdicts = judge(guard, ["before"], [text, "together"], ["next", "one"])
     assert reasons(verdicts) == [[6.0], expected, [4.0, 3.0]]
@@ -105,7 +106,7 @@ def test_a_reward_that_misbehaves_costs_its_own_group(
 @pytest.mark.parametrize(
     ("text", "how"), [("exit", "with exit status 3"), ("abort", "by signal 6")]
 )
-def test_a_rejection_says_how_the_process_ended(guard: Guard, text: str, how: str) -> None:
+def test_a_rejection_says_how_the_process_ended(guard: Scoring, text: str, how: str) -> None:
     ((verdict,),) = judge(guard, [text])
     assert isinstance(verdict, Rejected)
     assert verdict.detail.startswith(f"the scoring process ended {how}")
@@ -128,7 +129,7 @@ def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
         return Custom(data="", reward="", passed=(large,))
 
     empty = Custom(data="", reward="", passed=(Large(),))
-    guard = Guard({"": empty}, DEADLINE, process=InProcess({"": build}, 0.3))
+    guard = Scoring({"": empty}, ScoringProcess({"": build}, 0.3), DEADLINE)
     assert reasons(judge(guard, ["one"], ["memory"], ["two"])) == [[1.0], ["memory"], [1.0]]
     guard.close()
 
@@ -196,10 +197,11 @@ def test_torch_is_imported_by_the_function_only() -> None:
 
 
 PARENT = """
-import asyncio, os, re, signal, subprocess
+import os, re, signal, subprocess, time
 from functools import partial
+from threading import Thread
 from tba.prompt import Answer, Prompt
-from tba.search.isolation import InProcess
+from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks.custom import Custom
 
 def score(completions):
@@ -210,17 +212,16 @@ def score(completions):
         re.match(r"(a+)+$", "a" * 40 + "b")
     return [0.0]
 
-async def main():
-    task = partial(Custom, data="", reward="", passed=(score,))
-    idle, busy = InProcess({"": task}, 1.0), InProcess({"": task}, 1.0)
-    for process, text in ((idle, "idle"), (busy, "busy")):
-        await process.ready()
-        call = process.begin(Prompt("0", "0"), [Answer(text, True)], 60.0)
-        if text == "idle":
-            await call
-    await asyncio.sleep(60)
-
-asyncio.run(main())
+task = partial(Custom, data="", reward="", passed=(score,))
+kept = []
+for text in ("idle", "busy"):
+    scoring = Scoring({"": task()}, ScoringProcess({"": task}, 1.0), 60.0)
+    kept.append(scoring)
+    call = Thread(target=scoring, args=[[Prompt("0", "0")], [[Answer(text, True)]]])
+    call.start()
+    if text == "idle":
+        call.join()
+time.sleep(60)
 """
 
 
@@ -285,7 +286,7 @@ def test_a_scoring_process_that_cannot_go_on_ends_what_it_has_started(tmp_path: 
         raise OSError("no judge")
 
     here = Custom(data="", reward="", passed=(len,))
-    guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
+    guard = Scoring({"": here}, ScoringProcess({"": build}, 1), 1.0)
     with pytest.raises(RuntimeError, match="no judge"):
         guard.wait_until_ready()
     assert has_ended(float((tmp_path / "pid").read_text()))
@@ -345,7 +346,7 @@ def test_a_function_may_start_processes_of_its_own(kind: str, tmp_path: Path) ->
     for name in names:
         tasks[name] = partial(Custom, data="", reward=f"{tmp_path}/starts_{kind}.py:{name}")
     built = {name: task() for name, task in tasks.items()}
-    guard = Guard(built, 20.0, process=InProcess(tasks, 1.0))
+    guard = Scoring(built, ScoringProcess(tasks, 1.0), 20.0)
     for name in names:
         for _ in range(2):  # what a fork has left does not answer in place of the second call
             verdicts = guard([Prompt("0", "?")], [[Answer("four", True)]], (name, None))
@@ -422,9 +423,145 @@ def asynchronous() -> Callable[..., Any]:
     return score
 
 
+def hanging(asynchronous: bool) -> Callable[..., Any]:
+    """Return a function that returns lengths; it hangs for "?" and is slow for "slow"."""
+
+    def seconds(completions: list[str]) -> float:
+        return 60 * ("?" in completions) + 1.5 * ("slow" in completions)
+
+    def score(completions: list[str]) -> list[float]:
+        time.sleep(seconds(completions))
+        return [float(len(c)) for c in completions]
+
+    async def score_later(completions: list[str]) -> list[float]:
+        import asyncio
+
+        await asyncio.sleep(seconds(completions))
+        return [float(len(c)) for c in completions]
+
+    return score_later if asynchronous else score
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def hangs(request: pytest.FixtureRequest) -> Iterator[Scoring]:
+    guard = guard_of(hanging(request.param), deadline=1.0)
+    yield guard
+    guard.close()
+
+
+def test_a_call_has_the_deadline_for_each_of_its_answers(hangs: Scoring) -> None:
+    """Slower than the deadline of one answer, faster than the deadline of three."""
+    assert judge(hangs, ["slow", "a", "b"]) == [[4.0, 1.0, 1.0]]
+    ((verdict,),) = judge(hangs, ["slow"])
+    told = "scoring of 1 answers did not return within 1 s (reward.deadline = 1 s for each)"
+    assert verdict == Rejected("timeout", told)
+
+
+def test_a_call_has_a_longest_time_however_many_answers_it_has() -> None:
+    task = partial(Custom, data="", reward="", passed=(hanging(False),))
+    guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0), 10.0, longest=0.3)
+    guard.wait_until_ready()
+    began = time.monotonic()
+    (verdicts,) = judge(guard, ["?"] * 128)
+    assert time.monotonic() - began < 5
+    assert isinstance(verdicts[0], Rejected)
+    assert verdicts[0].detail == (
+        "scoring of 128 answers did not return within 0.3 s (reward.deadline = 10 s for each,"
+        " at most a quarter of runtime.task_deadline)"
+    )
+    guard.close()
+
+
+def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs: Scoring) -> None:
+    verdicts = judge(hangs, *[["?"]] * 12)
+    assert reasons(verdicts) == [["timeout"]] * 12
+    last = verdicts[-1][0]
+    assert isinstance(last, Rejected) and last.detail.startswith("not tried")
+
+
+def test_timeouts_among_calls_that_work_do_not_end_the_scoring(hangs: Scoring) -> None:
+    verdicts = judge(hangs, ["?"], ["one"], ["?"], ["two"], ["?"], ["three"], ["four"])
+    expected = [["timeout"], [3.0], ["timeout"], [3.0], ["timeout"], [5.0], [4.0]]
+    assert reasons(verdicts) == expected
+
+
+def test_searches_wait_for_each_other_and_that_time_does_not_count() -> None:
+    """Five calls of 1.5 s in a row, each with a deadline of 4 s, and one that hangs before them."""
+    guard = guard_of(hanging(False), deadline=4.0)
+    guard.wait_until_ready()
+    texts = ["?", *["slow"] * 5]
+    with ThreadPoolExecutor(len(texts)) as threads:
+        verdicts = list(threads.map(lambda text: judge(guard, [text]), texts))
+    assert [reasons(v) for v in verdicts] == [[["timeout"]], *[[[4.0]]] * 5]
+    guard.close()
+
+
+@pytest.mark.parametrize(("asynchronous", "most"), [(False, 1), (True, 3)])
+def test_an_async_function_has_several_groups_at_once(asynchronous: bool, most: int) -> None:
+    """And all of them are in one event loop, so that a client or a lock may be kept."""
+    inside = [0, 0]
+
+    def enter() -> None:
+        inside[0] += 1
+        inside[1] = max(inside)
+
+    def score(completions: list[str]) -> list[float]:
+        enter()
+        time.sleep(0.05)
+        inside[0] -= 1
+        return [float(inside[1])]
+
+    kept: list[Any] = []
+
+    async def score_later(completions: list[str]) -> list[float]:
+        import asyncio
+
+        if not kept:
+            kept.append(asyncio.Semaphore(5))
+        async with kept[0]:
+            enter()
+            await asyncio.sleep(0.05)
+            inside[0] -= 1
+        return [float(inside[1])]
+
+    function = score_later if asynchronous else score
+    task = partial(Custom, data="", reward="", passed=(function,))
+    guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0), concurrency=3)
+    verdicts = judge(guard, *[["a"]] * 8)
+    assert max(verdict for (verdict,) in verdicts) == most
+    guard.close()
+
+
+def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_search() -> None:
+    async def score(completions: list[str]) -> list[float]:
+        import asyncio
+
+        while completions == ["ignore"]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        return [1.0]
+
+    guard = guard_of(score, deadline=0.5)
+    assert reasons(judge(guard, ["ignore"], ["one"])) == [["timeout"], [1.0]]
+    guard.close()
+
+
+def test_an_answer_that_hangs_after_the_group_has_raised_costs_itself() -> None:
+    def score(completions: list[str]) -> list[float]:
+        if len(completions) > 1:
+            raise RuntimeError("one at a time")
+        if completions == ["two"]:
+            time.sleep(60)
+        return [1.0]
+
+    guard = guard_of(score, deadline=0.5)
+    assert reasons(judge(guard, ["one", "two", "three"])) == [[1.0, "timeout", 1.0]]
+    guard.close()
+
+
 def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
-    monkeypatch.setattr("tba.search.isolation.GRACE", 0.2)
+    monkeypatch.setattr("tba.search.scoring.GRACE", 0.2)
     guard = guard_of(asynchronous(), deadline=2.0)  # a busy machine is slow
     verdicts = judge(guard, ["one"], ["sleep"], ["raise"], ["two"])
     first = verdicts[0][0]
@@ -475,8 +612,8 @@ def test_a_task_that_cannot_be_built_ends_the_run() -> None:
         raise OSError("no judge at this address")
 
     here = Custom(data="", reward="", passed=(len,))
-    guard = Guard({"": here}, 1.0, process=InProcess({"": build}, 1))
-    with pytest.raises(RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=thread"):
+    guard = Scoring({"": here}, ScoringProcess({"": build}, 1), 1.0)
+    with pytest.raises(RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=none"):
         judge(guard, ["a"], ["b"])
     guard.close()
 
@@ -520,7 +657,7 @@ def test_a_run_is_the_same_with_and_without_a_process(tiny_model: Path, tmp_path
     """Training, value rollouts and evaluations."""
     rows, task = [], settings(tmp_path)
     vine = ["objective=vineppo", "objective.step_tokens=2", "objective.rollouts=2", "run.steps=3"]
-    for isolate in ("thread", "process"):
+    for isolate in ("none", "process"):
         setting = f"reward.isolate={isolate}"
         tba.train(config(tiny_model, tmp_path / isolate, *task, *vine, setting))
         rows.append(without_clock(read(tmp_path / isolate / METRICS)))

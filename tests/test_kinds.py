@@ -227,7 +227,7 @@ TYPES = {
 
 def toy_run(model: str, max_tokens: int) -> RunSetup:
     settings = ["task=toy.Ones", f"sampling.max_tokens={max_tokens}", f"policy.model={model}"]
-    return check(load(None, [*settings, "runtime.use=local", "reward.isolate=thread"]))
+    return check(load(None, [*settings, "runtime.use=local", "reward.isolate=none"]))
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +14,12 @@ from test_loop import config
 
 import tba
 from tba.assemble import run
+from tba.child import Child
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.engines import EngineError
 from tba.runs.checkpoint import newest
-from tba.search import isolation
+from tba.search import scoring
 
 REWARD = r"""
 import json, os, re, signal, socket, sys, threading, time
@@ -113,24 +112,22 @@ def test_a_local_run_goes_on_whatever_its_reward_does(
         assert not thread.is_alive()
 
 
-def failing(numbers: Callable[[int], bool]) -> SimpleNamespace:
-    """Return the module `subprocess`; its calls of these numbers find no room for a process."""
+def failing(numbers: Callable[[int], bool]) -> Callable[..., Child]:
+    """Return what starts processes, but finds no room for the processes of these numbers."""
     numbered = count()
 
-    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+    def start(*arguments: Any, **options: Any) -> Child:
         if numbers(next(numbered)):
             raise OSError("Resource temporarily unavailable")
-        return subprocess.Popen(*arguments, **options)
+        return Child(*arguments, **options)
 
-    return SimpleNamespace(
-        Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    return start
 
 
 def test_a_scoring_process_that_cannot_be_replaced_costs_a_restart_of_the_searcher(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "subprocess", failing(lambda number: number == 1))
+    monkeypatch.setattr(scoring, "Child", failing(lambda number: number == 1))
     summary = tba.train(misbehaving(tiny_model, tmp_path, ["exit"], "run.steps=9")).summary
     assert (tmp_path / "once-exit").exists()
     assert (summary.finished, summary.searcher_restarts) == (True, 1)
@@ -141,7 +138,7 @@ def test_a_run_whose_searcher_cannot_be_restarted_is_saved(
 ) -> None:
     chosen = misbehaving(tiny_model, tmp_path, ["exit"], "run.steps=9")
     with monkeypatch.context() as patch:
-        patch.setattr(isolation, "subprocess", failing(lambda number: number > 0))
+        patch.setattr(scoring, "Child", failing(lambda number: number > 0))
         with pytest.raises(EngineError, match=r"a new searcher cannot start: (.|\n)*unavailable"):
             run(chosen)
     folder = tmp_path / "run"

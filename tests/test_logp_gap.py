@@ -75,7 +75,7 @@ def test_a_searcher_process_with_wrong_weights_ends_the_run(
         pytest.raises(LogpGapError, match=r"^engine 'toy.Wrong'.* by 1 nats "),
     ):
         opened.train()
-    assert opened.searchers.stats.restarts == 0
+    assert opened.searchers.stats.counts["searchers/restarts"] == 0
     assert set(gaps(tmp_path / "run")) <= {0.001, None}
     assert checkpoint.newest(opened.folder / "checkpoints").name == f"step-{opened.step:08d}"
 

@@ -58,7 +58,7 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
             "eval.k=[2]",
             "log.console=off",
             "log.tensorboard=false",
-            "reward.isolate=thread",
+            "reward.isolate=none",
             "log.sample_every=2",
             *settings,
         ],

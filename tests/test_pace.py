@@ -139,7 +139,7 @@ class Fed:
         if self.same:
             tokens = tokens[:1] * self.of_group
         some = [Trajectory(t, logp, logp, self.reward, self.step, False) for t in tokens]
-        self.stats.samples += len(some)
+        self.stats.counts["samples_generated"] += len(some)
         return Group(Prompt(f"p{number}", "1+1="), np.array([3, 4], np.int32), tuple(some))
 
     def publish(self, trainer: Trainer, version: int) -> None:

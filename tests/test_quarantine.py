@@ -226,7 +226,7 @@ def test_a_run_whose_reward_no_longer_works_is_saved(tiny_model: Path, tmp_path:
 
 SCRIPTED = (
     "engine=scripted", "engine.latency=0.1", "engine.answers=['1','2','3','4','5','6']",
-    "reward.isolate=thread", "runtime.fresh=3",
+    "reward.isolate=none", "runtime.fresh=3",
 )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
     (left_out,) = [name for name, count in cursor["deaths"].items() if count == 2]
     held = {g.prompt.id for g in ended.buffer.groups()}
     assert left_out not in held
-    assert ended.searchers.stats.samples == 4 * len(held)
+    assert ended.searchers.stats.counts["samples_generated"] == 4 * len(held)
     assert cursor["state"]["chosen"] == len(held | {*cursor["outstanding"], left_out})
 
 

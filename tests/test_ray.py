@@ -52,7 +52,7 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
         "eval.samples=1",
         "eval.k=[]",
         "log.console=off",
-        "reward.isolate=thread",
+        "reward.isolate=none",
         "log.tensorboard=false",
     )
     return load(None, [f"policy.model={model}", f"run.folder={folder}", *small, *settings])
@@ -162,7 +162,9 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
         for version in range(1, 31):
             run.searchers.publish(Given(large), version)
         # the newest, the one that is sent, and the one that the searcher starts with
-        assert wait_until(lambda: copies() <= 3 and run.searchers.stats.copies <= 3, 20)
+        assert wait_until(
+            lambda: copies() <= 3 and run.searchers.stats.counts["sync/copies"] <= 3, 20
+        )
         started.touch()
         deadline = time.monotonic() + 60
         newest = 0
@@ -171,8 +173,13 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
                 newest = max(newest, *(t.version for t in group.trajectories))
         assert newest == 30
         stats = run.searchers.stats
-        assert stats.samples > 0 and stats.published_bytes >= large["parameter"].nbytes
-        assert wait_until(lambda: stats.publish_seconds > 0 and 0 < stats.adopt_seconds < 60, 20)
+        assert (
+            stats.counts["samples_generated"] > 0
+            and stats.counts["sync/bytes"] >= large["parameter"].nbytes
+        )
+        assert wait_until(
+            lambda: stats.publish_seconds > 0 and 0 < stats.latest.get("sync/adopted", 0) < 60, 20
+        )
         run.searchers.publish(Given(error="no memory"), 31)  # an error in the background
         with pytest.raises(RuntimeError, match=r"weights could not be published .*: no memory"):
             run.searchers.gather(at_least=1000)
@@ -286,7 +293,7 @@ def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_pa
     most = UNDER_WAY + 1 + PUBLISHED + 1 + REFERENCES + 1
     assert 1 <= max(row["sync/copies"] for row in rows) <= most
     assert wait_until(lambda: copies() == 0, 10)
-    left_out = run.searchers.stats.evaluations_left_out
+    left_out = run.searchers.stats.counts["searchers/evaluations_left_out"]
     assert rows[-1]["searchers/evaluations_left_out"] <= left_out
     evaluated = [e["step"] for e in log.read_evaluations(tmp_path / "run")]
     assert left_out > 10 and len(evaluated) + left_out == 21
@@ -329,7 +336,9 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
     assert (summary["finished"], summary["searcher_restarts"]) == (True, 2)
     assert conserved(run.buffer)
     evaluated = [e["step"] for e in log.read_evaluations(tmp_path / "run")]
-    left_out = run.searchers.stats.evaluations_left_out  # while the searchers were away
+    left_out = run.searchers.stats.counts[
+        "searchers/evaluations_left_out"
+    ]  # while the searchers were away
     assert evaluated[0] == 0 and evaluated[-1] == 80 and len(evaluated) + left_out == 9
     # every prompt that was gathered is there once with all four samples
     columns = run.buffer.columns()
@@ -443,6 +452,6 @@ def test_a_killed_run_leaves_nothing_behind_and_goes_on(tiny_model: Path, tmp_pa
     cursor = run.searchers.state().cursor
     held = {g.prompt.id for g in run.buffer.groups()}
     assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]  # none is lost
-    assert run.searchers.stats.samples == 4 * len(held)  # none is counted twice
+    assert run.searchers.stats.counts["samples_generated"] == 4 * len(held)  # none is counted twice
     rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]
     assert rows == list(range(1, step + 11))

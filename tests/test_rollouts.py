@@ -20,9 +20,10 @@ from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.setup import check
-from tba.search.result import Rejected, SearchResult
-from tba.search.rewards import Guard
-from tba.search.rollouts import Rollouts
+from tba.search.result import SearchResult
+from tba.search.scoring import Scoring
+from tba.search.searcher import Rollouts
+from tba.search.verdicts import Rejected
 from tba.tasks import Task
 from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
@@ -93,7 +94,7 @@ def estimate(
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False, sampling=SAMPLING)
     request = ValueRollouts(rollouts, step_tokens)
-    all_of = Rollouts(engine, text, Guard({"": Digits()}, 10.0), SAMPLING, request)
+    all_of = Rollouts(engine, text, Scoring({"": Digits()}), SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
 
@@ -252,10 +253,12 @@ def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path
         for t in g.trajectories
         if len(t.tokens) > 1
     }
-    assert (with_values.stats.samples, with_values.stats.rollouts) == (3 * 64, 4 * len(states))
+    counts = with_values.stats.counts
+    assert counts["samples_generated"] == 3 * 64
+    assert counts["rollouts_generated"] == 4 * len(states)
     assert with_values.stats.seconds["rollouts"] > 0
     without = search(toy_model, tmp_path, 1, "objective=rloo")
-    assert without.stats.rollouts == 0
+    assert without.stats.counts["rollouts_generated"] == 0
     assert collate(without.groups).value[collate(without.groups).mask].isnan().all()
     for name in ("tokens", "mask", "behavior_logp", "ref_logp", "reward"):
         assert torch.equal(

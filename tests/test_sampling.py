@@ -111,7 +111,7 @@ def test_responses_that_are_cut_off_are_kept_rejected_or_given_a_reward(
         assert given == [t if t[1] else (t[0], False, -1.5) for t in group]
     rejected = {name: dict(r.stats.rejected) for name, r in results.items()}
     assert rejected == {"keep": {}, "reject": {"truncated": cut}, "-1.5": {}}
-    assert {r.stats.samples for r in results.values()} == {3 * 64}
+    assert {r.stats.counts["samples_generated"] for r in results.values()} == {3 * 64}
     for each in scores.values():
         del each["seconds"]
     assert scores["keep"] == scores["reject"] == scores["-1.5"]
@@ -126,7 +126,9 @@ def test_a_run_counts_what_it_rejects(toy_model: Path, tmp_path: Path) -> None:
 
 
 def searched(kept: int, truncated: int) -> SearchStats:
-    return SearchStats(samples=kept + truncated, rejected=Counter(truncated=truncated))
+    return SearchStats(
+        Counter(samples_generated=kept + truncated), rejected=Counter(truncated=truncated)
+    )
 
 
 def test_the_run_stops_when_all_are_cut_off_and_not_for_a_large_share() -> None:

@@ -41,7 +41,7 @@ sampling = {{ samples = 4, max_tokens = 3 }}
 trainer = {{ batch_size = 8, group_size = 4, learning_rate = 1e-3 }}
 eval = {{ prompts = 4, samples = 2, k = [1] }}
 checkpoint = {{ every = 0 }}
-reward = {{ isolate = "thread" }}
+reward = {{ isolate = "none" }}
 """
 SEEDS = '[[grid]]\nname = "all"\n"run.seed" = {}\n'
 REAL = """

@@ -95,8 +95,8 @@ def test_a_long_result_is_cut_and_counted(asks: str, config: Callable[..., Confi
     began = time.process_time()
     _, result = searched(config(asks, "Well.", environment=ENVIRONMENT))
     assert time.process_time() - began < 20
-    assert (result.stats.tool_calls, result.stats.tool_cuts) == (2, 2)
-    assert result.stats.tool_failures == 2 * ("rage" in asks)
+    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/cut"]) == (2, 2)
+    assert result.stats.counts["tools/failures"] == 2 * ("rage" in asks)
 
 
 def test_it_is_said_in_the_dialogue(config: Callable[..., Config]) -> None:
@@ -106,7 +106,7 @@ def test_it_is_said_in_the_dialogue(config: Callable[..., Config]) -> None:
     searcher = parts.search_setup().build("cpu", False)
 
     def read(max_tokens: int) -> list[str]:
-        sampling, task = Sampling(1, 1.0, max_tokens), searcher.guard.tasks[""]
+        sampling, task = Sampling(1, 1.0, max_tokens), searcher.scoring.tasks[""]
         ((answer,),) = searcher.answer(task, parts.prompts[:1], sampling, seed=0).answers
         assert isinstance(answer, Answer) and answer.messages is not None
         return [m["content"] for m in answer.messages if m["role"] == "tool"]
@@ -124,7 +124,7 @@ def test_a_result_within_the_limit_stays(config: Callable[..., Config]) -> None:
     asks = call("flood", n=500)
     searcher, result = searched(config(asks, "Well.", environment=ENVIRONMENT))
     assert replies(searcher, result.groups[0]) == ["x" * 500]
-    assert result.stats.tool_cuts == 0
+    assert result.stats.counts["tools/cut"] == 0
 
 
 @pytest.mark.parametrize("tool", ["slow", "loud"])

@@ -28,8 +28,7 @@ from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.runs.stop import Stop
-from tba.search.result import Rejected
-from tba.search.verdicts import LARGEST
+from tba.search.verdicts import LARGEST, Rejected
 from tba.tasks import WrongLength
 from tba.tasks._data import rows
 from tba.tasks.custom import Custom

@@ -89,7 +89,7 @@ def score(completions, fault, **columns):
     FAULTS[fault[0]]()
     return [float("1" in c) for c in completions]
 """
-PROCESS, THREAD = "process", "thread"
+PROCESS = "process"
 HARMLESS = [
     (PROCESS, "default dtype"),
     (PROCESS, "closed stdout"),
@@ -98,7 +98,7 @@ HARMLESS = [
     (PROCESS, "seeds"),
     (PROCESS, "daemon threads"),
     (PROCESS, "interpreter"),
-    (THREAD, "seeds"),
+    ("none", "seeds"),
 ]
 COSTLY = [
     (PROCESS, "interpreter lock", "timeout"),
@@ -108,9 +108,6 @@ COSTLY = [
     (PROCESS, "memory", "memory"),
     (PROCESS, "interrupt", "raised"),
     (PROCESS, "system exit", "raised"),
-    (THREAD, "hang", "timeout"),
-    (THREAD, "interrupt", "raised"),
-    (THREAD, "system exit", "raised"),
 ]
 
 

@@ -113,7 +113,7 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
             "eval.prompts=0",
             "checkpoint.every=0",
             "log.console=off",
-            "reward.isolate=thread",
+            "reward.isolate=none",
             "log.tensorboard=false",
             *settings,
         ],

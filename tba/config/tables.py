@@ -307,10 +307,10 @@ class RuntimeTable(Table):
 
 
 class RewardTable(Table):
-    isolate: Literal["process", "thread"] = key(
+    isolate: Literal["process", "none"] = key(
         "process",
         "process: score in a process beside the searcher, which is killed if a call hangs;"
-        " thread: score in the searcher",
+        " none: a plain call in the searcher, without deadlines, for a debugger",
     )
     deadline: PositiveFloat = key(
         10.0,

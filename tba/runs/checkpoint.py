@@ -197,7 +197,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
             write_weights(weights, folder / name)
     save_groups(list(search.held), folder / HELD)
     state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
-    state |= {"tasks": search.tasks, "stats": search.stats.counts()}
+    state |= {"tasks": search.tasks, "stats": search.stats.to_json()}
     (folder / STATE).write_text(json.dumps(state), "utf-8")
 
 
@@ -272,7 +272,7 @@ def restore(
     search = SearchState(
         cursor=state["cursor"],
         tasks=state["tasks"],
-        stats=SearchStats.from_counts(state["stats"]),
+        stats=SearchStats.from_json(state["stats"]),
         weights=read_weights(generation / SEARCH_WEIGHTS),
         reference=read_weights(generation / REFERENCE),
         held=load_groups(generation / HELD),

@@ -1,10 +1,8 @@
 """The dry run of a config: all checks, the first prompts, one call of the reward, and needs."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
-from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from tba.runs.stored import choose_stored
 from tba.runtime.placement import places_on_one_machine
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
-from tba.search.isolation import InProcess
-from tba.search.verdicts import Rejected, Verdict, verdict_on, within
+from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.verdicts import Rejected, Verdict
 from tba.tasks import Task
 from tba.tasks._memory import build_task
 from tba.tasks._rendering import Problems, Rendering
@@ -118,11 +116,14 @@ def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     tried = [(prompts[0], DUMMY), *(right or [(prompts[0], NUMBER)])]
     plugin = resolve("tasks", "task", table.use, options)
     limits = setup.config.reward.max_memory, setup.config.runtime.start_deadline
-    scorer = InProcess({"": partial(build_task, plugin, None)}, *limits)
+    process = ScoringProcess({"": partial(build_task, plugin, None)}, *limits)
+    scoring = Scoring({"": task}, process, deadline=SECONDS / 2)
     try:
-        verdicts = asyncio.run(_call_all(scorer, task, tried))
+        verdicts = [_score(scoring, task, row, text) for row, text in tried]
     except RuntimeError as error:  # the process did not start
         raise ValueError(str(error)) from error
+    finally:
+        scoring.close()
     # a call that is too slow here may be within the deadline of the run
     failed = [v for v in verdicts if isinstance(v, Rejected) and v.reason != "timeout"]
     if len(failed) == len(tried):
@@ -165,38 +166,17 @@ def _in_words(text: str, verdict: Verdict) -> str:
     return f"reward of {text!r}: {verdict:g}"
 
 
-async def _call_all(
-    scorer: InProcess, task: Task, tried: Sequence[tuple[Prompt, str]]
-) -> list[Verdict]:
-    """Score each text as an answer to its prompt."""
-    verdicts = []
-    for prompt, text in tried:
-        answer = Answer(text, True)
-        if task.tools is not None:
-            ((instance, _),) = open_all(task.tools, [prompt])
-            said = [{"role": "assistant", "content": text}]
-            answer = Answer(text, True, said, instance if task.tools.judged else None)
-        verdicts.append(await _call(scorer, prompt, [answer, answer]))
-    return verdicts
-
-
-async def _call(scorer: InProcess, prompt: Prompt, answers: Sequence[Answer]) -> Verdict:
-    """Score a group once, and return the first rejection, or else the first reward.
+def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
+    """Score a text as an answer to a prompt; return the first rejection, or else the first reward.
 
     A group of two, because a wrong number of rewards would not show for one.
     """
-    await scorer.ready()
-    until = time.monotonic() + SECONDS
-    scores = await within(SECONDS, scorer.begin(prompt, answers, SECONDS))
-    if isawaitable(scores):
-        scores = await within(until - time.monotonic(), scores)
-    if scores is None:
-        return Rejected("timeout", f"the call did not return within {SECONDS:g} s")
-    if isinstance(scores, Rejected):
-        return scores
-    if len(scores) != len(answers):
-        return Rejected("wrong_length", f"{len(scores)} rewards for {len(answers)} answers")
-    verdicts = [verdict_on(score) for score in scores]
+    answer = Answer(text, True)
+    if task.tools is not None:
+        ((instance, _),) = open_all(task.tools, [prompt])
+        messages = [{"role": "assistant", "content": text}]
+        answer = Answer(text, True, messages, instance if task.tools.judged else None)
+    (verdicts,) = scoring([prompt], [[answer, answer]])
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 
 

@@ -22,8 +22,7 @@ from tba.runs.files import open_plain, write_whole
 from tba.runs.generations import step_of
 from tba.runs.setup import RunSetup, check
 from tba.runtime.placement import gpu_count
-from tba.search.evaluate import evaluate_held_out
-from tba.search.scored import Scored
+from tba.search.evaluate import EvaluatedAnswer, evaluate_held_out
 from tba.weights import Weights, as_array, read_weights
 
 
@@ -101,7 +100,7 @@ def _evaluate(
 ) -> dict[str, float]:
     """Evaluate these weights, or policy.model's own; append all answers to `completions`."""
 
-    def write(answers: Sequence[Scored]) -> None:
+    def write(answers: Sequence[EvaluatedAnswer]) -> None:
         if completions is not None:
             with open(completions, "a", encoding="utf-8", opener=open_plain) as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from math import sqrt
+from math import nan, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -122,13 +122,12 @@ class Tracker:
         distinct = [len({id(t) for t in g.trajectories}) for g in groups]
         metrics: dict[str, float] = {
             "time": self.seconds,
-            "samples_generated": stats.samples,
             "samples_trained": total["samples_trained"],
             "off_policy/lag_mean": fmean(lags),
             "off_policy/lag_max": max(lags),
             "off_policy/lag_by_token": np.concatenate([t.lags(step) for t in trajectories]).mean(),
             "completions/clipped_ratio": fmean(not t.finished for t in trajectories),
-            "samples_per_second": self._rate(stats.samples),
+            "samples_per_second": self._rate(stats.counts["samples_generated"]),
             "buffer/size": len(buffer),
             "buffer/prompts": buffer.prompts,
             "buffer/distinct_per_group": fmean(distinct),
@@ -138,8 +137,8 @@ class Tracker:
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - before.publish_seconds,
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
-            "sync/bytes": stats.published_bytes - before.published_bytes,
             **_of_searchers(stats),
+            "sync/bytes": stats.counts["sync/bytes"] - before.counts["sync/bytes"],
             **_equal_rewards(groups),
         }
         self._last, self._before = now, deepcopy(stats)
@@ -177,7 +176,7 @@ class Tracker:
         """Continue from earlier `counts` and the searchers' earlier statistics."""
         self._total.update(counts)
         self._before = deepcopy(stats)
-        self._arrived = deque([(self.seconds, stats.samples)], maxlen=RECENT)
+        self._arrived = deque([(self.seconds, stats.counts["samples_generated"])], maxlen=RECENT)
 
     def summary(
         self, steps: int, stats: SearchStats, finished: bool, evaluations: list[dict[str, float]]
@@ -187,17 +186,17 @@ class Tracker:
             finished=finished,
             steps=steps,
             seconds=self.seconds,
-            samples_generated=stats.samples,
+            samples_generated=stats.counts["samples_generated"],
             samples_trained=int(total["samples_trained"]),
             trainer_wait_fraction=total["waited"] / training if training > 0 else 0.0,
             searcher_wait_fraction=_idle_share(stats.seconds),
             lag_mean=total["lag"] / max(1.0, total["steps"]),
             lag_max=float(total["lag_max"]),
-            searcher_restarts=stats.restarts,
+            searcher_restarts=stats.counts["searchers/restarts"],
             rejected=dict(stats.rejected),
             first=evaluations[0] if evaluations else {},
             last=evaluations[-1] if evaluations else {},
-            quarantined=stats.quarantined,
+            quarantined=stats.counts["searchers/quarantined"],
         )
 
 
@@ -221,27 +220,14 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
 
 def _of_searchers(stats: SearchStats) -> dict[str, float]:
     """Return the metrics that are counts so far, or of the latest searches and weight updates."""
-    metrics: dict[str, float] = {
-        "sync/adopted": stats.adopt_seconds,
-        "sync/logp_gap": stats.logp_gap,
-        "sync/logp_gap_max": stats.largest_gap,
-        "searchers/restarts": stats.restarts,
-        "searchers/rejected": stats.rejected.total(),
-    }
+    metrics = {"sync/adopted": nan, "sync/logp_gap": nan, **stats.latest}
+    metrics["sync/logp_gap_max"] = stats.largest_gap
+    metrics |= {"samples_generated": 0, "searchers/restarts": 0, **+stats.counts}
+    metrics["searchers/rejected"] = stats.rejected.total()
     if stats.rates:
         metrics["engine/samples_per_second"] = fmean(stats.rates)
         metrics["engine/samples_per_second_min"] = min(stats.rates)
-    rare = {
-        "searchers/quarantined": stats.quarantined,
-        "rollouts_generated": stats.rollouts,
-        "samples_switched": stats.switched,
-        "sync/copies": stats.copies,
-        "searchers/evaluations_left_out": stats.evaluations_left_out,
-        "tools/calls": stats.tool_calls,
-        "tools/failures": stats.tool_failures,
-        "tools/cut": stats.tool_cuts,
-    }
-    return metrics | {name: count for name, count in rare.items() if count}
+    return metrics
 
 
 def _equal_rewards(groups: Sequence[Group]) -> dict[str, float]:

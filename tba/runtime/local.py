@@ -57,7 +57,8 @@ class LocalSearchers:
             result = self._search(prompts)
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
-            self.stats.quarantined += self._stream.done(prompts, result.groups, result.died)
+            quarantined = self._stream.done(prompts, result.groups, result.died)
+            self.stats.counts["searchers/quarantined"] += quarantined
             self.stats.add(result.stats)
             groups += result.groups
         self._found = []
@@ -66,10 +67,10 @@ class LocalSearchers:
     def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()
         weights = trainer.copy(version)()
-        self.stats.published_bytes += weights.nbytes
+        self.stats.counts["sync/bytes"] += weights.nbytes
         self.stats.publish_seconds += time.perf_counter() - started
         self._load(weights)
-        self.stats.adopt_seconds = time.perf_counter() - started
+        self.stats.latest["sync/adopted"] = time.perf_counter() - started
 
     def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
@@ -100,7 +101,7 @@ class LocalSearchers:
             raise EngineError(f"{why}, after {limit} restarts of the searcher") from why
         self._restarts_left -= 1
         log.warning("%s: the searcher is rebuilt", why)
-        self.stats.restarts += 1
+        self.stats.counts["searchers/restarts"] += 1
         self._searcher.close()  # first: two engines may not fit, and share state of their process
         try:
             self._searcher = self._build()

@@ -87,8 +87,8 @@ class RaySearchers:
     def stats(self) -> SearchStats:
         """Return a copy, because the collector keeps counting."""
         with self._changed:
-            self._stats.copies = self._crew.copies(self._evaluations.weights)
-            self._stats.evaluations_left_out = self._evaluations.left_out
+            self._stats.counts["sync/copies"] = self._crew.copies(self._evaluations.weights)
+            self._stats.counts["searchers/evaluations_left_out"] = self._evaluations.left_out
             return deepcopy(self._stats)
 
     def gather(self, at_least: int) -> list[Group]:
@@ -104,7 +104,8 @@ class RaySearchers:
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
             self._wait(lambda: self._arrived() >= at_least, limit, what)
             for _, (prompts, result) in sorted(self._tray.items()):  # in lockstep, reproducible
-                self._stats.quarantined += self._stream.done(prompts, result.groups, result.died)
+                quarantined = self._stream.done(prompts, result.groups, result.died)
+                self._stats.counts["searchers/quarantined"] += quarantined
                 self._stats.add(result.stats)
                 groups += result.groups
             self._tray, self._owed = {}, 0
@@ -122,7 +123,7 @@ class RaySearchers:
         sent = self._sent(weights)
         with self._changed:
             self._crew.newest, self._crew.published = sent, published
-            self._stats.published_bytes += weights.nbytes
+            self._stats.counts["sync/bytes"] += weights.nbytes
             self._stats.publish_seconds += time.monotonic() - published
             self._crew.send_newest()
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
@@ -270,7 +271,7 @@ class RaySearchers:
         with self._changed:
             handle.done(task)
             if task.kind == "publish":
-                self._stats.adopt_seconds = time.monotonic() - task.published
+                self._stats.latest["sync/adopted"] = time.monotonic() - task.published
             elif task.kind == "search":
                 self._rejections.add(result.stats)
                 self._tray[task.order] = task.prompts, result
@@ -281,14 +282,14 @@ class RaySearchers:
     def _restart(self, handle: Handle, why: str) -> None:
         """Replace a searcher and issue its tasks again; late results of the old one are lost."""
         with self._changed:
-            self._stats.quarantined += self._stream.died(handle.searching())
+            self._stats.counts["searchers/quarantined"] += self._stream.died(handle.searching())
             if self._crew.restarts_left == 0:
                 raise EngineError(
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
                     " restarts; see why searchers fail, or raise that setting"
                 )
             wait = self._crew.replace(handle)
-            self._stats.restarts += 1
+            self._stats.counts["searchers/restarts"] += 1
             when = f"in {wait:g} s" if wait else "now"
             log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
             for task in handle.tasks:

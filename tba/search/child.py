@@ -6,7 +6,6 @@ alarms, and async ones in an event loop beside it.
 """
 
 import asyncio
-import fcntl
 import io
 import json
 import math
@@ -19,31 +18,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import cached_property
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tba.search.verdicts import (
-    LONGEST,
-    Rejected,
-    Verdict,
-    finished,
-    rejection,
-    run_until_stopped,
-    verdict_on,
-)
+from tba.child import MARK, kill, kill_with_parent, started_by
+from tba.search.verdicts import LONGEST, Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import Itemized, Task, listed, scorer_of
 
 SLICE = 0.1
 """Most seconds of a call's time that count while the event loop does not turn."""
-
-MARK = "TBA_SCORING"
-"""Environment variable of a scoring process, which what it starts inherits."""
 
 STARTED = 0
 """Number of the first reply, which says that the tasks were built, or why not."""
@@ -51,63 +38,22 @@ STARTED = 0
 
 def main(end: int) -> None:
     """Score for the searcher at the other end of a socket, until that is closed."""
-    _end_with_searcher()
+    kill_with_parent()
     _limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     try:
-        Scoring(socket.socket(fileno=end)).serve()
+        ScoringServer(socket.socket(fileno=end)).serve()
     except (EOFError, OSError):  # the searcher has ended
         pass
     except BaseException:
         traceback.print_exc()
     finally:
         try:
-            kill(
-                descendants(os.getpid(), os.environ[MARK])
-            )  # a function may have broken what this needs
+            # a function may have broken what this needs
+            kill(started_by(os.getpid(), os.environ[MARK]))
         finally:
             os.killpg(0, signal.SIGKILL)  # with threads that hang
-
-
-def descendants(pid: int, mark: str) -> list[psutil.Process]:
-    """Return the processes that a scoring process has started, and those that they have started.
-
-    A process whose parent has ended is found by the mark in its environment.
-    """
-    found: list[psutil.Process] = []
-    with suppress(psutil.Error, OSError):  # it has ended, or too many files are open
-        found += psutil.Process(pid).children(recursive=True)
-    with suppress(OSError):
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it ended, or belongs to another user
-                if process.pid != pid and process.environ().get(MARK) == mark:
-                    found.append(process)
-    return found
-
-
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill these processes, also those that left the group by a session of their own."""
-    for process in processes:
-        with suppress(psutil.Error):  # it has ended, or belongs to another user
-            process.kill()
-
-
-def _end_with_searcher() -> None:
-    """Let the kernel end this process, and those of its group, when the searcher ends.
-
-    Standard input is a pipe that nothing is written to. When the searcher's end closes, the kernel
-    sends a signal to the group, which ends it even if a function holds the interpreter lock. On
-    Linux it is SIGKILL, which a function cannot ignore either.
-    """
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # mask and ignored signals are inherited
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    pipe = os.dup(0)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
-    if sys.platform == "linux":
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
 
 def _limit(kind: int, most: float) -> None:
@@ -130,16 +76,17 @@ def _reopen_output() -> None:
 def _in_use() -> int:
     """Return the bytes of this process that RLIMIT_DATA counts, which only Linux tells."""
     sizes = Path("/proc/self/statm")
-    return (
-        int(sizes.read_text("utf-8").split()[5]) * resource.getpagesize() if sizes.exists() else 0
-    )
+    if not sizes.exists():
+        return 0
+    return int(sizes.read_text("utf-8").split()[5]) * resource.getpagesize()
 
 
-class Scoring:
+class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._sending = connection, threading.Lock()
+        self._connection = connection
+        self._sending = threading.Lock()
         self._pid = os.getpid()
 
     def serve(self) -> None:
@@ -150,7 +97,7 @@ class Scoring:
             built = {name: build() for name, build in pickle.loads(builds).items()}
             self._tasks: dict[str, Task] = built
         except BaseException as error:
-            self._send(STARTED, rejection(error))
+            self._reply(STARTED, "rejected", _as_json(rejection(error)))
             return
         # memory that is written, not address space: torch and CUDA reserve much more of that; not
         # before, because a judge of billions of parameters is loaded to the CPU first
@@ -180,33 +127,34 @@ class Scoring:
             return rejection(error)
 
     async def _await(self, number: int, scores: Awaitable[Any], left: float) -> None:
-        """Send what is awaited. Time in which another call blocks the event loop does not count."""
+        """Send awaited scores. The deadline pauses while another call blocks the event loop."""
         call = asyncio.ensure_future(finished(scores))
         while left > 0 and not call.done():
-            began, most = time.monotonic(), min(left, SLICE)
+            began = time.monotonic()
+            most = min(left, SLICE)
             await asyncio.wait([call], timeout=most)
             left -= min(time.monotonic() - began, most)
         if call.done():
             self._send(number, call.result())
         else:
             call.cancel()
-            self._reply(number, "timeout")
+            self._reply(number, "late")
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
-        threading.Thread(target=run_until_stopped, args=[loop], daemon=True).start()
+        threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
-        """Send scores, each as a number, perhaps with items, or as a reason and a message."""
+        """Send a verdict on each score, or the rejection of all."""
         if isinstance(scores, list):
             try:
-                value = [_plain(verdict_on(score)) for score in scores]
-                return self._reply(number, "scores", value)
+                verdicts = [_as_json(parse_score(score)) for score in scores]
+                return self._reply(number, "verdicts", verdicts)
             except Exception as error:  # a score may be an object that raises
                 scores = rejection(error)
-        return self._reply(number, "rejected", _plain(scores))
+        return self._reply(number, "rejected", _as_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
         if os.getpid() != self._pid:  # a function has forked, and left the child here
@@ -216,8 +164,16 @@ class Scoring:
             self._connection.sendall(line.encode())
 
 
-def _plain(verdict: Verdict) -> Any:
-    """Return a verdict as JSON, which `isolation.verdict` reads."""
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, whatever the functions in it raise."""
+    while True:
+        # asyncio lets them out, and keeps them for the task
+        with suppress(SystemExit, KeyboardInterrupt):
+            return loop.run_forever()
+
+
+def _as_json(verdict: Verdict) -> Any:
+    """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
     if isinstance(verdict, Rejected):
         return [verdict.reason, verdict.detail[-LONGEST:]]
     if isinstance(verdict, Itemized):

@@ -39,6 +39,14 @@ class Responses:
     results: Sequence["Result"] = ()
     """Results of the tools' calls."""
 
+    def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
+        """Return the prompt of the responses at this place, for a person to read."""
+        answer = self.answers[place][0]
+        dialogue = isinstance(answer, Rejected) or answer.messages is not None
+        if isinstance(prompt.text, str) and not dialogue:
+            return prompt.text
+        return text.prompt(self.prompts[place])  # with its tools
+
 
 @dataclass(frozen=True)
 class Result:
@@ -225,7 +233,7 @@ def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
         except Exception as error:  # the instance's own objects decide what is raised
             raise ValueError(
                 f"task.environment: {type(instance).__name__} cannot be sent to the process that"
-                f" scores, where a reward takes `environments`: {error}; set reward.isolate=thread"
+                f" scores, where a reward takes `environments`: {error}; set reward.isolate=none"
             ) from error
 
 

@@ -9,31 +9,66 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import comb, exp, nan, sqrt
+from math import comb, exp, isnan, nan, sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
+from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example, Rejected, Verdict
-from tba.search.scored import Keep, scored
+from tba.search.result import Evaluation, Example
 from tba.search.searcher import Searcher, SearchSetup
+from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of
 from tba.tasks import Itemized
-from tba.types import Completion, Sampling
+from tba.types import Sampling
 
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
 
-MODES = ("greedy", "sampled")
-OF_REFERENCE = ("_log_ratio", "_nats", "_with_prompt")
-"""Ends of the names of scores that depend on the reference."""
-PLAIN = ("_rejected", "_length", "_finished", "_log_ratio", "_nats")
-"""Ends of the names of scores without a standard error."""
+Mode = Literal["greedy", "sampled"]
+
+
+@dataclass(frozen=True)
+class EvaluatedAnswer:
+    """An answer to a held-out prompt; its reward or a measure is None if it was rejected."""
+
+    set: str  # name of the evaluation set; "" for the held-out prompts
+    mode: Mode
+    id: str  # of the prompt
+    prompt: str
+    completion: str
+    tokens: int
+    finished: bool
+    reward: float | None
+    measures: dict[str, float | None]
+
+
+Keep = Callable[[Sequence[EvaluatedAnswer]], None]
+"""Receives the answers to the prompts of a piece, of one mode."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Name of a score, as in `Evaluation`, and how its mean over prompts is reported."""
+
+    name: str
+    error: str = ""
+    """Name of the standard error of the mean; "" if it is not reported."""
+    of_reference: bool = False
+    """Whether it depends on the weights of the reference."""
+    rejected: str = ""
+    """Name of the score that has the share of rejected answers, if that matters."""
+    if_rejected: float | None = None
+    """Mean if every answer was rejected; None to leave the score out."""
+
+
+Scores = dict[Score, Float[np.ndarray, " P"]]
+"""Scores of P prompts, each a mean over the answers to a prompt; NaN where there is none."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +79,23 @@ class EvaluatedPiece:
     """Name of the further set; "" for the held-out prompts."""
     parts: list[str]
     """Part of its task that each prompt belongs to; "" where there are no parts."""
-    scores: dict[str, Float[np.ndarray, " P"]]
-    """By name, as in `Evaluation`; each is a mean over the answers to the prompt, or NaN where
-    its task does not tell right answers from wrong ones."""
+    scores: Scores
     reference: int
     """Version of the reference."""
     examples: list[Example]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Responses to the prompts of a piece, and what they are worth."""
+
+    mode: Mode
+    responses: Responses
+    values: Mapping[str, Float[np.ndarray, "P S"]]
+    """`reward` and the task's measures by name; NaN where an answer was rejected."""
+    verdicts: list[list[Verdict]]
+    """Verdicts of the reward."""
 
 
 def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
@@ -85,41 +130,44 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     The random numbers of a piece depend on `eval.seed` and its number only.
     """
     started = time.perf_counter()
-    setup, settings = searcher.setup, searcher.setup.evaluation
+    setup = searcher.setup
+    settings = setup.evaluation
     name, first, prompts = pieces(setup)[number]
     seed = seed_of(settings.seed, Use.EVALUATION, number)
-    limit, stop = setup.sampling.max_tokens, setup.sampling.stop
+    limit = setup.sampling.max_tokens
+    stop = setup.sampling.stop
     one = Sampling(1, 0.0, limit, stop=stop)
-    greedy, greedy_judged, verdicts = _answer(searcher, name, prompts, one, seed)
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
-    sampled, judged, _ = _answer(searcher, name, prompts, several, seed)
-    answers = scored(searcher.text, stop, (name, "greedy"), prompts, greedy, greedy_judged)
+    greedy = _answer(searcher, name, "greedy", prompts, one, seed)
+    sampled = _answer(searcher, name, "sampled", prompts, several, seed)
+    shown = _as_text(searcher.text, stop, name, prompts, greedy)
     if keep is not None:
-        keep(answers)
-        keep(scored(searcher.text, stop, (name, "sampled"), prompts, sampled, judged))
-    task = searcher.guard.tasks[name]
-    parts, tasks = zip(*(task.part(p) for p in prompts), strict=True)
-    least = np.array([nan if t.pass_reward is None else t.pass_reward for t in tasks])
-    scores = _scores("greedy", greedy.completions, greedy_judged, least)
-    scores |= _scores("sampled", sampled.completions, judged, least)
+        keep(shown)
+        keep(_as_text(searcher.text, stop, name, prompts, sampled))
+    parts = [searcher.scoring.tasks[name].part(prompt) for prompt in prompts]
+    least = np.array([nan if t.pass_reward is None else t.pass_reward for _, t in parts])
+    scores = _scores(greedy, least) | _scores(sampled, least)
     version = searcher.reference.version
     if settings.temperature == setup.sampling.temperature:  # that of the reference
-        scores["sampled_log_ratio"], version = _log_ratio(sampled, searcher.reference)
+        log_ratio, version = _log_ratio(sampled.responses, searcher.reference)
+        scores[Score("sampled_log_ratio", of_reference=True)] = log_ratio
     if settings.perplexity:
-        for mode, responses in zip(MODES, (greedy, sampled), strict=True):
-            likelihood, version = _likelihood(responses, searcher.reference)
-            scores |= {f"{mode}_{name}": values for name, values in likelihood.items()}
-    scores[f"avg@{settings.samples}"] = scores["sampled_pass@1"]
-    correct = (judged["reward"] >= least[:, None]).sum(1).tolist()
+        for answers in (greedy, sampled):
+            likelihood, version = _likelihood(answers, searcher.reference)
+            scores |= likelihood
+    average = f"avg@{settings.samples}"
+    scores[Score(average, f"{average}_stderr")] = _passed(sampled, least)
+    correct = (sampled.values["reward"] >= least[:, None]).sum(1).tolist()
     for k in settings.k:
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
-        scores[f"pass@{k}"] = np.where(np.isnan(least), nan, chances)
+        score = Score(f"pass@{k}", f"pass@{k}_stderr")
+        scores[score] = np.where(np.isnan(least), nan, chances)
     examples = [
         Example(a.prompt, a.completion, a.reward, _notes(verdict), prompt.id, prompt.columns)
-        for a, (verdict,), prompt in zip(answers, verdicts, prompts, strict=True)
+        for a, (verdict,), prompt in zip(shown, greedy.verdicts, prompts, strict=True)
     ][: max(0, EXAMPLES - first)]
     seconds = time.perf_counter() - started
-    return EvaluatedPiece(name, list(parts), scores, version, examples, seconds)
+    return EvaluatedPiece(name, [part for part, _ in parts], scores, version, examples, seconds)
 
 
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
@@ -130,54 +178,49 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     under the reference: of the whole set by its tokens, and see `_likelihood`. All are left out if
     the reference was reset between two pieces. A standard error is over prompts, because samples of
     one prompt are not independent. Samples that the task cannot score count as wrong, and not in
-    the mean reward, which is 0 if none is scored; `rejected` is their share. A measure that scores
-    none has no score, and neither have greedy answers of which none is scored: the task may compare
-    answers, of which there is one. `seconds` are those of all pieces.
+    the mean reward, which is 0 if none is scored; `rejected` is their share. If the task rejects
+    all answers, as a measure, or all greedy answers, as a pairwise judge does, these scores are
+    left out. `seconds` are those of all pieces.
     """
     one_reference = len({p.reference for p in pieces}) == 1
     scores: dict[str, float] = {}
     for name in dict.fromkeys(p.set for p in pieces):
-        own = [p for p in pieces if p.set == name]
-        values = {key: np.concatenate([p.scores[key] for p in own]) for key in own[0].scores}
-        if not one_reference:
-            values = {k: v for k, v in values.items() if not k.endswith(OF_REFERENCE)}
-        parts = np.concatenate([p.parts for p in own])
+        of_set = [p for p in pieces if p.set == name]
+        values: Scores = {}
+        for score in of_set[0].scores:
+            if one_reference or not score.of_reference:
+                values[score] = np.concatenate([p.scores[score] for p in of_set])
+        parts = np.concatenate([p.parts for p in of_set])
         scores |= _means([name], values)
         for part in dict.fromkeys(parts[parts != ""].tolist()):
-            scores |= _means([name, part], {key: v[parts == part] for key, v in values.items()})
+            of_part = {score: column[parts == part] for score, column in values.items()}
+            scores |= _means([name, part], of_part)
     scores["seconds"] = sum(p.seconds for p in pieces)
     return Evaluation(version, scores, list(chain(*(p.examples for p in pieces))))
 
 
-def _means(path: Sequence[str], values: Mapping[str, Float[np.ndarray, " P"]]) -> dict[str, float]:
+def _means(path: Sequence[str], values: Scores) -> dict[str, float]:
     """Return the mean of each score, and the standard errors, named after the set and the part."""
-    scores: dict[str, float] = {}
-    for name, of_prompts in values.items():
-        if _unscored(name, values):
-            continue
-        if name.endswith("_reward"):  # NaN for a prompt without an answer that was scored
-            scored = ~np.isnan(of_prompts)
-            of_prompts = of_prompts[scored] if scored.any() else np.zeros(1)
-        # pass@1 and the like are NaN where answers are not right or wrong
+    means: dict[str, float] = {}
+    for score, of_prompts in values.items():
+        if score.rejected:
+            rejected = values[Score(score.rejected)] == 1
+            of_prompts = of_prompts[~np.isnan(of_prompts)]
+            if rejected.all() and score.if_rejected is None:
+                continue
+            if rejected.all():
+                of_prompts = np.array([score.if_rejected])
         if np.isnan(of_prompts).any():
             continue
-        scores[name] = fmean(of_prompts.tolist())
-        if not name.endswith(PLAIN):
-            # the errors of `greedy_pass@1` and `sampled_pass@1` have short names
-            scores[f"{name}_stderr".replace("_pass@1_", "_")] = stderr(of_prompts.tolist())
-    for mode in MODES:
-        nats = scores.pop(f"{mode}_nats", None)
+        means[score.name] = fmean(of_prompts.tolist())
+        if score.error:
+            means[score.error] = stderr(of_prompts.tolist())
+    for mode in ("greedy", "sampled"):
+        nats = means.pop(f"{mode}_nats", None)
         if nats is not None:
-            scores[f"{mode}_perplexity"] = exp(nats / scores[f"{mode}_length"])
+            means[f"{mode}_perplexity"] = exp(nats / means[f"{mode}_length"])
     prefix = "".join(f"{name}/" for name in path if name)
-    return {prefix + name: value for name, value in scores.items()}
-
-
-def _unscored(name: str, values: Mapping[str, Float[np.ndarray, " P"]]) -> bool:
-    """Return whether a score is a measure, or of greedy answers, that were all rejected."""
-    rejected = values.get(f"{name.removesuffix('_reward')}_rejected")
-    may_lack = name.startswith("greedy_") or not name.endswith("_reward")
-    return may_lack and rejected is not None and bool((rejected == 1).all())
+    return {prefix + name: value for name, value in means.items()}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -191,44 +234,85 @@ def stderr(values: Sequence[float]) -> float:
 
 
 def _answer(
-    searcher: Searcher, task: str, prompts: Sequence[Prompt], sampling: Sampling, seed: int
-) -> tuple[Responses, dict[str, Float[np.ndarray, "P S"]], list[list[Verdict]]]:
-    """Return responses to every prompt, what they are worth, and the verdicts on them.
+    searcher: Searcher,
+    task: str,
+    mode: Mode,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    seed: int,
+) -> Answers:
+    """Answer every prompt, and score the answers; `task` is the name of the set."""
+    scoring = searcher.scoring
+    responses = searcher.answer(scoring.tasks[task], prompts, sampling, seed)
+    verdicts = scoring(prompts, responses.answers, (task, None))
+    values = {"reward": _as_table(verdicts)}
+    for measure in scoring.tasks[task].measures():
+        values[measure] = _as_table(scoring(prompts, responses.answers, (task, measure)))
+    return Answers(mode, responses, values, verdicts)
 
-    They are worth `reward` and what the task measures, by name; NaN where it was rejected. `task`
-    is the name of the set, "" for that of the run.
-    """
-    guard = searcher.guard
-    responses = searcher.answer(guard.tasks[task], prompts, sampling, seed)
-    measures: list[str | None] = [None, *guard.measures(task)]
-    verdicts = {m: guard(prompts, responses.answers, (task, m)) for m in measures}
-    judged = {}
-    for measure, rows in verdicts.items():
-        values = [[nan if isinstance(v, Rejected) else float(v) for v in row] for row in rows]
-        judged[measure or "reward"] = np.array(values)
-    return responses, judged, verdicts[None]
+
+def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]:
+    """Return rewards as numbers, NaN where an answer was rejected."""
+    rows = [[nan if isinstance(v, Rejected) else float(v) for v in row] for row in verdicts]
+    return np.array(rows)
 
 
-def _scores(
-    mode: str,
-    completions: Sequence[Sequence[Completion]],
-    judged: Mapping[str, Float[np.ndarray, "P S"]],
-    least: Float[np.ndarray, " P"],
-) -> dict[str, Float[np.ndarray, " P"]]:
+def _as_text(
+    text: Tokenizer, stop: Sequence[str], name: str, prompts: Sequence[Prompt], answers: Answers
+) -> list[EvaluatedAnswer]:
+    """Return the answers to the prompts of a set, for a person to read."""
+    rows = []
+    for i, prompt in enumerate(prompts):
+        asked = answers.responses.prompt_text(text, prompt, i)
+        for j, completion in enumerate(answers.responses.completions[i]):
+            scores: dict[str, float | None] = {}
+            for measure, table in answers.values.items():
+                value = float(table[i, j])
+                scores[measure] = None if isnan(value) else value
+            row = EvaluatedAnswer(
+                set=name,
+                mode=answers.mode,
+                id=prompt.id,
+                prompt=asked,
+                completion=text.shown(completion, stop),
+                tokens=completion.length,
+                finished=completion.finished,
+                reward=scores.pop("reward"),
+                measures=scores,
+            )
+            rows.append(row)
+    return rows
+
+
+def _scores(answers: Answers, least: Float[np.ndarray, " P"]) -> Scores:
     """Return the scores of each prompt; `least` is the reward of a right answer, NaN if none is."""
+    mode = answers.mode
     scores = {}
-    for name, values in judged.items():
-        rejected = np.isnan(values)
+    for name, values in answers.values.items():
+        missing = np.isnan(values)
+        error = f"{mode}_{name}_stderr"
         if name == "reward":  # of answers that were scored: 0 may be better than any reward
-            scores[name] = np.ma.masked_array(values, rejected).mean(1).filled(nan)
+            rejected = f"{mode}_rejected"
+            if_rejected = 0.0 if mode == "sampled" else None
+            score = Score(f"{mode}_{name}", error, rejected=rejected, if_rejected=if_rejected)
+            scores[score] = np.ma.masked_array(values, missing).mean(1).filled(nan)
         else:
-            scores[name] = np.where(rejected, 0.0, values).mean(1)
-        scores["rejected" if name == "reward" else f"{name}_rejected"] = rejected.mean(1)
-    passed = (judged["reward"] >= least[:, None]).mean(1)
-    scores["pass@1"] = np.where(np.isnan(least), nan, passed)
-    scores["length"] = np.mean([[c.length for c in group] for group in completions], 1)
-    scores["finished"] = np.mean([[c.finished for c in group] for group in completions], 1)
-    return {f"{mode}_{name}": values for name, values in scores.items()}
+            rejected = f"{mode}_{name}_rejected"
+            score = Score(f"{mode}_{name}", error, rejected=rejected)
+            scores[score] = np.where(missing, 0.0, values).mean(1)
+        scores[Score(rejected)] = missing.mean(1)
+    scores[Score(f"{mode}_pass@1", f"{mode}_stderr")] = _passed(answers, least)
+    groups = answers.responses.completions
+    scores[Score(f"{mode}_length")] = np.mean([[c.length for c in group] for group in groups], 1)
+    finished = [[c.finished for c in group] for group in groups]
+    scores[Score(f"{mode}_finished")] = np.mean(finished, 1)
+    return scores
+
+
+def _passed(answers: Answers, least: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
+    """Return the share of right answers to each prompt; NaN if answers are not right or wrong."""
+    passed = (answers.values["reward"] >= least[:, None]).mean(1)
+    return np.where(np.isnan(least), nan, passed)
 
 
 def _log_ratio(responses: Responses, reference: Reference) -> tuple[Float[np.ndarray, " P"], int]:
@@ -241,24 +325,29 @@ def _log_ratio(responses: Responses, reference: Reference) -> tuple[Float[np.nda
     return np.array(estimates), version
 
 
-def _likelihood(
-    responses: Responses, reference: Reference
-) -> tuple[dict[str, Float[np.ndarray, " P"]], int]:
-    """Return for each prompt how likely its answers are under the reference at temperature 1.
+def _likelihood(answers: Answers, reference: Reference) -> tuple[Scores, int]:
+    """Return how likely the answers are under the reference at temperature 1, and its version.
 
     `nats` is the mean of -log ref(y | x), from which `join` computes the perplexity. The other one,
     `perplexity_with_prompt`, divides it by the tokens of prompt and response but one, as the
-    published numbers for TL;DR do (arXiv 2410.18252, 2503.18929). Second, the reference's version.
+    published numbers for TL;DR do (arXiv 2410.18252, 2503.18929).
     """
-    prompts, completions = responses.prompts, responses.completions
+    prompts = answers.responses.prompts
+    completions = answers.responses.completions
     logp, version = reference.logp(prompts, completions, temperature=1.0)
     nats, with_prompt = [], []
     for prompt, group, rows in zip(prompts, completions, logp, strict=True):
+        surprises = [-float(row.sum()) for row in rows]
         lengths = [len(prompt) + c.length - 1 for c in group]
-        each = [(-float(row.sum()), length) for row, length in zip(rows, lengths, strict=True)]
-        nats.append(fmean(own for own, _ in each))
-        with_prompt.append(fmean(exp(own / length) for own, length in each))
-    return {"nats": np.array(nats), "perplexity_with_prompt": np.array(with_prompt)}, version
+        pairs = zip(surprises, lengths, strict=True)
+        nats.append(fmean(surprises))
+        with_prompt.append(fmean(exp(surprise / length) for surprise, length in pairs))
+    published = f"{answers.mode}_perplexity_with_prompt"
+    scores = {
+        Score(f"{answers.mode}_nats", of_reference=True): np.array(nats),
+        Score(published, f"{published}_stderr", of_reference=True): np.array(with_prompt),
+    }
+    return scores, version
 
 
 def _notes(verdict: Verdict) -> dict[str, Any]:

@@ -23,8 +23,10 @@ class Reference:
     """
 
     def __init__(self, policy: Policy, token_budget: int):
-        self.policy, self.version = policy, 0
-        self._token_budget, self._lock = token_budget, Lock()
+        self.policy = policy
+        self.version = 0
+        self._token_budget = token_budget
+        self._lock = Lock()
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights by those of a policy, or raise and keep the old ones."""

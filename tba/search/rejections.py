@@ -46,7 +46,7 @@ class RejectionMonitor:
 
     def _count_truncated(self, stats: SearchStats) -> None:
         """Count the samples in a row that were cut off; SearchError if nothing else is left."""
-        count = stats.samples + stats.rollouts
+        count = stats.counts["samples_generated"] + stats.counts["rollouts_generated"]
         cut_off = 0 < count == stats.rejected[TRUNCATED.reason]
         self._truncated = self._truncated + count if cut_off else 0
         if self._truncated >= TRUNCATED_AT_MOST:

@@ -1,62 +1,44 @@
-"""Results of a search: verdicts, groups, the one record of its statistics, and evaluations."""
+"""Results of a search: groups, the one record of its statistics, and evaluations."""
 
-import math
+import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from tba.search.verdicts import ON_PURPOSE
-from tba.search.verdicts import Rejected as Rejected
-from tba.search.verdicts import Verdict as Verdict
+from tba.search.verdicts import ON_PURPOSE, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
+
+GAP = "sync/logp_gap"
+"""Metric: mean |log-prob of an engine - that of the trainer| on the latest probe, in nats."""
 
 
 @dataclass
 class SearchStats:
-    """Counters of searches. A search returns one; runtimes add them up over a whole run.
+    """Statistics of searches. A search returns them; runtimes add them up over a whole run."""
 
-    Seconds are summed over searchers, by what they were spent on: `generate`, `reward`,
-    `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end, and
-    `idle` between two tasks.
-    """
-
-    samples: int = 0
-    rollouts: int = 0
-    """Continuations sampled to estimate values from, in addition to the samples."""
-    switched: int = 0
-    """Samples whose tokens come from more than one version of the weights."""
-    tool_calls: int = 0
-    tool_failures: int = 0
-    tool_cuts: int = 0
-    """Calls of tools in the samples, how many gave the policy an error, and a part of a result."""
-    restarts: int = 0
-    quarantined: int = 0
-    """Prompts that are no longer searched, see `Quarantine`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts by the name of their metric, such as `samples_generated` and `tools/calls`."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
     moments: dict[str, list[float]] = field(default_factory=dict)
     """Number, sum and sum of squares of the items of the samples' rewards, by metric."""
-    last_rejection: str = ""
-    """Error message of the latest rejected sample."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    published_bytes: int = 0
+    """Seconds, summed over searchers, by what they were spent on: `generate`, `reward`,
+    `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end, and
+    `idle` between two tasks."""
     publish_seconds: float = 0.0
     """Seconds of computing probes, converting weights and sending them."""
-    logp_gap: float = math.nan
-    """Mean |log-prob of an engine - of the trainer| on the latest probe, in nats."""
     largest_gap: float = 0.0
-    """Largest so far."""
-    adopt_seconds: float = math.nan
-    """Seconds from the latest publication that a searcher has loaded until it had done so."""
-    copies: int = 0
-    """Copies of weights that are kept for searchers, on Ray."""
-    evaluations_left_out: int = 0
-    """Evaluations that a newer one has replaced before they began, in this session."""
+    """Largest log-prob gap of a weight update so far."""
+    latest: dict[str, float] = field(default_factory=dict)
+    """Latest values, by the name of their metric."""
+    last_rejection: str = ""
+    """Error message of the latest rejected sample."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     """Samples per second that were generated in each of the latest searches."""
 
@@ -64,35 +46,34 @@ class SearchStats:
     def scored(self) -> int:
         """Samples and rollouts but those that were left out on purpose."""
         on_purpose = sum(self.rejected[reason] for reason in ON_PURPOSE)
-        return self.samples + self.rollouts - on_purpose
+        return self.counts["samples_generated"] + self.counts["rollouts_generated"] - on_purpose
 
     def add(self, other: "SearchStats") -> None:
-        """Add the counters of `other`, whose rejection and gap replace earlier ones."""
-        self.samples += other.samples
-        self.rollouts += other.rollouts
-        self.switched += other.switched
-        self.tool_calls += other.tool_calls
-        self.tool_failures += other.tool_failures
-        self.tool_cuts += other.tool_cuts
-        self.restarts += other.restarts
-        self.quarantined += other.quarantined
-        self.published_bytes += other.published_bytes
-        self.publish_seconds += other.publish_seconds
+        """Add the counters of `other`, whose latest values replace earlier ones."""
+        self.counts.update(other.counts)
         self.rejected.update(other.rejected)
         for name, moments in other.moments.items():
             self._add_moments(name, moments)
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
-        self.last_rejection = other.last_rejection or self.last_rejection
-        if not math.isnan(other.logp_gap):
-            self.logp_gap = other.logp_gap
+        self.publish_seconds += other.publish_seconds
         self.largest_gap = max(self.largest_gap, other.largest_gap)
+        self.latest |= other.latest
+        self.last_rejection = other.last_rejection or self.last_rejection
         self.rates.extend(other.rates)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the seconds of a block to a stage."""
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - started
 
     def measured(self, gap: float | None) -> None:
         """Record the log-prob gap of a weight update, if it was measured."""
         if gap is not None:
-            self.logp_gap, self.largest_gap = gap, max(self.largest_gap, gap)
+            self.latest[GAP] = gap
+            self.largest_gap = max(self.largest_gap, gap)
 
     def reject(self, verdicts: Iterable[Verdict]) -> None:
         """Count the rejected samples among these verdicts."""
@@ -110,16 +91,17 @@ class SearchStats:
         before = self.moments.get(name, (0.0, 0.0, 0.0))
         self.moments[name] = [a + b for a, b in zip(before, moments, strict=True)]
 
-    def counts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON: everything but what is only the latest."""
-        latest = {"last_rejection", "logp_gap", "adopt_seconds", "rates", "copies"}
-        latest.add("evaluations_left_out")
-        return {name: copy(value) for name, value in vars(self).items() if name not in latest}
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: everything but what is only the latest."""
+        latest = {"latest", "rates", "last_rejection"}
+        adapter = TypeAdapter(SearchStats)
+        plain: dict[str, Any] = adapter.dump_python(self, mode="json", exclude=latest)
+        return plain
 
     @classmethod
-    def from_counts(cls, counts: Mapping[str, Any]) -> "SearchStats":
-        """Continue from what `counts` returned."""
-        return TypeAdapter(cls).validate_python(counts)
+    def from_json(cls, plain: Mapping[str, Any]) -> "SearchStats":
+        """Continue from what `to_json` returned."""
+        return TypeAdapter(cls).validate_python(plain)
 
 
 @dataclass(frozen=True)

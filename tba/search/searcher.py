@@ -1,14 +1,15 @@
 """Search: from prompts to groups that any objective can learn from."""
 
 import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from statistics import fmean
 from threading import Lock
 
 import numpy as np
+from jaxtyping import Float32
 
 from tba.config import tables
 from tba.config.plugins import resolve
@@ -19,13 +20,11 @@ from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.search.dialogue import Dialogues, Responses
-from tba.search.isolation import InProcess
 from tba.search.quarantine import ended_process
 from tba.search.reference import AdapterReference, EngineReference, Reference
-from tba.search.result import Rejected, SearchResult, SearchStats, Verdict
-from tba.search.rewards import Guard
-from tba.search.rollouts import Rollouts
-from tba.search.verdicts import judged_before
+from tba.search.result import SearchResult, SearchStats
+from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.verdicts import Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Answered, Itemized, Task
 from tba.tasks._memory import Functions, build_task
@@ -87,19 +86,20 @@ class SearchSetup:
         `bf16` is the trainer's choice: reference and policy must compute alike, or their
         difference is noise.
         """
-        guard = self.guard(device)  # first: its process starts while the models load
+        scoring = self.scoring(device)  # first: its process starts while the models load
         context = self.engine.options.get("max_model_len")
         text = replace(load_text(self.policy).within(context), steps=self.steps)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
         limit = logp_gap_limit(self.engine, bf16)
-        guard.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
-        return Searcher(engine, reference, text, guard, self, limit)
+        scoring.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
+        return Searcher(engine, reference, text, scoring, self, limit)
 
-    def guard(self, device: str) -> Guard:
-        """Return what scores, for the task of the run and for those of all evaluation sets."""
-        functions, reward = self.reward_functions, self.reward
+    def scoring(self, device: str) -> Scoring:
+        """Return what scores, for the task of the run and for the tasks of evaluation sets."""
+        reward = self.reward
+        functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
         named = {"": self.task, **{name: one.task for name, one in self.sets.items()}}
@@ -110,20 +110,25 @@ class SearchSetup:
                 n: partial(build_task, plugin, functions, device) for n, plugin in plugins.items()
             }
 
-        process: InProcess | None = None
+        process = None
         if reward.isolate == "process":
             start = self.runtime.start_deadline
-            process = InProcess(builds(device), reward.max_memory, start)
+            process = ScoringProcess(builds(device), reward.max_memory, start)
         here = builds(None if process else device)
-        tasks = {name: build() for name, build in here.items()}
-        longest = LONGEST_CALL * self.runtime.task_deadline
-        return Guard(tasks, reward.deadline, reward.concurrency, process, longest)
+        return Scoring(
+            tasks={name: build() for name, build in here.items()},
+            process=process,
+            deadline=reward.deadline,
+            concurrency=reward.concurrency,
+            longest=LONGEST_CALL * self.runtime.task_deadline,
+        )
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
         if engine.own_reference:
             return EngineReference()
-        temperature, budget = self.sampling.temperature, self.token_budget
+        temperature = self.sampling.temperature
+        budget = self.token_budget
         if self.policy.lora is not None and engine.model is not None:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
         policy = Policy(load_placed(self.policy, device, bf16), temperature, bf16)
@@ -140,7 +145,7 @@ class Searcher:
     engine: Engine
     reference: Reference
     text: Tokenizer
-    guard: Guard
+    scoring: Scoring
     setup: SearchSetup
     max_logp_gap: float
     """Largest log-prob gap, in nats, that a weight update may leave."""
@@ -163,7 +168,7 @@ class Searcher:
 
     def close(self) -> None:
         """End the engine, and the processes that score."""
-        self.guard.close()
+        self.scoring.close()
         self.engine.close()
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
@@ -171,38 +176,47 @@ class Searcher:
 
         Answers that are given are scored in place of sampled ones.
         """
-        times = [time.perf_counter()]
-        responses = self.answer(self.guard.tasks[""], prompts, self._sampling(seed), seed)
-        times.append(time.perf_counter())
+        stats = SearchStats()
+        with stats.timed("generate"):
+            task = self.scoring.tasks[""]
+            responses = self.answer(task, prompts, self._sampling(seed), seed)
+        with stats.timed("reward"):
+            verdicts = self._score(prompts, responses)
+        with stats.timed("reference"):
+            groups = self._groups(prompts, responses, verdicts)
+        rollouts: list[Verdict] = []
+        request = self.setup.value_rollouts
+        if request is not None:
+            with stats.timed("rollouts"):
+                sampling = self.setup.sampling
+                values = Rollouts(self.engine, self.text, self.scoring, sampling, request)
+                groups, rollouts = values.estimate(groups, seed)
+        samples = sum(map(len, verdicts))
+        stats.counts.update(
+            {
+                "samples_generated": samples,
+                "rollouts_generated": len(rollouts),
+                "samples_switched": sum(len(c.switches) > 0 for c in chain(*responses.completions)),
+                "tools/calls": len(responses.results),
+                "tools/failures": sum(result.failed for result in responses.results),
+                "tools/cut": sum(result.cut for result in responses.results),
+            }
+        )
+        for verdict in chain(*verdicts):
+            if isinstance(verdict, Itemized):
+                stats.itemize(verdict)
+        stats.reject(chain(*verdicts, rollouts))
+        stats.rates.append(samples / max(1e-9, stats.seconds["generate"]))
+        return SearchResult(groups, stats, ended_process(prompts, verdicts))
+
+    def _score(self, prompts: Sequence[Prompt], responses: Responses) -> list[list[Verdict]]:
         answers: list[Sequence[Answer | Verdict]] = []
         for prompt, group in zip(prompts, responses.answers, strict=True):
             rule: str | float = self.setup.sampling.truncated
             if isinstance(prompt, Answered):
                 rule = "keep"
-            answers.append(judged_before(group, rule))
-        verdicts = self.guard(prompts, answers)
-        times.append(time.perf_counter())
-        groups = self._groups(prompts, responses, verdicts)
-        times.append(time.perf_counter())
-        rollouts: list[Verdict] = []
-        request = self.setup.value_rollouts
-        if request is not None:
-            values = Rollouts(self.engine, self.text, self.guard, self.setup.sampling, request)
-            groups, rollouts = values.estimate(groups, seed)
-        times.append(time.perf_counter())
-        stats = SearchStats(samples=sum(map(len, verdicts)), rollouts=len(rollouts))
-        stats.switched = sum(len(c.switches) > 0 for c in chain(*responses.completions))
-        stats.tool_calls = len(responses.results)
-        stats.tool_failures = sum(result.failed for result in responses.results)
-        stats.tool_cuts = sum(result.cut for result in responses.results)
-        for verdict in chain(*verdicts):
-            if isinstance(verdict, Itemized):
-                stats.itemize(verdict)
-        stats.reject(chain(*verdicts, rollouts))
-        stages = ("generate", "reward", "reference", "rollouts")
-        stats.seconds.update(zip(stages, np.diff(times).tolist(), strict=True))
-        stats.rates.append(stats.samples / max(1e-9, stats.seconds["generate"]))
-        return SearchResult(groups, stats, ended_process(prompts, verdicts))
+            answers.append(settle_truncated(group, rule))
+        return self.scoring(prompts, answers)
 
     def answer(
         self, task: Task, prompts: Sequence[Prompt], sampling: Sampling, seed: int
@@ -215,14 +229,17 @@ class Searcher:
             return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
         pairs = zip(prompts, tokens, strict=True)
-        asked = [own for prompt, own in pairs if not isinstance(prompt, Answered)]
-        own = seed_of(seed, Use.GENERATION, 0)
-        sampled = iter(self.engine.generate(asked, sampling, own) if asked else [])
-        completions, answers, stop = [], [], sampling.stop
+        asked = [ids for prompt, ids in pairs if not isinstance(prompt, Answered)]
+        own_seed = seed_of(seed, Use.GENERATION, 0)
+        sampled = iter(self.engine.generate(asked, sampling, own_seed) if asked else [])
+        completions = []
+        answers = []
         for p in prompts:
             group = self._given(p) if isinstance(p, Answered) else next(sampled)
             completions.append(group)
-            answers.append([self.text.answer(c.tokens, c.finished, stop, c.version) for c in group])
+            answers.append(
+                [self.text.answer(c.tokens, c.finished, sampling.stop, c.version) for c in group]
+            )
         return Responses(tokens, completions, answers)
 
     def _sampling(self, seed: int) -> Sampling:
@@ -236,13 +253,21 @@ class Searcher:
 
     def _given(self, prompt: Answered) -> list[Completion]:
         """Return given answers, which end with a stop string, or with EOS if there is none."""
-        sampling, completions = self.setup.sampling, []
+        sampling = self.setup.sampling
+        end = "".join(sampling.stop[:1])
         eos = [] if sampling.stop else [self.text.eos_id]
+        completions = []
         for answer in prompt.answers:
-            ids = self.text.tokenizer(answer + "".join(sampling.stop[:1]), add_special_tokens=False)
-            whole = np.asarray([*ids["input_ids"], *eos], np.int32)
-            tokens, finished = whole[: sampling.max_tokens], len(whole) <= sampling.max_tokens
-            completions.append(Completion(tokens, np.zeros(len(tokens), np.float32), finished, 0))
+            ids = self.text.tokenizer(answer + end, add_special_tokens=False)["input_ids"]
+            whole = np.asarray([*ids, *eos], np.int32)
+            tokens = whole[: sampling.max_tokens]
+            completion = Completion(
+                tokens=tokens,
+                logp=np.zeros(len(tokens), np.float32),
+                finished=len(tokens) == len(whole),
+                version=0,
+            )
+            completions.append(completion)
         return completions
 
     def _groups(
@@ -255,7 +280,8 @@ class Searcher:
 
         For given answers, the reference stands for the policy that sampled them.
         """
-        rewarded, tokens = [], responses.prompts
+        tokens = responses.prompts
+        rewarded = []
         for group, judged in zip(responses.completions, verdicts, strict=True):
             pairs = zip(group, judged, strict=True)
             rewarded.append([(c, v) for c, v in pairs if not isinstance(v, Rejected)])
@@ -264,22 +290,114 @@ class Searcher:
         logp, version = self.reference.logp([tokens[i] for i in kept], scored)
         groups = []
         for i, rows in zip(kept, logp, strict=True):
-            prompt, trajectories = prompts[i], []
-            given = prompt if isinstance(prompt, Answered) else None
+            prompt = prompts[i]
+            given = isinstance(prompt, Answered)
+            trajectories = []
             for (c, reward), ref_logp in zip(rewarded[i], rows, strict=True):
-                own = c.logp if given is None else ref_logp
-                trajectories.append(
-                    Trajectory(
-                        tokens=c.tokens,
-                        behavior_logp=own,
-                        ref_logp=ref_logp,
-                        reward=float(reward),
-                        version=c.version,
-                        finished=c.finished,
-                        sampled=c.sampled,
-                        switches=c.switches,
-                    )
+                trajectory = Trajectory(
+                    tokens=c.tokens,
+                    behavior_logp=ref_logp if given else c.logp,
+                    ref_logp=ref_logp,
+                    reward=float(reward),
+                    version=c.version,
+                    finished=c.finished,
+                    sampled=c.sampled,
+                    switches=c.switches,
                 )
-            owner = prompt if given is None else given.of
+                trajectories.append(trajectory)
+            owner = prompt.of if isinstance(prompt, Answered) else prompt
             groups.append(Group(owner, tokens[i], tuple(trajectories), version))
         return groups
+
+
+State = tuple[int, bytes]
+"""Index of a group, and the response tokens so far."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Monte-Carlo values: expected rewards of states within a response, from sampled endings.
+
+    The states are those before every `request.step_tokens`-th token.
+    """
+
+    engine: Engine
+    text: Tokenizer
+    scoring: Scoring
+    sampling: Sampling
+    request: ValueRollouts
+
+    def estimate(self, groups: Sequence[Group], seed: int) -> tuple[list[Group], list[Verdict]]:
+        """Return the groups with values, and the verdict on each rollout.
+
+        A state that several responses share is rolled out once. The first state's value is the
+        mean reward of the prompt's other responses. A response is left out if no rollout of one
+        of its states has a reward.
+        """
+        values: dict[State, float] = {}
+        verdicts: list[Verdict] = []
+        for start, states in self._states(groups).items():
+            endings = self._roll_out(groups, start, states, seed)
+            for state, judged in zip(states, endings, strict=True):
+                rewards = [v for v in judged if not isinstance(v, Rejected)]
+                values[state] = fmean(rewards) if rewards else float("nan")
+                verdicts += judged
+        valued = []
+        for i, group in enumerate(groups):
+            kept = []
+            for trajectory in group.trajectories:
+                value = self._value(group, i, trajectory, values)
+                if np.isfinite(value).all():
+                    kept.append(replace(trajectory, value=value))
+            if kept:
+                valued.append(replace(group, trajectories=tuple(kept)))
+        return valued, verdicts
+
+    def _states(self, groups: Sequence[Group]) -> dict[int, list[State]]:
+        """Return the distinct states to roll out, by the number of tokens that lead to them."""
+        by_length: dict[int, dict[State, None]] = {}
+        for i, group in enumerate(groups):
+            for t in group.trajectories:
+                for n in self._starts(t.tokens):
+                    by_length.setdefault(n, {})[i, t.tokens[:n].tobytes()] = None
+        return {n: list(by_length[n]) for n in sorted(by_length)}
+
+    def _roll_out(
+        self, groups: Sequence[Group], start: int, states: Sequence[State], seed: int
+    ) -> list[list[Verdict]]:
+        """Return `request.rollouts` verdicts for each state, `start` tokens into its response."""
+        origins = [groups[i] for i, _ in states]
+        heads = [np.frombuffer(tokens, np.int32) for _, tokens in states]
+        starts = zip(origins, heads, strict=True)
+        contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in starts]
+        max_tokens = self.sampling.max_tokens - start
+        sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
+        own = seed_of(seed, Use.ROLLOUT, start)
+        endings = self.engine.generate(contexts, sampling, own)
+        answers = []
+        for head, of_state in zip(heads, endings, strict=True):
+            endings_of = [self._answer(head, ending) for ending in of_state]
+            answers.append(settle_truncated(endings_of, self.sampling.truncated))
+        return self.scoring([group.prompt for group in origins], answers)
+
+    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
+        """Return head and ending as text. A stop string that begins in the head counts as well.
+
+        The engine does not know the head, and goes on after such a stop string.
+        """
+        whole = np.concatenate([head, ending.tokens])
+        return self.text.answer(whole, ending.finished, self.sampling.stop, ending.version)
+
+    def _value(
+        self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]
+    ) -> Float32[np.ndarray, " T"]:
+        """Return the value of each token's state; NaN where no rollout has a reward."""
+        tokens = trajectory.tokens
+        others = [t.reward for t in group.trajectories if t is not trajectory]
+        steps = [fmean(others or [trajectory.reward])]
+        steps += [values[index, tokens[:n].tobytes()] for n in self._starts(tokens)]
+        return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]
+
+    def _starts(self, tokens: np.ndarray) -> range:
+        """Return the places of a response, after the first, at which a step begins."""
+        return range(self.request.step_tokens, len(tokens), self.request.step_tokens)

@@ -1,10 +1,8 @@
-"""Verdicts on answers, and waiting for them with a deadline. This module needs no torch."""
+"""Verdicts on answers: rewards, and reasons why there is none. This module needs no torch."""
 
-import asyncio
 import reprlib
 import traceback
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +31,21 @@ class Rejected:
 
 
 Verdict = float | Rejected
+"""A finite reward, perhaps with its items (`Itemized`), or a rejection."""
 
 DIED = "died"
 """Reason for samples whose scoring has ended its process."""
 TRUNCATED = Rejected("truncated", "")
-"""Of a response that the token limit cut off, with `sampling.truncated = "reject"`."""
+"""Rejection of a response that the token limit cut off, with `sampling.truncated = "reject"`."""
 ON_PURPOSE = (LeftOut.reason, TRUNCATED.reason)
 """Reasons that are no fault of the reward."""
 
 
-def verdict_on(score: Any) -> Verdict:
-    """Return the score as a finite float, with its items, or the reason why it is none."""
-    if isinstance(score, Rejected):
-        return score
+def parse_score(score: Any) -> Verdict:
+    """Return the verdict on a score as a scoring function returned it. Raises what the score does.
+
+    Every score is parsed once, in the process where the function ran.
+    """
     if isinstance(score, LeftOut):
         return Rejected(LeftOut.reason, "")
     if score is None:
@@ -57,30 +57,25 @@ def verdict_on(score: Any) -> Verdict:
     return score if isinstance(score, Itemized) else value
 
 
-def judged_before(
-    answers: Sequence[Answer | Rejected], truncated: str | float
+def settle_truncated(
+    answers: Sequence[Answer | Rejected], rule: str | float
 ) -> list[Answer | Verdict]:
     """Return a group with the verdicts that `sampling.truncated` gives to unfinished answers."""
-    if truncated == "keep":
+    if rule == "keep":
         return list(answers)
-    verdict: Verdict = TRUNCATED if truncated == "reject" else float(truncated)
+    verdict: Verdict = TRUNCATED if rule == "reject" else float(rule)
     return [verdict if isinstance(a, Answer) and not a.finished else a for a in answers]
 
 
-def is_none(score: Any) -> bool:
-    """Return whether a score is None, or the verdict on that."""
-    return score is None or (isinstance(score, Rejected) and score.reason == "none")
-
-
 def rejection(error: BaseException) -> Rejected:
-    """Return the reason why a call that raised this has no scores, with its own traceback."""
+    """Return the reason why a call that raised this has no scores, with the user's traceback."""
     if isinstance(error, WrongLength):
         return Rejected("wrong_length", str(error))
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename.startswith(PACKAGE):
-        own = own.tb_next  # calls of ours, before those of the user
-    own = own or error.__traceback__
-    text = masked("".join(traceback.format_exception(type(error), error, own)))[-LONGEST:]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        trace = trace.tb_next  # calls of ours, before those of the user
+    trace = trace or error.__traceback__
+    text = masked("".join(traceback.format_exception(type(error), error, trace)))[-LONGEST:]
     # torch raises RuntimeError and the system OSError, both with these words
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
@@ -94,23 +89,3 @@ async def finished(scores: Awaitable[Any]) -> list[Any] | Rejected:
         return listed(await scores)
     except BaseException as error:  # untrusted: even SystemExit must not end the event loop
         return rejection(error)
-
-
-async def within(seconds: float, call: Awaitable[Any]) -> Any:
-    """Return the call's result; after `seconds`, cancel it and return None."""
-    task = asyncio.ensure_future(call)
-    # not wait_for, which waits for a call that ignores its cancellation
-    ended, _ = await asyncio.wait([task], timeout=max(0.0, seconds))
-    if not ended:
-        task.cancel()
-        await asyncio.sleep(0)  # its callbacks run first: one stops the process that it hangs in
-        return None
-    return task.result()
-
-
-def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, whatever the functions in it raise."""
-    while True:
-        # asyncio lets them out, and keeps them for the task
-        with suppress(SystemExit, KeyboardInterrupt):
-            return loop.run_forever()

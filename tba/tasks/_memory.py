@@ -133,9 +133,9 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
     """
     if functions is None:
         return None
-    if config.runtime.use == "local" and config.reward.isolate == "thread":
+    if config.runtime.use == "local" and config.reward.isolate == "none":
         return functions
-    local = "runtime.use=local and reward.isolate=thread"
+    local = "runtime.use=local and reward.isolate=none"
     for function in functions:
         name = name_of(function)
         module = name.split(".")[0]

@@ -39,13 +39,17 @@ def ended_by(
         return sorted({*searchers()} - ended, key=lambda process: process.pid)
 
     until(lambda: len(running()) == 2, 120, every=0.1)
-    restarts = run.searchers.stats.restarts
+    restarts = run.searchers.stats.counts["searchers/restarts"]
     chosen = case.pick(running())
     ended.add(chosen)
     limit = kill(chosen.pid)
     began = time.monotonic()
     with case.attempt():
-        until(lambda: run.searchers.stats.restarts > restarts, limit + 20, every=0.02)
+        until(
+            lambda: run.searchers.stats.counts["searchers/restarts"] > restarts,
+            limit + 20,
+            every=0.02,
+        )
         assert case.noticed(time.monotonic() - began) < limit
 
 
@@ -58,11 +62,15 @@ def nothing_is_lost_or_doubled(run: Run) -> None:
     columns = run.buffer.columns()
     assert all(columns.count[columns.rows(p)].sum() == ANSWERS for p in columns.prompts)
     gathered = run.buffer.prompts
-    assert run.buffer.counts["added"] == ANSWERS * gathered == run.searchers.stats.samples
+    assert (
+        run.buffer.counts["added"]
+        == ANSWERS * gathered
+        == run.searchers.stats.counts["samples_generated"]
+    )
     cursor, limit = run.searchers.state().cursor, run.config.reward.quarantine
     deaths = cursor.get("deaths", {})
     aside = {name for name, count in deaths.items() if 0 < limit <= count}
-    assert len(aside) == run.searchers.stats.quarantined
+    assert len(aside) == run.searchers.stats.counts["searchers/quarantined"]
     out = [name for name in cursor["outstanding"] if name not in aside]
     assert cursor["state"]["chosen"] == gathered + len(out) + len(aside)
     assert not {*out, *aside} & {g.prompt.id for g in run.buffer.groups()}
@@ -105,7 +113,9 @@ def survives_ended_searchers(
     run = run_and_keep(chosen, meanwhile=attack)
     if failures:
         raise failures[0]
-    assert run.searchers.stats.restarts >= len(ended) == kills  # a busy machine may be late itself
+    assert (
+        run.searchers.stats.counts["searchers/restarts"] >= len(ended) == kills
+    )  # a busy machine may be late itself
     nothing_is_lost_or_doubled(run)
     assert case.left(len(alive(searchers()))) == 0
     steps = run.step + 20

@@ -68,7 +68,7 @@ PICKLES = {
     "tba/runtime/memory.py": "weights for searchers; the pickle goes with the call to them",
     "tba/search/child.py": "requests of the searcher, through a socket that only it has",
     "tba/search/dialogue.py": "environments for the scoring process of the same run",
-    "tba/search/isolation.py": "writes these requests",
+    "tba/search/scoring.py": "writes these requests",
     "tba/search/searcher.py": "functions that were passed from Python, never from a file",
     "tba/tasks/_memory.py": "writes these functions",
 }

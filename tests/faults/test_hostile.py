@@ -22,8 +22,7 @@ from tba.config.schema import parse
 from tba.prompt import Answer, Prompt
 from tba.report import report
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.search.isolation import InProcess
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks.custom import Custom
 
 REWARD = str(Path(hostile.__file__))
@@ -32,15 +31,15 @@ DEADLINE = 3.0
 
 
 @pytest.fixture
-def guard(request: pytest.FixtureRequest) -> Guard:
+def guard(request: pytest.FixtureRequest) -> Scoring:
     """A guard whose processes, and all that these start, are gone at the end."""
     task = partial(Custom, data="", reward=f"{REWARD}:{request.param}")
-    return Guard({"": task()}, DEADLINE, process=InProcess({"": task}, 1.0))
+    return Scoring({"": task()}, ScoringProcess({"": task}, 1.0), DEADLINE)
 
 
 @pytest.mark.parametrize("guard", ["score", "score_later"], indirect=True)
 @cases(5, full=len(hostile.KINDS), part=len(hostile.KINDS))
-def test_a_hostile_reward_costs_its_own_group(case: Case, guard: Guard) -> None:
+def test_a_hostile_reward_costs_its_own_group(case: Case, guard: Scoring) -> None:
     """Groups before and after it get their rewards; nothing is left of its process."""
     kind = hostile.KINDS[case.index]
     before, threads = set(psutil.Process().children()), set(threading.enumerate())

@@ -211,7 +211,7 @@ def goes_on(folder: Path, *settings: str) -> None:
     cursor = run.searchers.state().cursor
     held = {g.prompt.id for g in run.buffer.groups()}
     assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]
-    assert run.searchers.stats.samples == 4 * len(held)
+    assert run.searchers.stats.counts["samples_generated"] == 4 * len(held)
     rows = steps(folder)
     assert rows == sorted(set(rows)) and {*range(1, step + 11)} - {*rows} <= {step}
     assert (folder / "summary.json").exists()

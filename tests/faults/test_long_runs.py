@@ -168,7 +168,7 @@ def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
         pytest.raises(EngineError, match=ends),
     ):
         opened.train()
-    case.tried = case.survived = opened.searchers.stats.restarts
+    case.tried = case.survived = opened.searchers.stats.counts["searchers/restarts"]
     told = [r.getMessage() for r in caplog.records if "its tasks are issued again" in r.msg]
     waits = ["now", *(f"in {2**n} s" for n in range(restarts - 1))]
     assert len(told) == restarts
@@ -242,5 +242,5 @@ def test_an_engine_that_never_takes_new_weights_is_noticed(
     steps = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     case.noticed(steps[-1]["time"] if steps else 0.0)
     assert len(steps) < 10
-    assert opened.searchers.stats.restarts == 0
+    assert opened.searchers.stats.counts["searchers/restarts"] == 0
     assert damage(generations(tmp_path / "run" / CHECKPOINTS)[-1]) == {}

@@ -30,9 +30,8 @@ from tba.runtime.deadline import Calls, ClusterLostError
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.publisher import Publisher
-from tba.search.isolation import InProcess
 from tba.search.result import SearchStats
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks._tools import within
 from tba.tasks.custom import Custom
 from tba.weights import Sent
@@ -143,10 +142,10 @@ def in_the_start_of_a_scoring_process(seconds: float, model: Path, folder: Path)
         time.sleep(60)
         return task
 
-    process = InProcess({"": load}, 1.0, start_deadline=seconds)
+    process = ScoringProcess({"": load}, 1.0, start_deadline=seconds)
     began()
     with pytest.raises(RuntimeError, match=r"runtime\.start_deadline"):
-        Guard({"": task}, 1.0, process=process).wait_until_ready()
+        Scoring({"": task}, process, 1.0).wait_until_ready()
     noticed()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -200,7 +201,7 @@ def opens(
 
 def found(call: Call) -> SearchResult:
     groups = [Group(p, np.array([1], np.int32), ()) for p in call.arguments[0]]
-    return SearchResult(groups, SearchStats(samples=len(groups)))
+    return SearchResult(groups, SearchStats(Counter(samples_generated=len(groups))))
 
 
 def one_ends(refs: list[Call]) -> list[Call]:
@@ -226,12 +227,15 @@ def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
     gathered: list[str] = []
 
     def restarted(times: int) -> bool:
-        return searchers.stats.restarts == times
+        return searchers.stats.counts["searchers/restarts"] == times
 
     for restarts in (2, 3):
         until(partial(restarted, restarts), SECONDS)
         gathered += [group.prompt.id for group in searchers.gather(30)]
-        assert searchers.stats.restarts == restarts and len(searchers._handles) == 1
+        assert (
+            searchers.stats.counts["searchers/restarts"] == restarts
+            and len(searchers._handles) == 1
+        )
         clock.now += 2.0 ** (restarts - 2)
     until(lambda: searchers._failure is not None, SECONDS)
     with pytest.raises(EngineError, match=r"out of memory.* after runtime\.max_restarts = 3 rest"):
@@ -253,7 +257,7 @@ def test_a_run_whose_only_searcher_waits_to_be_restarted_goes_on(opens: Opens) -
 
     turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent")
     searchers = opens(one_ends, received, *turns)
-    assert len(searchers.gather(5)) == 5 and searchers.stats.restarts == 2
+    assert len(searchers.gather(5)) == 5 and searchers.stats.counts["searchers/restarts"] == 2
 
 
 def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
@@ -290,7 +294,7 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
     assert together.wait(SECONDS)
     gathered = [group.prompt.id for group in searchers.gather(30)]
     searchers.close()
-    assert searchers.stats.restarts == 1
+    assert searchers.stats.counts["searchers/restarts"] == 1
     assert len(gathered) == len(set(gathered)) >= 30
     cursor = searchers.state().cursor
     in_tray = {p.id for prompts, _ in searchers._tray.values() for p in prompts}
@@ -311,7 +315,7 @@ def test_an_error_in_code_or_settings_is_one_before_which_the_run_is_saved(opens
     searchers = opens(one_ends, received)
     with pytest.raises(SearchError, match=r"failed in `search`:(.|\n)*CUDA out of memory"):
         searchers.gather(3)
-    assert searchers.stats.restarts == 0
+    assert searchers.stats.counts["searchers/restarts"] == 0
 
 
 @pytest.mark.parametrize("error", [GetTimeoutError("slow"), ObjectLostError("ab", None, "")])
@@ -334,7 +338,7 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
 
     searchers = opens(one_ends, received)
     assert len(searchers.gather(3)) >= 3
-    assert searchers.stats.restarts == 1
+    assert searchers.stats.counts["searchers/restarts"] == 1
     with pytest.raises(EngineError, match=r"version 3 did not arrive .*task_deadline = 2\.5 s"):
         ObjectStore(2.5).receive(Sent(3, (None,)))
 
@@ -372,5 +376,5 @@ def test_time_in_which_the_run_is_stopped_restarts_nobody(
     timer = threading.Timer(0.5, stopped)
     timer.start()
     assert len(searchers.gather(3)) >= 3
-    assert searchers.stats.restarts == 0
+    assert searchers.stats.counts["searchers/restarts"] == 0
     timer.join(SECONDS)

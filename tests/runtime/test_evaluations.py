@@ -11,7 +11,7 @@ from toy import toy_config
 
 from tba.runs.setup import RunSetup, check
 from tba.runtime.evaluations import Evaluations
-from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
+from tba.search.evaluate import Score, evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
 from tba.weights import Sent
@@ -107,7 +107,8 @@ def test_pieces_have_random_numbers_of_their_own(
     first = setup.held_out[0]
     same = replace(searchers[0], setup=replace(setup, held_out=(first,) * 6))
     one, other = (evaluate_piece(same, number) for number in (0, 1))
-    alike, different = "greedy_length", "sampled_log_ratio"
+    alike = Score("greedy_length")
+    different = Score("sampled_log_ratio", of_reference=True)
     assert one.scores[alike].tolist() == other.scores[alike].tolist()
     assert one.scores[different].tolist() != other.scores[different].tolist()
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tba.prompt import Answer
-from tba.search.result import Rejected
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring
+from tba.search.verdicts import Rejected
 from tba.tasks.custom import PASSED, Custom
 
 REWARDS = '''
@@ -187,7 +187,7 @@ def test_a_wrong_number_of_rewards_is_rejected_as_that(
 ) -> None:
     task = custom(name)
     answers = [Answer(text, finished=True) for text in COMPLETIONS]
-    (verdicts,) = Guard({"": task}, 1.0)(task.prompts()[:1], [answers])
+    (verdicts,) = Scoring({"": task})(task.prompts()[:1], [answers])
     detail = f"{name} returned 2 rewards for 3 completions"
     assert verdicts == [Rejected("wrong_length", detail)] * 3
 

@@ -25,8 +25,8 @@ import tba
 from tba.config.plugins import JUDGES, resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
-from tba.search.result import Rejected
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring
+from tba.search.verdicts import Rejected
 from tba.tasks.judges import http
 from tba.tasks.judges.http import Http, JudgeError
 
@@ -333,16 +333,15 @@ def task(server: Judge, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def test_groups_are_scored_at_once_and_a_bad_answer_costs_itself(
+def test_groups_are_scored_and_a_bad_answer_costs_itself(
     server: Judge, task: Callable[..., Any]
 ) -> None:
-    guard = Guard({"": task()}, deadline=5.0, concurrency=4)
+    guard = Scoring({"": task()})
     prompts = [Prompt(str(i), "1+1=") for i in range(4)]
     answers = [[Answer("x" * i + t, True) for t in "yz"] for i in range(4)]
     server.always = Reply(delay=0.2)
     verdicts = guard(prompts, answers)
     assert verdicts == [[share("x" * i + t) for t in "yz"] for i in range(4)]
-    assert server.most == 4
     server.script.extend([Reply(400, "no"), Reply(), Reply(400, "too long")])
     ((good, bad),) = guard(prompts[:1], [[Answer("good", True), Answer("bad", True)]])
     assert good == share("good")
@@ -428,7 +427,7 @@ def test_the_key_is_sent_and_told_nowhere(
             server.always = Reply(status, echo=True)
             with pytest.raises(JudgeError, match=r"Bearer \*\*\*") as error:
                 ask(judge, f"b{status}")
-            told.append(Guard({"": Asked(judge)}, 5.0)([Prompt("0", "p")], [[Answer("c", True)]]))
+            told.append(Scoring({"": Asked(judge)})([Prompt("0", "p")], [[Answer("c", True)]]))
             told.append(error.value)
         server.always = Reply(drop=True)
         with pytest.raises(JudgeError) as error:

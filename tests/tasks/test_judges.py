@@ -29,8 +29,8 @@ from tba.config.plugins import resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
-from tba.search.result import Rejected
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring
+from tba.search.verdicts import Rejected
 from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel
@@ -213,7 +213,7 @@ def test_a_text_that_is_too_long_costs_only_its_answer(make: Make, tmp_path: Pat
     reward = {"use": "classifier", "model": str(make())}
     task = resolve("tasks", "task", "custom", {**options, "reward": reward}).build()
     answers = [Answer(text, True) for text in ("2", "1" * CONTEXT, "3")]
-    (verdicts,) = Guard({"": task}, 10.0)(task.prompts()[:1], [answers])
+    (verdicts,) = Scoring({"": task})(task.prompts()[:1], [answers])
     assert [isinstance(v, Rejected) for v in verdicts] == [False, True, False]
     assert isinstance(verdicts[1], Rejected)
     assert "has 68 tokens; the judge" in verdicts[1].detail
@@ -428,7 +428,7 @@ def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(
 
     monkeypatch.setattr(JudgeModel, "load", counted)
     reward = f"task.reward={{use='classifier', model='{make()}'}}"
-    parts = check(load(None, [*settings, reward, "reward.isolate=thread"]))  # to count here
+    parts = check(load(None, [*settings, reward, "reward.isolate=none"]))  # to count here
     assert loaded == []
     searcher = parts.search_setup().build("cpu", False)
     assert loaded == ["cpu"]

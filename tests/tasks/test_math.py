@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from tba.config.plugins import resolve
-from tba.config.schema import load
 from tba.prompt import Answer, Prompt
-from tba.search.isolation import InProcess
-from tba.search.result import Rejected
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.verdicts import Rejected
 from tba.tasks.math import Math, last_boxed
 
 PAIRS: dict[str, list[tuple[str, str, bool]]] = {
@@ -183,7 +181,7 @@ def test_a_hundred_pairs_are_graded_as_listed(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_what_cannot_be_compared_in_time_has_no_reward() -> None:
     """By math-verify's own limit, in the main thread of the scoring process, which goes on."""
-    guard = Guard({"": Math()}, deadline=10.0, process=InProcess({"": Math}, max_memory=4.0))
+    guard = Scoring({"": Math()}, ScoringProcess({"": Math}, max_memory=4.0), 10.0)
     answers = [boxed(text) for text in ("\\frac{14}{2}", HANGS, "8", "10000000!")]
     (verdicts,) = guard([prompt("7")], [answers])
     guard.close()
@@ -197,9 +195,6 @@ def test_outside_of_a_main_thread_it_is_refused() -> None:
         scored = threads.submit(graded, "7", "\\boxed{6 + 0}")
         with pytest.raises(RuntimeError, match=r"main thread of a process; set reward\.isolate"):
             scored.result()
-    for setting in ("task=math", "eval.sets.more.use=math"):
-        with pytest.raises(ValueError, match=r"does not work with the task 'math'"):
-            load(None, [setting, "reward.isolate=thread"])
 
 
 def test_the_last_box_counts() -> None:

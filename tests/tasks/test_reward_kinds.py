@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tba.prompt import Answer, Prompt
-from tba.search.rewards import Guard
-from tba.search.verdicts import Rejected, verdict_on
+from tba.search.scoring import Scoring
+from tba.search.verdicts import Rejected, parse_score
 from tba.tasks import WrongLength, listed
 from tba.tasks._rewards import reward_function
 from tba.tasks.custom import Custom
@@ -59,12 +59,12 @@ TWO: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", TWO)
 def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind: str) -> None:
-    assert [verdict_on(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
+    assert [parse_score(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
 
 
 def test_true_is_one_and_none_stays_none() -> None:
     for scores in (np.array([True, False]), [np.bool_(True), False], torch.tensor([True, False])):
-        assert [verdict_on(score) for score in listed(scores)] == [1.0, 0.0]
+        assert [parse_score(score) for score in listed(scores)] == [1.0, 0.0]
     assert listed(np.ma.array([1.0, 2.0], mask=[True, False])) == [None, 2.0]
 
 
@@ -85,11 +85,11 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_not_one_number_is_none(kind: str) -> None:
-    verdicts = [verdict_on(score) for score in listed(WRONG[kind])]
+    verdicts = [parse_score(score) for score in listed(WRONG[kind])]
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
     task = Custom(data="", reward="", passed=(lambda completions: WRONG[kind],))
     answers = [Answer("a", True), Answer("b", True)]
-    (verdicts,) = Guard({"": task}, 5.0)([Prompt("0", "?")], [answers])
+    (verdicts,) = Scoring({"": task})([Prompt("0", "?")], [answers])
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
 
 
@@ -150,7 +150,7 @@ async def g(completions):
 def test_a_traceback_begins_in_the_users_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISES)
     task = Custom(data="", reward=f"{tmp_path}/raising.py:{name}")
-    ((verdict,),) = Guard({"": task}, 5.0)([Prompt("0", "?")], [[Answer("a", True)]])
+    ((verdict,),) = Scoring({"": task})([Prompt("0", "?")], [[Answer("a", True)]])
     assert isinstance(verdict, Rejected)
     lines = verdict.detail.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and "raising.py" in lines[1]

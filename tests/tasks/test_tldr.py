@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tba.prompt import Answer, Prompt
-from tba.search.result import Rejected
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring
+from tba.search.verdicts import Rejected
 from tba.tasks.tldr import Tldr, query_of
 
 JUDGES = '''
@@ -75,7 +75,7 @@ def answers(*texts: str) -> list[Answer]:
 
 def wins(task: Tldr, group: Sequence[Answer]) -> list[Any]:
     """The verdicts on a group, with the reason of each rejection."""
-    (verdicts,) = Guard({"": task}, 5.0)([PROMPT], [group], ("", "win_rate"))
+    (verdicts,) = Scoring({"": task})([PROMPT], [group], ("", "win_rate"))
     return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
 
 
@@ -143,7 +143,7 @@ def test_what_the_gold_judge_cannot_score_is_neither_won_nor_lost(
     task = make(gold="short_only")
     assert wins(task, answers("fives", "too long", "")) == [1.0, "none", "not_finite"]
     long = Prompt("1", "", {"query": QUERY, "summary": "too long, too"})
-    (verdicts,) = Guard({"": task}, 5.0)([long], [answers("fives", "two")], ("", "win_rate"))
+    (verdicts,) = Scoring({"": task})([long], [answers("fives", "two")], ("", "win_rate"))
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["none", "none"]
 
 
@@ -158,7 +158,7 @@ def test_judges_may_be_async(make: Callable[..., Tldr]) -> None:
 
 
 def test_without_a_gold_judge_nothing_is_measured(make: Callable[..., Tldr]) -> None:
-    assert Guard({"": make(gold=None)}, 5.0).measures() == []
+    assert not make(gold=None).measures()
 
 
 def test_mistakes_are_reported_with_what_to_type(make: Callable[..., Tldr], tmp_path: Path) -> None:

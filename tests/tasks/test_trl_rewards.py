@@ -16,8 +16,7 @@ import tba
 from tba.config.plugins import Plugin, resolve
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, SAMPLES, read
-from tba.search.isolation import InProcess
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks import Task
 from tba.tasks.custom import metric_names
 
@@ -89,8 +88,10 @@ def calls(plugin: Callable[..., Plugin]) -> list[list[float]]:
     return trl_like.calls
 
 
-def judged(task: Task, answers: Sequence[Answer], process: InProcess | None = None) -> list[Any]:
-    guard = Guard({"": task}, 60.0, process=process)
+def judged(
+    task: Task, answers: Sequence[Answer], process: ScoringProcess | None = None
+) -> list[Any]:
+    guard = Scoring({"": task}, process, 60.0)
     (verdicts,) = guard([task.prompts()[0]], [answers])
     guard.close()
     return verdicts
@@ -102,7 +103,7 @@ def test_functions_get_what_trl_passes_and_log_as_in_trl(
 ) -> None:
     """Also through the process that scores. The second function does not apply to five tokens."""
     made = plugin("ones", "lengths", reward_weights=[1.0, 0.5])
-    process = InProcess({"": made.build}, 1.0) if isolated else None
+    process = ScoringProcess({"": made.build}, 1.0) if isolated else None
     first, second = judged(made.build(), ANSWERS, process)
     assert (first, second) == (2.0 + 0.5 * 4, 3.0)
     logged = {"progress": 4 / 20, "loss": -1.0}  # by the newest weights that began one of them
@@ -131,8 +132,8 @@ def test_functions_of_a_lazy_module_and_instances_are_found(plugin: Callable[...
 
 def test_functions_are_named_as_in_trl() -> None:
     partial = functools.partial(functools.partial(judged), answers=[])
-    functions = [judged, partial, lambda completions: [], InProcess, Prompt("0", "x"), judged]
-    expected = ["judged", "judged_2", "<lambda>", "InProcess", "Prompt", "judged_3"]
+    functions = [judged, partial, lambda completions: [], ScoringProcess, Prompt("0", "x"), judged]
+    expected = ["judged", "judged_2", "<lambda>", "ScoringProcess", "Prompt", "judged_3"]
     assert metric_names(functions) == expected
 
 

@@ -14,7 +14,7 @@ from tba.assemble import run
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
-from tba.search.rewards import Guard
+from tba.search.scoring import Scoring
 from tba.tasks.verifiers import Verifiers
 
 
@@ -41,7 +41,7 @@ def test_an_answer_has_the_weighted_sum_of_the_rewards() -> None:
 def test_answers_are_scored_by_the_guard() -> None:
     echo = task()
     answers = [[Answer("1", True), Answer("2", True)] for _ in range(4)]
-    verdicts = Guard({"": echo}, 5.0)(echo.prompts()[:4], answers)
+    verdicts = Scoring({"": echo})(echo.prompts()[:4], answers)
     assert verdicts == [[1.875, -0.125], [-0.125, 1.875], [-0.125, -0.125], [-0.125, -0.125]]
 
 
