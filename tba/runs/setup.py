@@ -180,7 +180,7 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     task.check()
     _check_stop(config, text)
     given = _given(task, text)
-    _check_behavior(config, objective, task, seeded=len(given) > 0)
+    _check_behavior(config, objective, seeded=len(given) > 0)
     prompts, held_out, encoded = read_prompts(config, task, text)
     _check_tools(config, task, objective, prompts[0])
     if not held_out:
@@ -305,7 +305,7 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
-def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool) -> None:
+def _check_behavior(config: Config, objective: Plugin, seeded: bool) -> None:
     """Raise ValueError if the objective needs log-probs of the sampling policy that are missing."""
     if not any(objective.at(s).uses_behavior for s in (0, config.run.steps)):
         return
@@ -316,8 +316,6 @@ def _check_behavior(config: Config, objective: Plugin, task: Task, seeded: bool)
         lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
     if seeded:
         lacks["task.seeds"] = "of the reference; remove task.seeds"
-    if task.leaves_out is not None:
-        lacks[task.leaves_out] = f"before answers were left out; remove {task.leaves_out}"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"

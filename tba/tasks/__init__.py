@@ -137,11 +137,6 @@ class Task(Scorer):
         return None
 
     @property
-    def leaves_out(self) -> str | None:
-        """The option by which the task leaves out some answers on purpose, if it is set."""
-        return None
-
-    @property
     def part_weights(self) -> Mapping[str, float]:
         """The weight of each part, by name, if the task consists of several."""
         return {}

@@ -94,7 +94,7 @@ def _task(key: str, part: Part) -> Task:
         raise ValueError(f"{key}.use = {part.use!r} has parts itself; list them beside the others")
     measures = list(task.measures())
     is_seeded = type(task).given is not Task.given
-    if measures or is_seeded or task.samples_again or task.leaves_out is not None:
+    if measures or is_seeded or task.samples_again:
         more = f"measures {', '.join(measures)}" if measures else "searches in a way of its own"
         raise ValueError(
             f"{key}.use = {part.use!r} {more}, which a part of a mixture cannot; train it in a run"

@@ -105,10 +105,6 @@ class RedTeam(Task):
     def pass_reward(self) -> float:
         return math.nextafter(self.threshold, 1.0)  # the least reward above it
 
-    @property
-    def leaves_out(self) -> str | None:
-        return None if self.near_distance is None else "task.near_distance"
-
     def prompts(self) -> Sequence[Prompt]:
         return [Prompt("attack", self.prompt)]
 

@@ -456,10 +456,6 @@ MISTAKES = {
         ["sampling.explore=[0.5, 2.0]", "objective=rloo"],
         r"sampling\.explore does not work with objective\.use = 'rloo'",
     ),
-    "near-duplicates": (
-        ["task.near_distance=0.25", "objective=grpo"],
-        r"task\.near_distance does not work with objective\.use = 'grpo'.* left out; remove",
-    ),
     "one temperature": (["sampling.explore=[0.5]"], r"sampling\.explore"),
     "temperature 0": (["sampling.explore=[0, 2]"], r"sampling\.explore.*greater than 0"),
 }
