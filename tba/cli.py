@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
@@ -215,7 +215,8 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # names of files depend on the locale
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
-    _open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Printable())
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
@@ -223,32 +224,25 @@ def main() -> None:
     try:
         app()
     except (ValueError, TimeoutError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        raise SystemExit(2) from error
+        _fail(error, 2)
     except RuntimeError as error:
         from tba.engines import RewardError  # not above: it imports PyTorch
 
         if not isinstance(error, RewardError):
             raise
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        raise SystemExit(1) from error
+        _fail(error, 1)
     except OSError as error:
-        if error.filename is None and not is_full(error):
+        if is_full(error):
+            _fail(OSError(f"the disk is full: {error}"), 1)
+        if error.filename is None:
             raise
-        why = f"the disk is full: {error}" if is_full(error) else error
-        print(f"error: {printable(str(why))}", file=sys.stderr)
-        raise SystemExit(1 if is_full(error) else 2) from error
+        _fail(error, 2)
 
 
-def _open_streams() -> None:
-    """Let standard output take any text, and let streams that are closed lead nowhere."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if vars(sys)[name] is None:  # the next file that is opened would get its number
-            file = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
-            os.dup2(file.fileno(), number)
-            setattr(sys, name, file)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
+def _fail(error: Exception, status: int) -> NoReturn:
+    """Print an error as one sentence, and end with this status."""
+    print(f"error: {printable(str(error))}", file=sys.stderr)
+    raise SystemExit(status) from error
 
 
 def _config(settings: list[str], resume: Path | None) -> Config:

@@ -139,16 +139,6 @@ def test_a_temporary_folder_that_ray_cannot_use_is_named(
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_lead_nowhere(closed: str, folder: Path) -> None:
-    """A file that is opened later must not get their numbers."""
-    code = "import os; from tba.cli import _open_streams; _open_streams(); print(os.fstat(3))"
-    told = subprocess.run(
-        ["sh", "-c", f"exec {sys.executable} -c '{code}' {closed}"], cwd=folder, capture_output=True
-    )
-    assert told.returncode == 1  # 3 is not open: all below are
-
-
 def test_a_locale_without_utf_8_changes_nothing(folder: Path) -> None:
     own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = subprocess.run(
@@ -176,7 +166,8 @@ def test_mistakes_are_told_without_torch(folder: Path) -> None:
         "    except SystemExit as ended: assert ended.code == 2, command\n"
         "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules, command\n"
     )
-    late = ("eval nowhere task=arithmetic", "train objective.b", "train engine.dtype=fp16")
+    data = [f"train {OWN} {key}" for key in ("task.data", "task.prompt_column", "task.held_out")]
+    late = ("eval nowhere task=arithmetic", "train objective.b", "train engine.dtype=fp16", *data)
     commands = [command for command in MISTAKES if not command.startswith(late)]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,

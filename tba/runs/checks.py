@@ -15,13 +15,10 @@ from tba.models import model_path
 from tba.runs import log
 from tba.runs.generations import MANIFEST, damage, generations
 from tba.runs.lock import check_usable
-from tba.tasks._data import is_path
 from tba.tasks._memory import Passed, build_task
 
 logger = logging.getLogger(__name__)
 
-SMALL = 20e6
-"""Most bytes of data that are read twice, to find mistakes in them early."""
 IMPORT_TORCH = ("objectives", "engines")
 """Plug-ins whose options are checked later."""
 SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
@@ -82,7 +79,7 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
 
 
 def check_config(config: Config, passed: Passed | None = None, folder: Path = Path()) -> None:
-    """Check models, plug-ins and their options, reward functions, and data of moderate size."""
+    """Raise ValueError for a wrong model, plug-in, option or reward function."""
     if passed is not None:
         config = passed.named_in(config, folder)
     _check_folder(model_path(config.policy.model))
@@ -99,12 +96,7 @@ def check_config(config: Config, passed: Passed | None = None, folder: Path = Pa
             " bundled:arithmetic, can only add"
         )
     plugin = resolve("tasks", "task", config.task.use, config.task.options)
-    task = build_task(plugin, None if passed is None else passed.functions)
-    sources = [config.task.options.get(key) for key in ("data", "held_out_data")]
-    is_written = passed is None or not passed.rows
-    if is_written and any(sources) and all(_is_small(each) for each in sources if each is not None):
-        task.prompts()
-        task.held_out()
+    build_task(plugin, None if passed is None else passed.functions)
 
 
 def check_evaluated(model: str, config: Config) -> None:
@@ -176,13 +168,6 @@ def _check_folder(path: str) -> None:
             f"policy.model = {path!r}: the folder has a model, but no tokenizer; save it there with"
             " tokenizer.save_pretrained"
         )
-
-
-def _is_small(source: str) -> bool:
-    """Return whether a data set is in files that are quick to read, or a path that is wrong."""
-    path = Path(source).expanduser()
-    files = path.iterdir() if path.is_dir() else [path]
-    return is_path(source) and sum(f.stat().st_size for f in files if f.is_file()) < SMALL
 
 
 def config_of(run: Path) -> Config:
