@@ -163,7 +163,9 @@ def test_a_chat_that_the_template_refuses_is_told(make_model: Callable[..., Path
         text.encode(Prompt("a", [{"role": "system", "content": "1+1="}]))
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "vocab.txt", "chat_template.jinja"]
+)
 def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(
     make_model: Callable[..., Path], file: str
 ) -> None:

@@ -29,8 +29,11 @@ RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
 """Types of layers that keep a state in place of keys and values."""
 PARTS = {"text_config", "text_encoder"}
 """Configs within the config of a model for images or sound."""
-LARGEST = {"config.json": 2**20, ".jinja": 2**20, ".json": 2**26, ".model": 2**26, ".txt": 2**26}
-"""Bytes of a file that is parsed, by its name or the end of its name."""
+LARGEST = {
+    "config.json": 2**20, "generation_config.json": 2**20, "*.jinja": 2**20,
+    "*token*.json": 2**26, "vocab.*": 2**26, "merges.txt": 2**26, "*.model": 2**26,
+}  # fmt: skip
+"""Bytes of files that are parsed whole, by a pattern of their names."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -181,13 +184,13 @@ def _check_sizes(path: str, named: str) -> None:
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json")
         folder = Path(cached).parent if isinstance(cached, str) else Path(path)
-    for file in folder.iterdir() if folder.is_dir() else ():
-        limit = LARGEST.get(file.name) or LARGEST.get(file.suffix)
-        if limit is not None and file.is_file() and file.stat().st_size > limit:
-            raise ValueError(
-                f"{named}: its {file.name} has {size(file.stat().st_size)}, and the limit is"
-                f" {size(limit)}; download the model again, or give another one"
-            )
+    for pattern, limit in LARGEST.items():
+        for file in folder.glob(pattern):
+            if file.is_file() and file.stat().st_size > limit:
+                raise ValueError(
+                    f"{named}: its {file.name} has {size(file.stat().st_size)}, and the limit is"
+                    f" {size(limit)}; download the model again, or give another one"
+                )
 
 
 @contextmanager
@@ -230,8 +233,14 @@ def load_text(policy: PolicyTable) -> Tokenizer:
         pad = eos
     declared = _declared_eos(model_path(policy.model), config)
     eos_ids = frozenset({eos, *(i for i in declared if i < vocabulary)})
+    template = str(tokenizer.chat_template)
+    if len(template) > LARGEST["*.jinja"]:
+        raise ValueError(
+            f"the chat template of {policy.model!r} has {size(len(template))}, and the limit is"
+            f" {size(LARGEST['*.jinja'])}; give another model"
+        )
     for name in policy.chat_template_kwargs:
-        if name not in str(tokenizer.chat_template):  # a template ignores what it does not know
+        if name not in template:  # a template ignores what it does not know
             raise ValueError(
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"
