@@ -8,7 +8,7 @@ Only the bundled model is needed: `python examples/python_api.py`, with settings
 import sys
 
 import tba
-from tba.runs.result import Result
+from tba.runs.offline import Result
 
 SETTINGS = [
     "objective=mylab.huber_tb.HuberTB",  # importable: a script's own folder is on the path

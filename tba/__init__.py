@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tba.run import Run
     from tba.runs.log import Replay
-    from tba.runs.result import Result
+    from tba.runs.offline import Result
 
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
     Reward: TypeAlias = Callable[..., Any]
@@ -49,7 +49,7 @@ def train(
     with its buffer: "keep", "rescore" or "drop", as `tba train --rescore` and `--drop-replay`.
     ValueError before any process starts if something cannot work.
     """
-    from tba.runs.result import Result
+    from tba.runs.offline import Result
 
     given = open_run(
         config, resume, data=data, reward=reward, held_out_data=held_out_data, replay=replay
@@ -92,7 +92,7 @@ def open_run(
 def result(folder: str | Path) -> "Result":
     """Return the result of the run in a folder; ValueError if the folder is not one of a run."""
     from tba.runs.log import read_config
-    from tba.runs.result import Result
+    from tba.runs.offline import Result
 
     read_config(Path(folder))
     return Result(Path(folder))

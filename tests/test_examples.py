@@ -25,7 +25,7 @@ from tba.engines import Engine
 from tba.models.pretrained import load_text
 from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Answer, Prompt
-from tba.runs.result import Result
+from tba.runs.offline import Result
 from tba.selections import Selection
 from tba.tasks import Task
 from tba.types import Batch, Sampling

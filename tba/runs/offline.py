@@ -1,29 +1,77 @@
-"""Commands on trained models: evaluation, and export of a run's responses."""
+"""What a run leaves behind: its tables, its model, the scores of a checkpoint, its responses."""
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from pandas import DataFrame
 from torch import Tensor
 
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
 from tba.learn.state import MODEL, read_model
-from tba.models.lora import SETTINGS
-from tba.models.pretrained import computes_in_bf16, load_text
+from tba.models.lora import SETTINGS, merged
+from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE
 from tba.runs.checks import check_evaluated, check_responses, config_of, stored_config
-from tba.runs.choice import chosen
+from tba.runs.choice import choose, chosen
 from tba.runs.files import open_plain, write_whole
 from tba.runs.generations import step_of
+from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.setup import RunSetup, check
+from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import EvaluatedAnswer, evaluate_held_out
 from tba.weights import Weights, as_array, read_weights
+
+EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that a run has written to its folder, read when it is asked for."""
+
+    folder: Path
+
+    @property
+    def summary(self) -> Summary:
+        """The totals, and the first and last scores; ValueError until the run has ended."""
+        return Summary.read(self.folder)
+
+    def metrics(self) -> DataFrame:
+        """Return the metrics of each training step, in order, with a column `step`."""
+        return DataFrame([row for row in read(self.folder / METRICS) if EVALUATED not in row])
+
+    def evaluations(self) -> DataFrame:
+        """Return the scores of each evaluation, in order; `step` is the version evaluated."""
+        rows = read(self.folder / METRICS)
+        # a resumed run may have repeated one
+        by_step = {row["step"]: row for row in rows if EVALUATED in row}
+        return DataFrame([by_step[step] for step in sorted(by_step)])
+
+    def samples(self) -> DataFrame:
+        """Return the stored prompts with their completions and rewards, in the order written."""
+        return DataFrame(read(self.folder / SAMPLES))
+
+    def model(self, step: int | str | None = None) -> Any:
+        """Return the trained model in fp32, for transformers, with a LoRA adapter merged into it.
+
+        The checkpoint is the newest one, the one of a `step`, or the "best" (see docs/tasks.md).
+        """
+        policy = config_of(self.folder).policy
+        folder = choose(self.folder, step) / MODEL
+        if policy.lora is not None:
+            return merged(policy, folder)
+        return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model."""
+        return load_text(config_of(self.folder).policy).tokenizer
 
 
 def evaluate_run(
