@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 
 from tba.config.schema import Config
@@ -13,10 +14,7 @@ FIRST = 50
 """Steps whose median KL is the usual one."""
 SMALL_KL = 0.01
 """KL in nats per token that is small, whatever it was at first."""
-EQUAL, CUT_OFF, ESS, KL = AVERAGED = (
-    "frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess", "kl/k3",
-)  # fmt: skip
-LOWEST, HIGHEST = "equal_rewards/min", "equal_rewards/max"
+KL = "kl/k3"  # a metric of every training step, and of no evaluation
 
 LEAST_ESS = 0.5
 """Share of a group below which the effective sample size is too small."""
@@ -46,12 +44,8 @@ class Warnings:
         self._given = dict(given or {})
         self._config = config
         self._pass_reward = pass_reward
-        self._recent = {name: deque[float](maxlen=WINDOW) for name in AVERAGED}
-        self._equal = deque[tuple[float, ...]](maxlen=WINDOW)
+        self._steps = deque[Mapping[str, float | None]](maxlen=STEPS + 1)
         self._first_kl: list[float] = []
-        self._usual_kl: float | None = None
-        self._seconds, self._waits = (deque[float](maxlen=STEPS) for _ in range(2))
-        self._newest: Mapping[str, float | None] = {}
         for row in rows:
             self._read(row)
 
@@ -75,30 +69,21 @@ class Warnings:
 
     def step(self, metrics: Mapping[str, float | None]) -> list[RunWarning]:
         """Return the warnings that the metrics of a step give for the first time."""
-        if not self._read(metrics):
+        if not self._read(metrics) or len(self._steps) < WINDOW:
             return []
-        full = len(self._recent[KL]) == WINDOW
-        return self._new(self._signs() if full else ())
+        return self._new(self._signs())
 
     def end(self) -> list[RunWarning]:
         """Return the warnings of a run that had too few steps for them."""
-        return self._new(self._signs(ended=True)) if self._recent[KL] else []
+        return self._new(self._signs(ended=True)) if self._steps else []
 
     def _read(self, metrics: Mapping[str, float | None]) -> bool:
         """Keep the metrics of a step; return whether they are of a step, not of an evaluation."""
         if KL not in metrics:
             return False
-        for name, values in self._recent.items():
-            values.append(metrics[name] or 0.0)
-        self._equal.append(tuple(metrics[n] or 0.0 for n in (LOWEST, HIGHEST) if n in metrics))
-        if self._usual_kl is None:
-            self._first_kl.append(self._recent[KL][-1])
-            if len(self._first_kl) == FIRST:
-                self._usual_kl = median(self._first_kl)
-        if self._newest:  # the time of the first step has the first fill
-            self._seconds.append((metrics["time"] or 0.0) - (self._newest["time"] or 0.0))
-            self._waits.append(self._seconds[-1] * (metrics["wait/trainer"] or 0.0))
-        self._newest = metrics
+        self._steps.append(metrics)
+        if len(self._first_kl) < FIRST:
+            self._first_kl.append(metrics[KL] or 0.0)
         return True
 
     def _new(self, signs: Iterable[RunWarning]) -> list[RunWarning]:
@@ -108,31 +93,41 @@ class Warnings:
 
     def _signs(self, ended: bool = False) -> Iterator[RunWarning]:
         """Yield the signs of trouble in the latest steps."""
-        w, mean = self._config.warn, {name: fmean(own) for name, own in self._recent.items()}
-        if mean[EQUAL] > w.equal_rewards:
-            value, cause = self._equal_value()
+        limits = self._config.warn
+        recent = list(self._steps)[-WINDOW:]
+        equal, cut_off, ess = (
+            fmean(row[name] or 0.0 for row in recent)
+            for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
+        )
+        if equal > limits.equal_rewards:
+            value, cause = self._equal_value(recent)
             yield (
                 "equal_rewards",
-                f"{mean[EQUAL]:.0%} of the groups have equal rewards{value}, which do not tell"
+                f"{equal:.0%} of the groups have equal rewards{value}, which do not tell"
                 " better responses from worse (more than warn.equal_rewards ="
-                f" {w.equal_rewards:g}): {cause}",
+                f" {limits.equal_rewards:g}): {cause}",
             )
-        if mean[CUT_OFF] > w.cut_off:
+        if cut_off > limits.cut_off:
             yield (
                 "cut_off",
-                f"{mean[CUT_OFF]:.0%} of the responses are cut off at sampling.max_tokens ="
-                f" {self._config.sampling.max_tokens} (more than warn.cut_off = {w.cut_off:g});"
-                " raise it, or ask for shorter responses",
+                f"{cut_off:.0%} of the responses are cut off at sampling.max_tokens ="
+                f" {self._config.sampling.max_tokens} (more than warn.cut_off ="
+                f" {limits.cut_off:g}); raise it, or ask for shorter responses",
             )
-        if mean[ESS] < LEAST_ESS:
+        if ess < LEAST_ESS:
             yield (
                 "ess",
-                f"the effective sample size is {mean[ESS]:.0%} of a group (less than"
+                f"the effective sample size is {ess:.0%} of a group (less than"
                 f" {LEAST_ESS:.0%}): the policy has moved away from the one that sampled the data;"
                 " lower trainer.learning_rate, or train on newer data",
             )
-        seconds, waited = (sum(own) for own in (self._seconds, self._waits))
-        full = ended or len(self._waits) == STEPS
+        # without the first step, whose time has the first fill
+        seconds = waited = 0.0
+        for before, row in pairwise(self._steps):
+            passed = (row["time"] or 0.0) - (before["time"] or 0.0)
+            seconds += passed
+            waited += passed * (row["wait/trainer"] or 0.0)
+        full = ended or len(self._steps) == STEPS + 1
         if full and self._config.asynchronous and waited > MOST_WAITING * seconds:
             yield (
                 "reuse",
@@ -142,8 +137,9 @@ class Warnings:
                 " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
                 " trainer.batch_size",
             )
-        usual, kl = self._usual_kl, median(self._recent[KL])
-        if usual is not None and kl > max(MOST_KL * usual, SMALL_KL):
+        usual = median(self._first_kl)
+        kl = median(row[KL] or 0.0 for row in recent)
+        if len(self._first_kl) == FIRST and kl > max(MOST_KL * usual, SMALL_KL):
             yield (
                 "kl",
                 f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
@@ -151,9 +147,10 @@ class Warnings:
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
 
-    def _equal_value(self) -> tuple[str, str]:
+    def _equal_value(self, recent: Sequence[Mapping[str, float | None]]) -> tuple[str, str]:
         """Return which reward the groups of equal rewards have, if all the same, and the cause."""
-        values = {value for pair in self._equal for value in pair}
+        ends = ("equal_rewards/min", "equal_rewards/max")
+        values = {row[name] or 0.0 for row in recent for name in ends if name in row}
         cause = (
             "the prompts are too easy by now, or too hard, or the reward function is at fault;"
             " choose other prompts, or set strategy.filter_equal=true"
