@@ -121,6 +121,19 @@ class Warnings:
                 f" {LEAST_ESS:.0%}): the policy has moved away from the one that sampled the data;"
                 " lower trainer.learning_rate, or train on newer data",
             )
+        yield from self._waits(ended)
+        usual = median(self._first_kl)
+        kl = median(row[KL] or 0.0 for row in recent)
+        if len(self._first_kl) == FIRST and kl > max(MOST_KL * usual, SMALL_KL):
+            yield (
+                "kl",
+                f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
+                f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
+                " reference; lower trainer.learning_rate, or raise objective.beta",
+            )
+
+    def _waits(self, ended: bool) -> Iterator[RunWarning]:
+        """Yield a warning if the trainer has waited too long for new samples."""
         # without the first step, whose time has the first fill
         seconds = waited = 0.0
         for before, row in pairwise(self._steps):
@@ -136,15 +149,6 @@ class Warnings:
                 f" runtime.max_reuse = {self._config.runtime.max_reuse:g} times; raise"
                 " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
                 " trainer.batch_size",
-            )
-        usual = median(self._first_kl)
-        kl = median(row[KL] or 0.0 for row in recent)
-        if len(self._first_kl) == FIRST and kl > max(MOST_KL * usual, SMALL_KL):
-            yield (
-                "kl",
-                f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
-                f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
-                " reference; lower trainer.learning_rate, or raise objective.beta",
             )
 
     def _equal_value(self, recent: Sequence[Mapping[str, float | None]]) -> tuple[str, str]:
