@@ -150,7 +150,7 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "the template of a judge": (
         {"use": "classifier", "model": "m", "template": "{completion}"},
-        {"use": "classifier", "model": "m", "template": "Q: {completion}"},
+        {"use": "classifier", "model": "m", "template": f"Q: {'long ' * 999}{{completion}}"},
         ["task.reward.template"],
     ),
     "the address and the model of a judge": (

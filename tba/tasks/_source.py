@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from importlib.metadata import version
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -81,13 +81,13 @@ class RewardSource:
     def _meant(self, text: str) -> Any:
         """Return what a text stands for, and add the code that it names."""
         where, _, name = text.rpartition(":")
-        path = Path(where).expanduser()
-        if path.suffix == ".py" and path.is_file():
-            self._add_code(path)
+        if where.endswith(".py") and Path(where).expanduser().is_file():
+            self._add_code(Path(where).expanduser())
             return name
-        path = Path(text).expanduser()
-        if text and path.is_file():
-            return sha256(path.read_bytes()).hexdigest()
+        with contextlib.suppress(OSError, RuntimeError):  # of a text that cannot be a path
+            if (path := Path(text).expanduser()).is_file():
+                with path.open("rb") as file:
+                    return file_digest(file, "sha256").hexdigest()
         for module in (where, text.rpartition(".")[0], text):
             if module in sys.modules and self._add_module(module):
                 return text[len(module) :]
