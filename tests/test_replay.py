@@ -104,18 +104,6 @@ def test_content_is_that_of_a_plain_model() -> None:
     assert arrivals == sorted(arrivals)
 
 
-def test_the_newest_copy_wins() -> None:
-    buffer = ReplayBuffer()
-    buffer.add([group("a", trajectory(1, 2, reward=0.0, version=1), trajectory(3))], now=0)
-    buffer.add([group("a", trajectory(1, 2, reward=1.0, version=5))], now=4)
-    (held,) = buffer.groups()
-    assert [t.tokens.tolist() for t in held.trajectories] == [[3], [1, 2]]
-    newest = held.trajectories[-1]
-    columns = buffer.columns()
-    (row,) = columns.latest_rows(columns.prompts[0])
-    assert (newest.version, newest.reward, columns.arrived[row]) == (5, 1.0, 4)
-
-
 def test_samples_of_a_response_that_arrives_again_add_up() -> None:
     """Uniform replay draws from all samples; a recent draw from those of the latest arrival."""
     buffer = ReplayBuffer()
@@ -127,15 +115,6 @@ def test_samples_of_a_response_that_arrives_again_add_up() -> None:
     (recent,) = buffer.sample(1, 4, Recent(), 1, rng)
     assert Counter(first_tokens(recent)) == {1: 1, 2: 3}
     assert buffer.counts["short_groups"] == 0
-
-
-def test_the_oldest_goes_first() -> None:
-    buffer = ReplayBuffer(per_prompt=2, capacity=3)
-    for now, (name, token) in enumerate([("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1)]):
-        buffer.add([group(name, trajectory(token))], now)
-    held = {(g.prompt.id, token) for g in buffer.groups() for token in first_tokens(g)}
-    assert held == {("b", 1), ("a", 3), ("c", 1)}
-    assert (buffer.counts["evicted_per_prompt"], buffer.counts["evicted_capacity"]) == (1, 1)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -299,17 +278,6 @@ def test_draws_by_count_are_without_replacement_among_few_and_many(others: int) 
         assert (np.sort(drawn, 1) == [0, 0, 1, 1, 1]).all()
         short = by_count(count, 1, 7, np.random.default_rng(0))
         assert (short[:, 5:] == -1).all()
-
-
-def test_a_large_prompt_is_drawn_by_reward() -> None:
-    """Distinct responses, the better half more often by e^(1 / T)."""
-    buffer = ReplayBuffer(per_prompt=2 * LARGE, capacity=2 * LARGE)
-    some = [trajectory(i, reward=float(i % 2)) for i in range(LARGE + 2)]
-    buffer.add([group("a", *some)], now=0)
-    drawn = buffer.sample(64, 16, Reward(temperature=0.5), 0, np.random.default_rng(0))
-    rewards = [t.reward for g in drawn for t in g.trajectories]
-    assert all(len(set(first_tokens(g))) == 16 for g in drawn)
-    assert abs(np.mean(rewards) - np.exp(2) / (1 + np.exp(2))) < 0.05
 
 
 def test_mixture_uses_each_arm_in_its_share() -> None:

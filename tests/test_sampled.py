@@ -171,7 +171,8 @@ def test_the_buffer_keeps_masks_where_there_are_some(tmp_path: Path) -> None:
     (segment,) = buffer._store.segments.by_number.values()
     assert "sampled" not in segment.arrays  # which costs nothing for others
     mask = [True, False, True]
-    buffer.add([group("a", masked(6, 7, 8, mask=mask)), group("b", masked(1, 1))], 1)
+    switched = replace(masked(6, 7, 8, mask=mask), switches=((1, 4), (2, 5)))
+    buffer.add([group("a", switched), group("b", masked(1, 1))], 1)
     buffer.save(tmp_path)()
     again = ReplayBuffer()
     again.load(tmp_path)
@@ -180,6 +181,7 @@ def test_the_buffer_keeps_masks_where_there_are_some(tmp_path: Path) -> None:
         masks = [None if t.sampled is None else t.sampled.tolist() for t in a.trajectories]
         assert masks == [None, None, mask]
         assert b.trajectories[0].sampled is None
+        assert [t.switches for t in a.trajectories] == [(), (), switched.switches]
     again._store.segments.merge()
     assert again.groups()[0].trajectories[2].sampled.tolist() == mask  # type: ignore[union-attr]
 
@@ -193,11 +195,15 @@ def test_the_same_text_from_another_hand_is_another_response() -> None:
 
 
 def test_groups_in_a_file_keep_their_masks(spread: list[Group], tmp_path: Path) -> None:
+    first = spread[0].trajectories[0]
+    switched = replace(first, switches=((len(first.tokens) - 1, 7),))
+    spread[0] = replace(spread[0], trajectories=(switched, *spread[0].trajectories[1:]))
     save_groups(spread, tmp_path / "held")
     for a, b in zip(spread, load_groups(tmp_path / "held"), strict=True):
         for t, u in zip(a.trajectories, b.trajectories, strict=True):
             assert t.tokens.tolist() == u.tokens.tolist()
             assert (t.sampled is None) == (u.sampled is None)
+            assert t.switches == u.switches
             np.testing.assert_array_equal(t.sampled, u.sampled)
 
 

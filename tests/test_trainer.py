@@ -19,7 +19,7 @@ import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite, WrongReference, plan
-from tba.learn.trainer import SingleTrainer, _group_metrics, learning_rate
+from tba.learn.trainer import SingleTrainer, _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.setup import check
@@ -403,24 +403,6 @@ def test_attention_is_chosen_by_device_and_length(
     assert chosen("sampling.max_tokens=7") == "sdpa"
     assert chosen("sampling.max_tokens=7", "policy.attention=eager") == "eager"
     assert chosen("policy.attention=sdpa") == "sdpa"
-
-
-def test_the_state_of_an_unfused_optimizer_is_loaded(
-    tiny_model: Path, batch: Batch, tmp_path: Path
-) -> None:
-    """Checkpoints of earlier versions come from one; the two round differently."""
-    old = trainer(tiny_model)
-    old.optimizer = torch.optim.AdamW(old.policy.model.parameters(), 1e-2, weight_decay=0)
-    old.schedule = learning_rate(old.optimizer, old.settings, old.steps)
-    old.step(batch, 0)
-    old.save(tmp_path)()
-    new = trainer(tiny_model)
-    new.load(tmp_path)
-    assert all(group["fused"] for group in new.optimizer.param_groups)
-    for t in (old, new):
-        t.step(batch, 1)
-    for p, q in zip(parameters(old), parameters(new), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
 
 
 def test_the_state_of_another_model_is_refused_whole(

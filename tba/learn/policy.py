@@ -1,6 +1,5 @@
 """A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ from tba.types import TokenBatch, collate_tokens
 
 SHORT = 16
 """Tokens of a short response."""
-
-log = logging.getLogger(__name__)
 
 
 class Output(NamedTuple):
