@@ -155,23 +155,9 @@ class ReplayBuffer:
             store.heads[prompt] = replace(head, reference=group.reference)
         keys = [key_of(t, prompt) for t in finite]
         new = dict(zip(keys, finite, strict=True))
-        arrived = np.array(list(Counter(keys).values()))
-        earlier = store.find(new)
-        before = np.zeros(len(new), int)
-        held = earlier != EMPTY
-        self.counts["duplicates"] += len(finite) - len(new)
-        arrivals = [store.take_arrivals(row) for row in earlier[held].tolist()]
-        if held.any():
-            before[held] = store.rows["count"][earlier[held]]
-            self.counts["duplicates"] += store.remove(earlier[held])
-        rows = store.put(prompt, new, now)
-        store.rows["arrived_count"][rows] = arrived
-        store.rows["count"][rows] = arrived + before
-        for row, own in zip(rows[held].tolist(), arrivals, strict=True):
-            if own[-2] == now:
-                store.rows["arrived_count"][row] += own.pop()
-                own.pop()
-            store.earlier[row] = own
+        samples = np.array(list(Counter(keys).values()))
+        known = store.put(prompt, new, samples, now)
+        self.counts["duplicates"] += len(finite) - len(new) + known
         excess = store.prompts["held"].item(prompt) - self.per_prompt
         if excess > 0:
             self.counts["evicted_per_prompt"] += store.evict(excess, prompt)

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -248,9 +248,6 @@ class Store:
             )
         return number
 
-    def find(self, keys: Iterable[bytes]) -> np.ndarray:
-        return np.array([self._index.get(key, EMPTY) for key in keys], np.int32)
-
     def arrived_since(self, rows: np.ndarray, since: int) -> np.ndarray:
         """Return the samples that were each row's response and arrived at this step or later."""
         samples = np.where(self.rows["arrived"][rows] >= since, self.rows["arrived_count"][rows], 0)
@@ -260,23 +257,36 @@ class Store:
                 samples[place] += counts[np.searchsorted(steps, since) :].sum()
         return samples
 
-    def take_arrivals(self, row: int) -> "array[int]":
-        """Return all arrivals of a row that is about to be replaced, as in `earlier`."""
-        arrivals = self.earlier.pop(row, array("i"))
-        arrivals.extend(self.rows[name].item(row) for name in ("arrived", "arrived_count"))
-        return arrivals
+    def put(
+        self, prompt: int, new: Mapping[bytes, Trajectory], samples: np.ndarray, now: int
+    ) -> int:
+        """Write trajectories, each with its samples, over earlier copies or to free rows.
 
-    def put(self, prompt: int, new: Mapping[bytes, Trajectory], now: int) -> np.ndarray:
-        """Write trajectories with new keys to free rows, and return these. Counts are not set."""
-        trajectories = list(new.values())
-        rows = self.rows.take(len(new))
+        Return the number of earlier copies, whose arrivals are kept.
+        """
         table = self.rows
+        rows = np.array([self._index.get(key, EMPTY) for key in new], np.int32)
+        is_known = rows != EMPTY
+        known = rows[is_known]
+        added = table.take(len(new) - len(known))
+        rows[~is_known] = added
+        table["count"][added] = 0
+        table["arrived_count"][added] = 0
+        self.segments.forget(known)
+        for row in known[table["arrived"][known] < now].tolist():
+            latest = (table[name].item(row) for name in ("arrived", "arrived_count"))
+            self.earlier.setdefault(row, array("i")).extend(latest)
+            table["arrived_count"][row] = 0
+        table["arrived_count"][rows] += samples
+        table["count"][rows] += samples
+        table["arrived"][rows] = now
+        trajectories = list(new.values())
         table["segment"][rows], table["offset"][rows] = self.segments.append(trajectories)
         for name, values in columns_of(trajectories).items():
             table[name][rows] = values
-        table["arrived"][rows] = now
+        self.prompts["held"][prompt] -= len(known)
         self._arrive(prompt, rows, list(new))
-        return rows
+        return len(known)
 
     def remove(self, rows: np.ndarray) -> int:
         """Free rows and return their number; the orders skip them by their stamps."""
