@@ -13,7 +13,7 @@ from tba.runs import console as module
 from tba.runs.console import Console, LiveConsole
 from tba.runs.metrics import PANELS
 from tba.runs.summary import Summary
-from tba.search.result import Evaluation, Example
+from tba.search.result import EvaluatedAnswer, Evaluation
 
 SCORES = {
     "sampled_pass@1": 0.5,
@@ -87,7 +87,9 @@ def test_the_prompt_with_the_lowest_first_reward_is_followed() -> None:
     lines: list[str] = []
     console = Console(9, lines.append)
     for version, rewards in ((0, [1.0, 0.25, None]), (3, [0.5, 0.75, 0.0])):
-        examples = [Example(p, f"at {version}", r) for p, r in zip("abc", rewards, strict=True)]
+        examples = [
+            EvaluatedAnswer(p, f"at {version}", r) for p, r in zip("abc", rewards, strict=True)
+        ]
         console.evaluation(Evaluation(version, SCORES, examples))
     assert [line for line in lines if line.startswith("sample")] == [
         "sample: 'b' -> 'at 0'  reward 0.25",

@@ -26,7 +26,8 @@ from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
-from tba.search.evaluate import EvaluatedAnswer, evaluate_held_out
+from tba.search.evaluate import evaluate_held_out
+from tba.search.result import EvaluatedAnswer
 from tba.weights import Weights, as_array, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step

@@ -121,9 +121,11 @@ class Chat:
         content = self.text.answer(turn, True, stop).text
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._own_form:
-            ids, prefix, tools = turn.tolist(), context.tolist(), list(self.tools.schemas.values())
+            tools = list(self.tools.schemas.values())
             try:
-                parsed = tokenizer.parse_response(ids, prefix=prefix, tools=tools)
+                parsed = tokenizer.parse_response(
+                    turn.tolist(), prefix=context.tolist(), tools=tools
+                )
             except (ValueError, KeyError, RecursionError) as error:
                 return message, [Call(error=str(error).partition("\n")[0])]
             calls = [_call(each) for each in parsed.get("tool_calls") or ()]
@@ -155,7 +157,8 @@ class Chat:
         """Return what the template puts after a turn of the policy in a dialogue."""
         chat: list[Message] = []
         for message in [*before, {"role": "assistant", "content": TURN}, *results]:
-            role, content = message["role"], message.get("content")
+            role = message["role"]
+            content = message.get("content")
             if chat and chat[-1]["role"] == role == "assistant":
                 chat.pop()  # the policy went on with a message of the row
             if role == "tool" and not self.describes_tools:

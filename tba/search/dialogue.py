@@ -20,9 +20,11 @@ from tba.tasks._tools import Tools, whole, within
 from tba.types import Completion, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
-CHARACTERS, LEAST = 16, 1000
-"""Characters of a tool's result that are read for each token of `sampling.max_tokens`, which is
-more than tokens have, and at least."""
+CHARACTERS = 16
+"""Characters of a tool's result that are read for each token of `sampling.max_tokens`: more than
+a token has."""
+LEAST = 1000
+"""Characters of a result that are read at least."""
 SHOWN = 200
 """Characters that an error shows of what a tool returned."""
 NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
@@ -120,16 +122,17 @@ class Dialogues:
 
     def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[_Dialogue]]:
         """Return the dialogues about each prompt, which begin alike."""
-        opened = iter(open_all(self.tools, [p for p in prompts for _ in range(sampling.samples)]))
+        copies = [prompt for prompt in prompts for _ in range(sampling.samples)]
+        instances = iter(open_all(self.tools, copies))
         longest = self.text.context - sampling.max_tokens
         groups = []
         for prompt in prompts:
-            own = list(islice(opened, sampling.samples))
+            own = list(islice(instances, sampling.samples))
             texts = [text for instance, text in own if not isinstance(instance, Rejected)]
             begin = texts[0] if texts else ""
-            too_long, problem = len(begin) > CHARACTERS * longest, ""
+            problem = ""
             tokens = self.chat.encode(prompt, begin[: CHARACTERS * longest])
-            if len(tokens) > longest or too_long:
+            if len(tokens) > longest or len(begin) > CHARACTERS * longest:
                 problem = (
                     f"prompt {prompt.id!r} has {len(tokens)} tokens with what reset returned; the"
                     f" model's context has room for {longest}; lower sampling.max_tokens"
@@ -152,7 +155,8 @@ class Dialogues:
 
     def _call_tools(self, waiting: Sequence[_Dialogue], max_tokens: int) -> list[Result]:
         """Carry out the calls of the newest turns, and return their results."""
-        results, deadline = [], self.tools.deadline
+        results = []
+        deadline = self.tools.deadline
         for number in range(max((len(d.calls) for d in waiting), default=0)):
             calling = [d for d in waiting if number < len(d.calls)]
             limits = [max(LEAST, CHARACTERS * max_tokens // len(d.calls)) for d in calling]
@@ -174,10 +178,12 @@ class Dialogues:
 
     def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> Result:
         """Return the result of a call, of which at most so many characters are read."""
+        failed = False
         try:
-            text, failed = self._called(dialogue, call), False
+            text = self._called(dialogue, call)
         except BaseException as error:  # untrusted
-            text, failed = f"Error: {format_exception_only(error)[-1].strip()}", True
+            failed = True
+            text = f"Error: {format_exception_only(error)[-1].strip()}"
         cut = len(text) > limit
         if cut:
             text = f"{text[:limit]}\n[cut: {limit:,} of {len(text):,} characters]"
@@ -214,12 +220,12 @@ class Dialogues:
                 self._hear(d, shortened(turn, d.room(sampling.max_tokens)), sampling.stop)
 
     def _answer(self, dialogue: _Dialogue) -> Answer | Rejected:
-        said, instance = dialogue.said, dialogue.instance
-        if isinstance(instance, Rejected):
-            return instance
-        shown = instance if self.tools.judged else None
+        if isinstance(dialogue.instance, Rejected):
+            return dialogue.instance
+        said = dialogue.said
         answer = self.text.answer(said.tokens, said.finished, (), said.version)
-        return replace(answer, messages=dialogue.messages, environment=shown)
+        environment = dialogue.instance if self.tools.judged else None
+        return replace(answer, messages=dialogue.messages, environment=environment)
 
 
 def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
@@ -239,15 +245,15 @@ def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
 
 def open_all(tools: Tools, prompts: Sequence[Prompt]) -> list[tuple[Any, str]]:
     """Return an instance for each prompt, or why it has none, and the text that it begins with."""
-    opened: list[tuple[Any, str]] = []
+    instances: list[tuple[Any, str]] = []
     for outcome in within(tools.deadline, [partial(tools.open, p) for p in prompts]):
         if outcome is None:
             limit = f"task.tool_deadline = {tools.deadline:g} s"
             outcome = Rejected("timeout", f"reset did not return within {limit}"), ""
         elif isinstance(outcome, BaseException):
             outcome = rejection(outcome), ""
-        opened.append(outcome)
-    return opened
+        instances.append(outcome)
+    return instances
 
 
 def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
@@ -288,5 +294,10 @@ def shortened(turn: Completion, limit: int) -> Completion:
     if len(turn.tokens) <= limit:
         return turn
     switches = tuple(switch for switch in turn.switches if switch[0] < limit)
-    tokens, logp = turn.tokens[:limit], turn.logp[:limit]
-    return replace(turn, tokens=tokens, logp=logp, finished=False, switches=switches)
+    return replace(
+        turn,
+        tokens=turn.tokens[:limit],
+        logp=turn.logp[:limit],
+        finished=False,
+        switches=switches,
+    )

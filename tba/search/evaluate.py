@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import comb, exp, isnan, nan, sqrt
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
 from tba.search.dialogue import Responses
 from tba.search.reference import Reference
-from tba.search.result import Evaluation, Example
+from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import Searcher, SearchSetup
 from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of
@@ -29,24 +29,6 @@ from tba.types import Sampling
 
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
-
-Mode = Literal["greedy", "sampled"]
-
-
-@dataclass(frozen=True)
-class EvaluatedAnswer:
-    """An answer to a held-out prompt; its reward or a measure is None if it was rejected."""
-
-    set: str  # name of the evaluation set; "" for the held-out prompts
-    mode: Mode
-    id: str  # of the prompt
-    prompt: str
-    completion: str
-    tokens: int
-    finished: bool
-    reward: float | None
-    measures: dict[str, float | None]
-
 
 Keep = Callable[[Sequence[EvaluatedAnswer]], None]
 """Receives the answers to the prompts of a piece, of one mode."""
@@ -82,7 +64,7 @@ class EvaluatedPiece:
     scores: Scores
     reference: int
     """Version of the reference."""
-    examples: list[Example]
+    examples: list[EvaluatedAnswer]
     seconds: float
 
 
@@ -100,7 +82,8 @@ class Answers:
 
 def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     """Return the set of each piece of an evaluation, its place in the set, and its prompts."""
-    size, divided = setup.evaluation.prompts_per_task, []
+    size = setup.evaluation.prompts_per_task
+    divided = []
     sets = {"": setup.held_out} | {name: one.prompts for name, one in setup.sets.items()}
     for name, prompts in sets.items():
         for first in range(0, len(prompts), size):
@@ -162,10 +145,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
         chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
         score = Score(f"pass@{k}", f"pass@{k}_stderr")
         scores[score] = np.where(np.isnan(least), nan, chances)
-    examples = [
-        Example(a.prompt, a.completion, a.reward, _notes(verdict), prompt.id, prompt.columns)
-        for a, (verdict,), prompt in zip(shown, greedy.verdicts, prompts, strict=True)
-    ][: max(0, EXAMPLES - first)]
+    examples = shown[: max(0, EXAMPLES - first)]
     seconds = time.perf_counter() - started
     return EvaluatedPiece(name, [part for part, _ in parts], scores, version, examples, seconds)
 
@@ -258,27 +238,27 @@ def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]
 
 
 def _as_text(
-    text: Tokenizer, stop: Sequence[str], name: str, prompts: Sequence[Prompt], answers: Answers
+    text: Tokenizer, stop: Sequence[str], of_set: str, prompts: Sequence[Prompt], answers: Answers
 ) -> list[EvaluatedAnswer]:
     """Return the answers to the prompts of a set, for a person to read."""
     rows = []
     for i, prompt in enumerate(prompts):
         asked = answers.responses.prompt_text(text, prompt, i)
         for j, completion in enumerate(answers.responses.completions[i]):
-            scores: dict[str, float | None] = {}
-            for measure, table in answers.values.items():
-                value = float(table[i, j])
-                scores[measure] = None if isnan(value) else value
+            values = {name: float(table[i, j]) for name, table in answers.values.items()}
+            scores = {name: None if isnan(value) else value for name, value in values.items()}
             row = EvaluatedAnswer(
-                set=name,
-                mode=answers.mode,
-                id=prompt.id,
                 prompt=asked,
                 completion=text.shown(completion, stop),
-                tokens=completion.length,
-                finished=completion.finished,
                 reward=scores.pop("reward"),
                 measures=scores,
+                notes=_notes(answers.verdicts[i][j]),
+                set=of_set,
+                mode=answers.mode,
+                tokens=completion.length,
+                finished=completion.finished,
+                id=prompt.id,
+                columns=prompt.columns,
             )
             rows.append(row)
     return rows
@@ -290,16 +270,15 @@ def _scores(answers: Answers, least: Float[np.ndarray, " P"]) -> Scores:
     scores = {}
     for name, values in answers.values.items():
         missing = np.isnan(values)
+        is_reward = name == "reward"
+        rejected = f"{mode}_rejected" if is_reward else f"{mode}_{name}_rejected"
+        means = np.where(missing, 0.0, values).mean(1)
+        if is_reward:  # of answers that were scored: 0 may be better than any reward
+            means = np.ma.masked_array(values, missing).mean(1).filled(nan)
+        if_rejected = 0.0 if is_reward and mode == "sampled" else None
         error = f"{mode}_{name}_stderr"
-        if name == "reward":  # of answers that were scored: 0 may be better than any reward
-            rejected = f"{mode}_rejected"
-            if_rejected = 0.0 if mode == "sampled" else None
-            score = Score(f"{mode}_{name}", error, rejected=rejected, if_rejected=if_rejected)
-            scores[score] = np.ma.masked_array(values, missing).mean(1).filled(nan)
-        else:
-            rejected = f"{mode}_{name}_rejected"
-            score = Score(f"{mode}_{name}", error, rejected=rejected)
-            scores[score] = np.where(missing, 0.0, values).mean(1)
+        score = Score(f"{mode}_{name}", error, rejected=rejected, if_rejected=if_rejected)
+        scores[score] = means
         scores[Score(rejected)] = missing.mean(1)
     scores[Score(f"{mode}_pass@1", f"{mode}_stderr")] = _passed(answers, least)
     groups = answers.responses.completions
@@ -335,7 +314,8 @@ def _likelihood(answers: Answers, reference: Reference) -> tuple[Scores, int]:
     prompts = answers.responses.prompts
     completions = answers.responses.completions
     logp, version = reference.logp(prompts, completions, temperature=1.0)
-    nats, with_prompt = [], []
+    nats = []
+    with_prompt = []
     for prompt, group, rows in zip(prompts, completions, logp, strict=True):
         surprises = [-float(row.sum()) for row in rows]
         lengths = [len(prompt) + c.length - 1 for c in group]

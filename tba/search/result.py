@@ -5,13 +5,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from tba.search.verdicts import ON_PURPOSE, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
+
+Mode = Literal["greedy", "sampled"]
+"""How answers of an evaluation are sampled."""
 
 GAP = "sync/logp_gap"
 """Metric: mean |log-prob of an engine - that of the trainer| on the latest probe, in nats."""
@@ -115,14 +118,21 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A held-out prompt with its greedy answer, for a person to read."""
+class EvaluatedAnswer:
+    """An answer to a held-out prompt, for a person to read."""
 
     prompt: str
     completion: str
     reward: float | None
+    """None if the answer was rejected, as for a measure."""
+    measures: Mapping[str, float | None] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What each reward function gave, and what they logged about the answer."""
+    set: str = ""
+    """Name of the evaluation set; "" for the held-out prompts."""
+    mode: Mode = "greedy"
+    tokens: int = 0
+    finished: bool = True
     id: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The id and the columns of the prompt."""
@@ -134,7 +144,8 @@ class Evaluation:
 
     version: int
     scores: dict[str, float]
-    examples: list[Example]
+    examples: list[EvaluatedAnswer]
+    """Greedy answers to the first prompts."""
     requested: int = 0
     """Step at which a run requested it."""
 
