@@ -126,7 +126,7 @@ def open_run(
                 log.check_unused(folder)
             if passed is not None:
                 config = passed.named_in(config, folder)
-                passed.write(folder)
+                passed.write(folder, is_new=resume is None)
             setup = check(config, None if passed is None else passed.functions)
         except ValueError:
             if created is not None:

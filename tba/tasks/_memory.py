@@ -46,23 +46,23 @@ class Passed:
                 " to train on data= and reward=, or drop these arguments"
             )
         options = task.options
-        files = {option: str(run / f"{option}.jsonl") for option in self.rows}
-        given = [option for option in files if options.get(option, files[option]) != files[option]]
-        if self.functions is not None and "reward" in options:
-            given.append("reward")
-        for option in given:
-            raise ValueError(
-                f"both task.{option} = {options[option]!r} and {option}= are given; drop one"
-            )
+        files = {option: str(run.resolve() / f"{option}.jsonl") for option in self.rows}
+        for option in ("reward", *files):
+            value = options.get(option)
+            is_same = value is None or files.get(option) == str(Path(str(value)).resolve())
+            if not is_same and (option in files or self.functions is not None):
+                raise ValueError(
+                    f"both task.{option} = {value!r} and {option}= are given; drop one"
+                )
         table = TaskTable(use="custom", **(options | files))
         return config.model_copy(update={"task": table})
 
-    def write(self, run: Path) -> None:
-        """Write the rows to their files; ValueError if a file there has other rows."""
+    def write(self, run: Path, is_new: bool) -> None:
+        """Write the rows to their files; ValueError if those of a run to resume have other rows."""
         for option, rows in self.rows.items():
             file = run / f"{option}.jsonl"
             text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
-            if file.exists() and file.read_text("utf-8") != text:
+            if not is_new and file.exists() and file.read_text("utf-8") != text:
                 raise ValueError(
                     f"{option}= is not what the run was started with; pass the same rows, leave"
                     " them out, or start a new run"
