@@ -25,7 +25,7 @@ from tba.assemble import open_run
 from tba.config.schema import Config, load
 from tba.prompt import Prompt
 from tba.run import Run
-from tba.runtime.bind import bind_ray
+from tba.runtime.deadline import bind_ray
 from tba.types import Group, Trajectory, collate
 
 SECONDS = 60.0

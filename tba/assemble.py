@@ -46,7 +46,7 @@ def open_places(
     if config.runtime.use == "local":
         return places_on_one_machine(config.runtime)[0], None
     tell("starting Ray")
-    from tba.runtime.bind import bind_ray
+    from tba.runtime.deadline import bind_ray
 
     bind_ray(config.runtime.address)
     from tba.runtime.cluster import open_cluster
@@ -66,7 +66,7 @@ def open_searchers(
     searchers: Searchers
     bf16 = trainer.computes_in_bf16
     if cluster is not None:
-        from tba.runtime.crew import PUBLISHED
+        from tba.runtime.pool import PUBLISHED
         from tba.runtime.ray import RaySearchers
 
         copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation

@@ -25,7 +25,7 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
-RAY = ("ray", "actor", "handle", "cluster", "bind")
+RAY = ("ray", "actor", "pool", "cluster")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/journal.py"},

@@ -27,7 +27,7 @@ from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
 from tba.runs.log import METRICS, read
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.bind import bind_ray
+from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Trajectory
@@ -277,7 +277,7 @@ def test_on_ray_the_baseline_goes_first_and_a_resumed_run_waits_for_new_groups(
 ) -> None:
     """An engine that is far slower than the trainer; evaluations of four pieces."""
     bind_ray(None)
-    from tba.runtime.handle import Handle
+    from tba.runtime.pool import Handle
 
     sent: list[str] = []
     for kind in ("search", "evaluate"):

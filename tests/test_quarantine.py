@@ -91,41 +91,19 @@ def test_quarantine_of_all_other_prompts_loses_none_that_was_put_back() -> None:
 # The searcher
 
 
-def test_prompts_that_were_searched_when_a_searcher_died_go_out_alone() -> None:
-    """One of them is at fault: the others are cleared, and from then on nothing is alone."""
+def test_prompts_of_two_searchers_that_died_in_a_row_are_left_out() -> None:
+    """What is searched between two deaths is cleared."""
     stream = stream_of()
     task = stream.take(3)
-    assert stream.died(task) == 0 and stream.most(3) == 1
+    assert stream.died(task) == 0
     stream.put_back(task)
-    for suspect in task[:2]:
-        alone = stream.take(3)
-        assert ids(alone) == [suspect.id]
-        assert stream.done(alone, []) == 0
-    last = stream.take(3)
-    assert ids(last) == [task[2].id] and stream.most(3) == 1
-    assert stream.died(last) == 1 and stream.most(3) == 3
-    stream.put_back(last)
-    assert task[2].id not in ids([p for _ in range(5) for p in stream.take(4)])
-
-
-def test_several_deaths_together_quarantine_nothing() -> None:
-    """As when a machine kills its processes again and again."""
-    stream = stream_of()
-    for _ in range(5):
-        task = [p for _ in range(3) for p in stream.take(1)]
-        assert stream.died(task) == 0
-        stream.put_back(task)
-    assert stream.cursor()["deaths"] == dict.fromkeys(ids(task), 1)
-
-
-def test_suspects_go_out_before_what_was_given() -> None:
-    """Until the last of them has been searched, searchers have one task each."""
-    first = [Prompt(f"given-{i}", "x") for i in range(4)]
-    stream = PromptStream(PROMPTS, Cyclic(PROMPTS, 0, None), first)
-    task = stream.take(2)
-    stream.died(task)
-    stream.put_back(task)
-    assert ids(stream.take(2) + stream.take(2) + stream.take(2)) == ids(first)
+    again = stream.take(3)
+    assert ids(again) == ids(task)
+    assert stream.done(again[:1], []) == 0
+    assert stream.died(again[1:]) == 2
+    stream.put_back(again[1:])
+    later = ids([p for _ in range(5) for p in stream.take(4)])
+    assert again[0].id in later and not {*later} & {*ids(again[1:])}
 
 
 def resumed(stream: PromptStream, quarantine: int = 2) -> PromptStream:
@@ -136,18 +114,16 @@ def resumed(stream: PromptStream, quarantine: int = 2) -> PromptStream:
 
 
 def test_deaths_are_remembered() -> None:
-    """By each session: one of the suspects dies in a second, and is left out in a third."""
+    """By each session."""
     stream = stream_of()
-    task = stream.take(3)
-    stream.died(task)
+    stream.died(stream.take(1))
     second = resumed(stream)
-    alone = second.take(3)
-    assert ids(alone) == [task[0].id] and second.most(3) == 1
-    assert second.died(alone) == 1
+    (prompt,) = second.take(1)
+    assert second.died([prompt]) == 1
     third = resumed(second)
-    assert task[0].id not in ids([p for _ in range(8) for p in third.take(2)])
+    assert prompt.id not in ids([p for _ in range(8) for p in third.take(2)])
     released = resumed(second, quarantine=0)
-    assert task[0].id in ids([p for _ in range(8) for p in released.take(2)])
+    assert prompt.id in ids([p for _ in range(8) for p in released.take(2)])
 
 
 # In a run
@@ -234,7 +210,7 @@ SCRIPTED = (
 def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """No other prompt is lost, or searched twice but for those that were in flight."""
+    """Prompts that were in flight both times may be left out as well; each one is counted."""
     prompts = [Prompt(f"{i}", f"{i}+1=") for i in range(899)]
     poison = str(Cyclic(prompts, 0, None).choose(11)[10].text)
     task = settings(tmp_path, rows=900, poison=poison)
@@ -242,14 +218,15 @@ def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
     ended = test_ray.run_and_keep(chosen)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"] and calls(tmp_path, poison) == 2
-    assert (summary["searcher_restarts"], summary["quarantined"]) == (2, 1)
+    assert summary["searcher_restarts"] == 2
     assert test_ray.conserved(ended.buffer) and summary["rejected"] == {}
     cursor = ended.searchers.state().cursor
-    (left_out,) = [name for name, count in cursor["deaths"].items() if count == 2]
+    left_out = {name for name, count in cursor["deaths"].items() if count == 2}
+    assert 1 <= summary["quarantined"] == len(left_out) <= 9
     held = {g.prompt.id for g in ended.buffer.groups()}
-    assert left_out not in held
+    assert not left_out & held
     assert ended.searchers.stats.counts["samples_generated"] == 4 * len(held)
-    assert cursor["state"]["chosen"] == len(held | {*cursor["outstanding"], left_out})
+    assert cursor["state"]["chosen"] == len(held | {*cursor["outstanding"], *left_out})
 
 
 @pytest.mark.fault

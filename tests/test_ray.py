@@ -32,7 +32,7 @@ from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runs.offline import evaluate_run
-from tba.runtime.bind import bind_ray
+from tba.runtime.deadline import bind_ray
 from tba.weights import read_weights
 
 
@@ -195,7 +195,7 @@ def test_search_and_learning_take_turns(
     A new reference arrives in its turn, and so do values.
     """
     bind_ray(None)
-    from tba.runtime.handle import Handle
+    from tba.runtime.pool import Handle
 
     given: Counter[int] = Counter()
     search = Handle.search
@@ -281,8 +281,8 @@ def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
 def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_path: Path) -> None:
     """Searchers are much slower than the trainer: those that have not begun are left out."""
     bind_ray(None)
-    from tba.runtime.crew import PUBLISHED, REFERENCES
     from tba.runtime.evaluations import UNDER_WAY
+    from tba.runtime.pool import PUBLISHED, REFERENCES
 
     slow = ("engine=scripted", "engine.latency=0.7", "engine.answers=['1','2']", "run.steps=40")
     often = ("eval.every=2", "eval.prompts=2", "eval.prompts_per_task=1")

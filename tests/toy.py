@@ -270,7 +270,6 @@ class Meeting(Scripted):
     path: str = ""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         deadline = time.monotonic() + 120
         while not Path(self.path).exists():
             assert time.monotonic() < deadline

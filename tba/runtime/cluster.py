@@ -20,8 +20,7 @@ from tba.child import MARK, Child, clean_up
 from tba.config.tables import RuntimeTable
 from tba.engines import EngineError
 from tba.runtime import placement
-from tba.runtime.deadline import Calls, ClusterLostError
-from tba.runtime.health import Health
+from tba.runtime.deadline import Calls, ClusterLostError, Health
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.weights import Sent, Weights

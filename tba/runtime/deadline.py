@@ -1,12 +1,14 @@
-"""Calls to Ray, each with a deadline, in threads that can be abandoned.
+"""Watch over Ray: its environment, calls to it with a deadline, and the health of its processes.
 
 A call to Ray may never return, because its processes have been stopped or killed. Python cannot
 interrupt such a call, and while the main thread is in it, signals have no effect. Another thread
 therefore makes the call, and whoever needs its result waits in Python.
 """
 
+import os
+import secrets
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
@@ -14,14 +16,20 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import psutil
+
 from tba.engines import SearchError
 
 T = TypeVar("T")
 
-SLICE = 1.0
-"""Seconds of the parts in which a thread waits."""
-STOPPED = 10.0
-"""Seconds between two looks at a clock after which this process counts as stopped."""
+EVERY = 0.5
+"""Seconds between two looks."""
+
+VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
+TOKEN = secrets.token_hex(32)
+"""Key to a private Ray. Without one, Ray writes its own to the home folder, which may be
+read-only or may show it to others."""
 
 
 class NoAnswerError(TimeoutError):
@@ -55,30 +63,11 @@ def search_error(problem: str, error: Exception) -> Exception:
     return found
 
 
-class Clock:
-    """Clock for deadlines. Time in which this process itself is stopped, as by Ctrl-Z, is free.
-
-    At most `STOPPED` seconds count between two calls, so that whoever waits calls it often.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read = self._seconds = time.monotonic()
-
-    def __call__(self) -> float:
-        with self._lock:
-            now = time.monotonic()
-            self._seconds += min(now - self._read, STOPPED)
-            self._read = now
-            return self._seconds
-
-
 class Calls:
     """Makes calls to Ray. Once one of them is late, or Ray is `lost`, it makes no others."""
 
     def __init__(self, deadline: float):
         self.deadline = deadline  # seconds of a call that needs no time of its own
-        self.clock = Clock()  # of deadlines for what searchers do
         self.diagnose: Callable[[], None] = lambda: None
         """Called after a call has failed; it tells `lose` if the reason is that Ray has died."""
         self._lost: Future[str] = Future()
@@ -112,11 +101,7 @@ class Calls:
         self.check()
         future = self._begin(partial(function, *args))
         either: list[Future[Any]] = [future, self._lost]
-        left = seconds
-        while left > 0 and not future.done() and not self.lost:
-            # not all at once: time in which this process itself is stopped, as by Ctrl-Z, is free
-            wait(either, min(left, SLICE), FIRST_COMPLETED)
-            left -= SLICE
+        wait(either, seconds, FIRST_COMPLETED)
         if not future.done():
             self.lose(f"it did not {what} within {seconds:g} s")
             raise self._error()
@@ -161,3 +146,88 @@ class Calls:
             else:
                 future.set_exception(error)
             del call, future, function, result, error  # they may keep weights alive
+
+
+class Health:
+    """Thread that tells `calls` when a process of Ray has died or has been stopped too long."""
+
+    def __init__(self, calls: Calls, session: str, raylet: str):
+        self._calls = calls
+        self._processes = processes_of_ray(session, raylet)
+        self._stopped: dict[str, float] = {}
+        """Seconds for which each process has been seen stopped, by its name."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
+        self._thread.start()
+        calls.diagnose = self.check
+
+    def check(self) -> None:
+        """Look whether the processes run."""
+        self._look(self._calls.deadline)
+
+    def close(self) -> None:
+        """End the thread, and look a last time: a process that is stopped cannot end Ray."""
+        self._closing.set()
+        self._thread.join(10)
+        self._look(patience=0.0)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(EVERY):
+            self.check()
+
+    def _look(self, patience: float) -> None:
+        for name, process in self._processes.items():
+            status = _status(process)
+            if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+                self._calls.lose(f"its {name} (process {process.pid}) has died")
+            elif status != psutil.STATUS_STOPPED:
+                self._stopped.pop(name, None)
+            elif self._stopped.setdefault(name, 0.0) >= patience:
+                self._calls.lose(f"its {name} (process {process.pid}) is stopped")
+            else:  # not by the clock: this process may have been stopped as well, as by Ctrl-Z
+                self._stopped[name] += EVERY
+
+
+def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
+    """Return by name those of Ray's processes that run here.
+
+    The raylet has the socket `raylet`. The GCS of a cluster may be on another machine.
+    """
+    marks = {"gcs_server": session, "raylet": raylet}
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            mark = marks.get(process.name())
+            if mark is not None and any(mark in word for word in process.cmdline()):
+                found[process.name()] = process
+    return found
+
+
+def _status(process: psutil.Process) -> Any:
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            return process.status()
+    return psutil.STATUS_DEAD
+
+
+def bind_ray(address: str | None) -> None:
+    """Prepare the environment for a private Ray on loopback, or for the cluster at `address`."""
+    wanted = "0" if address is None else "1"
+    if "ray" in sys.modules and os.environ.get(VARIABLE) != wanted:
+        raise ValueError(
+            "ray was imported before the run began and would listen on the wrong address;"
+            f" set {VARIABLE}={wanted} in the environment before `import ray`"
+        )
+    os.environ[VARIABLE] = wanted
+    if address is None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
+    elif os.environ.get("RAY_AUTH_TOKEN") == TOKEN:
+        del os.environ["RAY_AUTH_TOKEN"]
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # a driver without its GCS ends after a minute, before a large model can be saved
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
+    # a raylet may take longer than Ray's 30 s to start; `runtime.start_deadline` is the limit
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "3600")
+    # without its raylet it ends at once if its parent is process 1, which Ray takes for a sign
+    # that the raylet is dead; it looks at this process instead
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())

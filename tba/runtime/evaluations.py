@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tba.runtime.handle import Handle, Piece
+from tba.runtime.pool import Handle, Piece
 from tba.search.evaluate import EvaluatedPiece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup

@@ -4,6 +4,25 @@ A collector thread keeps every searcher busy and receives the results. The train
 results that have arrived. A searcher that dies, misses a deadline or has a faulty engine is
 restarted, after a while if this happens again and again, and its tasks are issued again. If Ray
 itself is lost, the next call raises ClusterLostError; `state` and `close` work all the same.
+
+    train loop            collector thread                  searcher process (actor.py)
+    gather                _collect, again and again
+      waits for             Pool.restart
+      _results              _hand_out_evaluations  -->      evaluate(piece, weights)
+      PromptStream.done     _hand_out_searches
+                              PromptStream.take
+                              Handle.search        -->      search(prompts)
+                            Pool.send_newest       -->      publish(weights)
+                            ended, _receive        <--      results: _results, Evaluations.done
+    evaluate                Pool.late, _restart    -->      killed; PromptStream.put_back
+      Evaluations.request
+                          publisher thread
+    publish                 Publisher._run
+      Trainer.copy            the copy is converted, with its probe
+      Publisher.publish       _send: Transport.send, Pool.send_newest
+
+One lock, `_changed`, guards pool, stream, results and evaluations. Every call to Ray is made by
+`Calls` (deadline.py), with a deadline.
 """
 
 import logging
@@ -20,11 +39,9 @@ from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
-from tba.runtime.crew import Crew
-from tba.runtime.deadline import NoAnswerError, search_error
+from tba.runtime.deadline import NoAnswerError, search_error, search_errors
 from tba.runtime.evaluations import Evaluations, phase
-from tba.runtime.handle import POLL, Handle, Starter, Task, deadlines, ended, received
-from tba.runtime.publisher import Publisher
+from tba.runtime.pool import POLL, Handle, Pool, Starter, Task, deadlines, ended, received
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
@@ -55,28 +72,27 @@ class RaySearchers:
         self._transport, gpus = cluster.transport, cluster.searcher_gpus
         starter = Starter(SearcherActor, job, bf16, gpus, self._transport, self._calls)
         self._changed = threading.Condition()  # guards everything below, and the stream
-        self._stats, self._number, self._owed = deepcopy(state.stats), state.tasks, 0
-        self._tray: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
+        self._stats, self._number, self._requested = deepcopy(state.stats), state.tasks, 0
+        self._results: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
         self._searching = False  # `gather` begins it, after an evaluation that was requested
         self._closing = False
         self._failure: Exception | None = None
         self._reference = state.reference
-        self._crew = Crew(starter, job.settings)
+        self._pool = Pool(starter, job.settings)
         if newest is not None:
-            self._crew.newest = self._sent(newest)
+            self._pool.newest = self._sent(newest)
         if self._reference is not None:
-            self._crew.newest_reference = self._sent(self._reference)
+            self._pool.newest_reference = self._sent(self._reference)
         for place in cluster.searchers:
-            self._crew.start(place)
-        seconds, clock = job.settings.task_deadline, self._calls.clock
-        self._publisher = Publisher(self._send, self._fail, seconds, clock)
+            self._pool.start(place)
+        self._publisher = Publisher(self._send, self._fail, job.settings.task_deadline)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
     @property
     def _handles(self) -> list[Handle]:
-        return self._crew.handles
+        return self._pool.handles
 
     def _sent(self, weights: Weights) -> Sent:
         """Make the weights available to all searchers."""
@@ -87,7 +103,7 @@ class RaySearchers:
     def stats(self) -> SearchStats:
         """Return a copy, because the collector keeps counting."""
         with self._changed:
-            self._stats.counts["sync/copies"] = self._crew.copies(self._evaluations.weights)
+            self._stats.counts["sync/copies"] = self._pool.copies(self._evaluations.weights)
             self._stats.counts["searchers/evaluations_left_out"] = self._evaluations.left_out
             return deepcopy(self._stats)
 
@@ -100,15 +116,15 @@ class RaySearchers:
                 first = self._settings.start_deadline + self._job.setup.evaluation.deadline
                 what_first = "eval.deadline: the evaluation before the first search"
                 self._wait(self._evaluations.handed_out, first, what_first)
-            self._owed, self._searching = at_least, True
+            self._requested, self._searching = at_least, True
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
             self._wait(lambda: self._arrived() >= at_least, limit, what)
-            for _, (prompts, result) in sorted(self._tray.items()):  # in lockstep, reproducible
+            for _, (prompts, result) in sorted(self._results.items()):  # in lockstep, reproducible
                 quarantined = self._stream.done(prompts, result.groups, result.died)
                 self._stats.counts["searchers/quarantined"] += quarantined
                 self._stats.add(result.stats)
                 groups += result.groups
-            self._tray, self._owed = {}, 0
+            self._results, self._requested = {}, 0
         return groups
 
     def publish(self, trainer: Trainer, version: int) -> None:
@@ -122,10 +138,10 @@ class RaySearchers:
         """Send weights that were published at this time to all searchers that accept them now."""
         sent = self._sent(weights)
         with self._changed:
-            self._crew.newest, self._crew.published = sent, published
+            self._pool.newest, self._pool.published = sent, published
             self._stats.counts["sync/bytes"] += weights.nbytes
             self._stats.publish_seconds += time.monotonic() - published
-            self._crew.send_newest()
+            self._pool.send_newest()
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
 
     def _fail(self, error: Exception) -> None:
@@ -144,13 +160,13 @@ class RaySearchers:
             self._reference = weights  # first: a checkpoint keeps it, also if sending it fails
         sent = self._sent(weights)
         with self._changed:
-            self._crew.newest_reference = sent
+            self._pool.newest_reference = sent
 
     def evaluate(self, step: int) -> int:
         self._publisher.finish()  # so that the newest weights are those published last
         with self._changed:
             self._raise_failure()
-            newest = self._crew.newest
+            newest = self._pool.newest
             assert newest is not None  # a run that evaluates gives the first weights as well
             self._evaluations.request(newest, step)
             self._hand_out_evaluations()
@@ -177,34 +193,35 @@ class RaySearchers:
         self._publisher.close()
         self._collector.join(timeout=10)
         with self._changed:
-            self._crew.forget()
+            self._pool.forget()
         self._transport.close()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""
-        clock = self._calls.clock
-        deadline = clock() + seconds
+        deadline = time.monotonic() + seconds
         self._raise_failure()
         while not enough() and not self._stopping():
-            if clock() > deadline:
+            if time.monotonic() > deadline:
                 raise NoAnswerError(f"{what} did not come within {seconds:g} s; raise that setting")
-            self._job.tell(phase(self._handles, self._evaluations, self._arrived(), self._owed))
+            self._job.tell(
+                phase(self._handles, self._evaluations, self._arrived(), self._requested)
+            )
             self._changed.wait(0.2)
             self._raise_failure()
 
     def _arrived(self) -> int:
-        return sum(len(result.groups) for _, result in self._tray.values())
+        return sum(len(result.groups) for _, result in self._results.values())
 
     def _collect(self) -> None:
         """Run the collector thread. An exception ends the run: whoever waits next raises it."""
         try:
             while not self._closing:
                 with self._changed:
-                    self._crew.restart()
+                    self._pool.restart()
                     self._hand_out_evaluations()
                     self._hand_out_searches()
-                    self._crew.send_newest()
-                    tasks = self._crew.tasks()
+                    self._pool.send_newest()
+                    tasks = self._pool.tasks()
                     if not tasks:
                         self._changed.wait(POLL)
                         continue
@@ -213,30 +230,30 @@ class RaySearchers:
                     if handle in self._handles:  # else its tasks have been issued again
                         self._receive(handle, task)
                 with self._changed:
-                    for handle, why in self._crew.late(self._deadlines):
+                    for handle, why in self._pool.late(self._deadlines):
                         self._restart(handle, why)
         except Exception as error:
             self._fail(search_error("the search failed", error))
 
     def _hand_out_evaluations(self) -> None:
         """Give each searcher one piece of an evaluation at a time, between its searches."""
-        for handle in self._crew.least_busy_first():
+        for handle in self._pool.least_busy_first():
             if not handle.has("evaluate") and (piece := self._evaluations.take()):
-                handle.evaluate(piece, self._crew.reference())
+                handle.evaluate(piece, self._pool.reference())
 
     def _hand_out_searches(self) -> None:
         """Give searches to the least busy searchers: all work on what the trainer waits for."""
         while self._handles and (count := self._due()):
-            handle = self._crew.least_busy_first()[0]
-            if len(handle.work()) >= self._stream.most(self._in_flight):
+            handle = self._pool.least_busy_first()[0]
+            if len(handle.work()) >= self._in_flight:
                 return
             prompts, seed = (
                 self._stream.take(count),
                 seed_of(self._job.seed, Use.SEARCH, self._number),
             )
             self._number += 1
-            weights = None if self._settings.lag is None else self._crew.newest  # exactly these
-            handle.search(prompts, seed, weights, self._crew.reference())
+            weights = None if self._settings.lag is None else self._pool.newest  # exactly these
+            handle.search(prompts, seed, weights, self._pool.reference())
 
     def _due(self) -> int:
         """Return the prompts of the next search; in lockstep, a share of those still owed."""
@@ -246,8 +263,8 @@ class RaySearchers:
         if self._settings.lag is None:
             return most
         asked = sum(len(task.prompts) for handle in self._handles for task in handle.tasks)
-        share = -(-self._owed // len(self._handles))
-        return max(0, min(most, share, self._owed - self._arrived() - asked))
+        share = -(-self._requested // len(self._handles))
+        return max(0, min(most, share, self._requested - self._arrived() - asked))
 
     def _receive(self, handle: Handle, task: Task) -> None:
         try:
@@ -274,7 +291,7 @@ class RaySearchers:
                 self._stats.latest["sync/adopted"] = time.monotonic() - task.published
             elif task.kind == "search":
                 self._rejections.add(result.stats)
-                self._tray[task.order] = task.prompts, result
+                self._results[task.order] = task.prompts, result
             elif task.piece is not None:
                 self._evaluations.done(task.piece, result)
             self._changed.notify_all()
@@ -283,12 +300,12 @@ class RaySearchers:
         """Replace a searcher and issue its tasks again; late results of the old one are lost."""
         with self._changed:
             self._stats.counts["searchers/quarantined"] += self._stream.died(handle.searching())
-            if self._crew.restarts_left == 0:
+            if self._pool.restarts_left == 0:
                 raise EngineError(
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
                     " restarts; see why searchers fail, or raise that setting"
                 )
-            wait = self._crew.replace(handle)
+            wait = self._pool.replace(handle)
             self._stats.counts["searchers/restarts"] += 1
             when = f"in {wait:g} s" if wait else "now"
             log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
@@ -296,3 +313,84 @@ class RaySearchers:
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)
+
+
+class Publisher:
+    """Thread that sends the newest weights. A newer publication replaces one that is waiting.
+
+    At most two copies of the weights exist: the one that is being sent, and the next. `send` gets
+    the weights and the time at which they were published; their arrays are only valid inside of it.
+    `fail` gets the error that has ended the thread.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Weights, float], None],
+        fail: Callable[[Exception], None],
+        deadline: float,
+    ):
+        self._send = send
+        self._fail = fail
+        self._deadline = deadline
+        self._changed = threading.Condition()  # guards everything below
+        self._next: tuple[Callable[[], Weights], float] | None = None
+        self._sending_since: float | None = None
+        self._failed = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, trainer: Trainer, version: int) -> None:
+        """Copy the weights and return; they are sent in the background."""
+        started = time.monotonic()
+        with self._changed:
+            since = self._sending_since
+            if since is not None and time.monotonic() - since > self._deadline:
+                raise self._late()
+            self._next = None  # first: its memory is free for the new copy
+        copy = trainer.copy(version)
+        with self._changed:
+            self._next = copy, started
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until everything that was published has been sent, or the thread has failed."""
+        with self._changed:
+            if not self._changed.wait_for(self._idle, self._deadline):
+                raise self._late()
+
+    def close(self) -> None:
+        """End the thread; what has not been sent is dropped."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+
+    def _late(self) -> NoAnswerError:
+        limit = f"runtime.task_deadline = {self._deadline:g} s"
+        return NoAnswerError(f"the weights were not sent within {limit}; raise that setting")
+
+    def _idle(self) -> bool:
+        return self._failed or (self._next is None and self._sending_since is None)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while self._next is None and not self._closing:
+                        self._changed.wait(1.0)
+                    if self._closing or self._next is None:
+                        return
+                    (copy, since), self._next = self._next, None
+                    self._sending_since = time.monotonic()
+                with search_errors("the weights could not be published"):
+                    self._send(copy(), since)
+                del copy
+                with self._changed:
+                    self._sending_since = None
+                    self._changed.notify_all()
+        except Exception as error:  # the train loop raises it when it next waits or publishes
+            self._fail(error)
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()

@@ -3,16 +3,19 @@
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
+from textwrap import shorten
 from typing import Any, NotRequired, TypedDict
 
 from tba.engines import RewardError
 from tba.prompt import Prompt
-from tba.search.quarantine import Quarantine
 from tba.selections import Selection
 from tba.selections._interleaved import Interleaved
 from tba.types import Group
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 1000
 """Times in a row that a selection may choose only prompts in quarantine."""
@@ -28,7 +31,7 @@ class Cursor(TypedDict):
     data: str
     """sha256 of all prompts, to which the contents of the buffer belong."""
     deaths: NotRequired[dict[str, int]]
-    """Deaths in a row of each prompt: see `Quarantine`."""
+    """Processes in a row that have ended while they searched or scored a prompt, by its id."""
 
 
 class PromptStream:
@@ -51,26 +54,21 @@ class PromptStream:
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again = [p.id for p in first]
         self._outstanding: list[str] = []
-        self._quarantine = Quarantine(quarantine)
+        self._quarantine = quarantine
+        self._deaths: Counter[str] = Counter()
 
     def take(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts, those that were put back first; a suspect alone."""
-        self._again = [i for i in self._again if i not in self._quarantine]
-        again = self._again[:count]
-        suspects = [i for i in again if i in self._quarantine.suspects]
-        if suspects:
-            again = suspects[:1]
-        taken = [self._prompts[i] for i in again]
-        if not suspects:
-            taken += self._choose(count - len(taken))
+        """Hand out the next `count` prompts, those that were put back first."""
+        again = [name for name in self._again if not self._is_left_out(name)]
+        self._again = again[count:]
+        taken = [self._prompts[name] for name in again[:count]]
+        taken += self._choose(count - len(taken))
         if count and not taken:
             raise RewardError(
                 "every prompt that the selection chooses is in quarantine, because what scored or"
                 " searched it ended several times in a row; fix the reward function, and resume"
                 " with reward.quarantine=0"
             )
-        for i in again:
-            self._again.remove(i)
         self._outstanding += [p.id for p in taken]
         return taken
 
@@ -81,55 +79,66 @@ class PromptStream:
             if len(chosen) == count:
                 return chosen
             choice = self._selection.choose(count - len(chosen))
-            chosen += [p for p in choice if p.id not in self._quarantine]
+            chosen += [p for p in choice if not self._is_left_out(p.id)]
         return chosen
 
-    def most(self, tasks: int) -> int:
-        """Return how many of `tasks` tasks a searcher may have: one while there are suspects."""
-        return 1 if self._quarantine.suspects else tasks
+    def _is_left_out(self, name: str) -> bool:
+        return 0 < self._quarantine <= self._deaths[name]
 
     def done(
         self, prompts: Iterable[Prompt], groups: Iterable[Group], died: Container[str] = ()
     ) -> int:
         """Record a finished search; return how many of its prompts are quarantined now.
 
-        A prompt whose samples were all rejected has no group. `died` are the ids of those that have
-        ended the scoring process.
+        A prompt whose samples were all rejected has no group. `died` are the ids of the prompts
+        that have ended the scoring process.
         """
         quarantined = 0
         for prompt in prompts:
             self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
             if prompt.id in died:
-                quarantined += self._quarantine.blame(prompt)
-            else:
-                self._quarantine.clear(prompt)
+                quarantined += self.died([prompt])
+            elif not self._is_left_out(prompt.id):
+                self._deaths.pop(prompt.id, None)
         for group in groups:
             self._selection.learn(group)
         return quarantined
 
     def died(self, prompts: Iterable[Prompt]) -> int:
-        """Record that a searcher ended during the search of these prompts, which go out alone next.
+        """Record that a process ended while it searched or scored these prompts.
 
-        Return how many of them are quarantined now.
+        Which of several has ended it is not known. Return how many are quarantined now.
         """
-        return self._quarantine.suspect(prompts)
+        quarantined = 0
+        for prompt in {p.id: p for p in prompts}.values():
+            self._deaths[prompt.id] += 1
+            if self._deaths[prompt.id] == self._quarantine:
+                quarantined += 1
+                log.warning(
+                    "prompt %r (%s) is no longer searched: what scored or searched it ended %d"
+                    " times in a row; to search it again, resume with reward.quarantine=0",
+                    prompt.id,
+                    shorten(str(prompt.text), 80),
+                    self._quarantine,
+                )
+        return quarantined
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Hand these prompts out again, because their search was lost."""
         for prompt in prompts:
             self._outstanding.remove(prompt.id)
-        self._issue_again([*self._again, *(p.id for p in prompts)])
-
-    def _issue_again(self, names: Iterable[str]) -> None:
-        """Hand out these prompts next, and suspects before the others."""
-        self._again = sorted(names, key=lambda name: name not in self._quarantine.suspects)
+        self._again += [p.id for p in prompts]
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
-        state, out = self._selection.state(), self._outstanding + self._again
-        cursor = Cursor(selection=self._name, state=state, outstanding=out, data=self._data)
-        if self._quarantine.deaths:
-            cursor["deaths"] = dict(self._quarantine.deaths)
+        cursor = Cursor(
+            selection=self._name,
+            state=self._selection.state(),
+            outstanding=self._outstanding + self._again,
+            data=self._data,
+        )
+        if self._deaths:
+            cursor["deaths"] = dict(self._deaths)
         return cursor
 
     def seek(self, cursor: Cursor) -> None:
@@ -146,13 +155,10 @@ class PromptStream:
             self._selection.restore(cursor["state"])
         else:
             text = "the run's selection was %s; it is now %s, which starts from its initial state"
-            logging.getLogger(__name__).warning(text, cursor["selection"], self._name)
-        out, self._outstanding = cursor["outstanding"], []
-        self._quarantine = Quarantine(self._quarantine.limit, cursor.get("deaths"))
-        for name in out:
-            if name in self._quarantine.deaths and name not in self._quarantine:
-                self._quarantine.suspects.add(name)
-        self._issue_again(out)
+            log.warning(text, cursor["selection"], self._name)
+        self._again = list(cursor["outstanding"])
+        self._outstanding = []
+        self._deaths = Counter(cursor.get("deaths", {}))
 
     @cached_property  # a stream that is only checked needs none
     def _data(self) -> str:

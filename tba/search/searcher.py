@@ -20,11 +20,10 @@ from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.search.dialogue import Dialogues, Responses
-from tba.search.quarantine import ended_process
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
-from tba.search.verdicts import Rejected, Verdict, settle_truncated
+from tba.search.verdicts import Rejected, Verdict, ended_process, settle_truncated
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Answered, Itemized, Task
 from tba.tasks._memory import Functions, build_task

@@ -25,11 +25,10 @@ from tba.runs.checkpoint import Checkpoints
 from tba.runs.lock import locked
 from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.bind import bind_ray
-from tba.runtime.deadline import Calls, ClusterLostError
+from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.runtime.publisher import Publisher
+from tba.runtime.ray import Publisher
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks._tools import within
@@ -80,7 +79,7 @@ def in_a_save(seconds: float, model: Path, folder: Path) -> None:
 
 def in_a_publication(seconds: float, model: Path, folder: Path) -> None:
     source = Given(ready=threading.Event())
-    publisher = Publisher(lambda weights, since: None, lambda error: None, seconds, time.monotonic)
+    publisher = Publisher(lambda weights, since: None, lambda error: None, seconds)
     try:
         publisher.publish(source, 1)
         began()
@@ -166,7 +165,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     """Ray answers, and no search ends."""
     bind_ray(None)
     from tba.runtime import ray
-    from tba.runtime.handle import Handle
+    from tba.runtime.pool import Handle
 
     def start(starter: ray.Starter, place: Place, newest: Sent | None) -> Handle:
         return Handle(place, MagicMock(), 0, [], calls)

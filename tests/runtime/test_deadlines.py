@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
-
 from tba.prompt import Prompt
-from tba.runtime.deadline import STOPPED, Calls, Clock
-from tba.runtime.handle import PUBLICATIONS, Handle, Kind, Task
+from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
+from tba.runtime.pool import PUBLICATIONS, Handle, Kind, Task
 from tba.weights import Sent
 
 
@@ -82,30 +80,3 @@ def test_many_searchers_get_no_more_publications_a_second_than_few() -> None:
     assert not one.accepts_weights(many)
     one.sent -= 3601
     assert one.accepts_weights(many)
-
-
-def test_time_in_which_this_process_was_stopped_costs_no_searcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As by Ctrl-Z: between two looks, the time jumps. Seconds that it runs count."""
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    one = handle(task("search", 0))
-    one.begin(1)
-    now += 3600
-    assert one.late({"search": 10.0}) is None
-    for _ in range(30):
-        now += 0.5
-        late = one.late({"search": 10.0})
-    assert late == "did not finish `search` in 10 s"
-
-
-def test_the_clock_counts_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 7.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    clock = Clock()
-    seen = []
-    for seconds in (0.25, 1000.0, 0.5):
-        now += seconds
-        seen.append(clock())
-    assert seen == [7.25, 7.25 + STOPPED, 7.75 + STOPPED]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tba.config.tables import RuntimeTable
-from tba.runtime.bind import bind_ray
+from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (
     Place,
     divide,

@@ -21,8 +21,7 @@ from toy import toy_config
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.bind import bind_ray
-from tba.runtime.deadline import Calls
+from tba.runtime.deadline import Calls, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
@@ -36,8 +35,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError  # noq
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
 from tba.runtime.cluster import ObjectStore  # noqa: E402
-from tba.runtime.crew import PUBLISHED, REFERENCES, Crew  # noqa: E402
-from tba.runtime.handle import Handle, Starter  # noqa: E402
+from tba.runtime.pool import PUBLISHED, REFERENCES, Handle, Pool, Starter  # noqa: E402
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""
@@ -92,69 +90,69 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def crew(tiny_model: Path, tmp_path: Path, calls: Calls, clock: Clock) -> Crew:
+def pool(tiny_model: Path, tmp_path: Path, calls: Calls, clock: Clock) -> Pool:
     starter: Any = SimpleNamespace(
         start=lambda place, newest: Handle(place, Actor(place), 0, [], calls),
     )
-    crew = Crew(starter, toy_config(tiny_model, tmp_path).runtime, clock)
+    pool = Pool(starter, toy_config(tiny_model, tmp_path).runtime, clock)
     for core in range(12):
-        crew.start(Place("cpu", (core,)))
-    return crew
+        pool.start(Place("cpu", (core,)))
+    return pool
 
 
-def test_slow_searchers_keep_few_versions_of_the_weights(crew: Crew) -> None:
+def test_slow_searchers_keep_few_versions_of_the_weights(pool: Pool) -> None:
     """One of them takes each version, and the others none before the last."""
     for version in range(1, 40):
-        crew.newest = Sent(version, None)
-        for one in crew.handles:
+        pool.newest = Sent(version, None)
+        for one in pool.handles:
             one.sent = -np.inf
-        crew.send_newest()
-        assert crew.copies([]) <= PUBLISHED + 1
-        crew.handles[version % 12].tasks.clear()
-    assert {h.version for h in crew.handles if h.has("publish")} <= set(range(1, 40))
-    for one in crew.handles:
+        pool.send_newest()
+        assert pool.copies([]) <= PUBLISHED + 1
+        pool.handles[version % 12].tasks.clear()
+    assert {h.version for h in pool.handles if h.has("publish")} <= set(range(1, 40))
+    for one in pool.handles:
         one.tasks.clear()
         one.sent = -np.inf
-    crew.send_newest()
-    assert {one.version for one in crew.handles} == {39} and crew.copies([]) == 1
+    pool.send_newest()
+    assert {one.version for one in pool.handles} == {39} and pool.copies([]) == 1
 
 
-def test_slow_searchers_keep_few_references(crew: Crew) -> None:
+def test_slow_searchers_keep_few_references(pool: Pool) -> None:
     used = []
-    for version, one in zip(range(1, 13), crew.handles, strict=True):
-        crew.newest_reference = Sent(version, None)
-        one.search([], 0, None, crew.reference())
+    for version, one in zip(range(1, 13), pool.handles, strict=True):
+        pool.newest_reference = Sent(version, None)
+        one.search([], 0, None, pool.reference())
         used.append(one.tasks[0].reference)
-        assert crew.copies([]) <= REFERENCES + 1
+        assert pool.copies([]) <= REFERENCES + 1
     assert [sent.version for sent in used if sent] == [1] + [2] * 11
-    crew.handles[0].tasks.clear()
-    assert crew.reference() == crew.newest_reference  # there is room again
+    pool.handles[0].tasks.clear()
+    assert pool.reference() == pool.newest_reference  # there is room again
 
 
 def test_restarts_in_a_row_wait_ever_longer(
-    crew: Crew, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of one searcher, until it delivers something; the others are restarted at once."""
     monkeypatch.setattr(Handle, "kill", lambda self: None)
-    place, waits = crew.handles[3].place, []
+    place, waits = pool.handles[3].place, []
 
     def failing() -> list[Handle]:
-        return [one for one in crew.handles if one.place == place]
+        return [one for one in pool.handles if one.place == place]
 
     for _ in range(9):
-        waits.append(crew.replace(failing()[0]))
+        waits.append(pool.replace(failing()[0]))
         clock.now += max(0.0, waits[-1] - 0.5)
-        crew.restart()
-        assert len(failing()) == (waits[-1] == 0) and len(crew.handles) == 11 + len(failing())
+        pool.restart()
+        assert len(failing()) == (waits[-1] == 0) and len(pool.handles) == 11 + len(failing())
         clock.now += 0.5
-        crew.restart()
+        pool.restart()
         assert len(failing()) == 1
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert crew.replace(crew.handles[0]) == 0
+    assert pool.replace(pool.handles[0]) == 0
     (sound,) = failing()
     sound.search([], 0, None, None)
     sound.done(sound.tasks[0])
-    assert crew.replace(sound) == 0
+    assert pool.replace(sound) == 0
 
 
 Opens = Callable[..., ray_module.RaySearchers]
@@ -215,7 +213,7 @@ def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
     opens: Opens, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two searchers fails at every search. While it waits, the other one delivers."""
-    monkeypatch.setattr(ray_module, "Crew", partial(Crew, clock=clock))
+    monkeypatch.setattr(ray_module, "Pool", partial(Pool, clock=clock))
 
     def received(ref: Call) -> SearchResult:
         if ref.place.cores == (0,):
@@ -297,8 +295,8 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
     assert searchers.stats.counts["searchers/restarts"] == 1
     assert len(gathered) == len(set(gathered)) >= 30
     cursor = searchers.state().cursor
-    in_tray = {p.id for prompts, _ in searchers._tray.values() for p in prompts}
-    assert not set(gathered) & set(cursor["outstanding"]) and in_tray <= {*cursor["outstanding"]}
+    arrived = {p.id for prompts, _ in searchers._results.values() for p in prompts}
+    assert not set(gathered) & set(cursor["outstanding"]) and arrived <= {*cursor["outstanding"]}
     assert cursor["state"]["chosen"] == len(gathered) + len(cursor["outstanding"])
 
 
@@ -354,27 +352,3 @@ def test_a_reference_that_could_not_be_sent_is_in_the_checkpoint(
     with pytest.raises(OSError, match="no memory"):
         searchers.reset_reference(weights)
     assert searchers.state().reference is weights
-
-
-def test_time_in_which_the_run_is_stopped_restarts_nobody(
-    opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For hours, as by Ctrl-Z, while the trainer waits for results."""
-    monotonic, hours, ends = time.monotonic, [0.0], threading.Event()
-
-    def ended(refs: list[Call]) -> list[Call]:
-        time.sleep(0.01)
-        return one_ends(refs) if ends.is_set() else []
-
-    def stopped() -> None:
-        hours[0] = 10_000.0
-        threading.Timer(0.5, ends.set).start()
-
-    searchers = opens(ended, found, "runtime.gather_deadline=100", "runtime.task_deadline=100")
-    until(lambda: any(task.began is not None for task in searchers._handles[0].tasks), SECONDS)
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + hours[0])
-    timer = threading.Timer(0.5, stopped)
-    timer.start()
-    assert len(searchers.gather(3)) >= 3
-    assert searchers.stats.counts["searchers/restarts"] == 0
-    timer.join(SECONDS)
