@@ -95,7 +95,6 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
         "reasoning_gym": {"generator": "chain_sum", "size": 12, "held_out_size": 2},
         "verifiers": {"taskset": "echo_taskset", "held_out_size": 2},
         "redteam": {
-            "data": str(tmp_path),
             "victim": str(wide_model),
             "judge": f"{tmp_path}/length.py:half",
             "answers": 2,
@@ -144,7 +143,7 @@ def test_task_prompts_are_plain_json(task: Task) -> None:
 
 
 def test_task_gives_every_answer_a_score(task: Task) -> None:
-    prompt = task.prompts()[3]
+    prompt = task.prompts()[-1]
     texts = ("", "7", "14", "no idea", "é\n#### 6")
     answers = [Answer(text, finished=i % 2 == 0) for i, text in enumerate(texts)]
     together = score(task, prompt, answers)

@@ -299,7 +299,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tool": ({"environment": "test_dialogues:Bare"}, "Bare has no other public method, no to"),
     "no column": ({"environment": "test_dialogues:Picky"}, "positional argument: 'colour'"),
     "no desk": (
-        {"environment": "talk:Forgetful", "rows": [{"prompt": "a", "kind": "raises"}] * 4},
+        {
+            "environment": "talk:Forgetful",
+            "rows": [{"prompt": p, "kind": "raises"} for p in "abcd"],
+        },
         "task.environment cannot be reset: ",
     ),
     "a lock": (

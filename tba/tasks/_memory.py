@@ -95,9 +95,12 @@ def build_task(
     """
     takes_functions = "passed" in {field.name for field in fields(plugin.cls)}
     if functions is not None and takes_functions and plugin.options.get("reward") is None:
-        task: Task = plugin.cls(passed=functions, **read_secrets(plugin.options))
+        task = plugin.cls(passed=functions, **read_secrets(plugin.options))
     else:
         task = plugin.build()
+    if not isinstance(task, Task):
+        name = plugin.cls.__name__
+        raise ValueError(f"{name} must inherit from tba.tasks.Task; write: class {name}(Task)")
     if device is not None:
         task.load(device)
     return task
