@@ -51,8 +51,6 @@ class Tokenizer:
     vocabulary: int  # tokens that the model has embeddings for
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
-    steps: int = 0
-    """`run.steps`, which the answers of a run carry."""
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
@@ -115,7 +113,7 @@ class Tokenizer:
         ids = tuple(tokens.tolist())
         places = [text.find(each) for each in stop if each in text]
         shown = text[: min(places, default=len(text))]
-        return Answer(shown, finished or bool(places), None, None, ids, version, self.steps)
+        return Answer(shown, finished or bool(places), tokens=ids, version=version)
 
     def within(self, tokens: int | None) -> "Tokenizer":
         """Return the text with an engine's own limit as the context, if it has one."""

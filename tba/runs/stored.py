@@ -116,7 +116,6 @@ def rescore(
 
     Rejected samples are dropped. ValueError if more than `reward.max_rejected` of all are.
     """
-    text = replace(text, steps=setup.steps)
     total = SearchStats()
     scoring = setup.scoring(device)
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
 from itertools import count
@@ -124,12 +124,14 @@ class Scoring:
         deadline: float = 10.0,
         concurrency: int = 8,
         longest: float = math.inf,
+        steps: int = 0,
     ):
         self.tasks = tasks
         """The task of the run, "", and those of evaluation sets by name."""
         self._process = process
         self._deadline = deadline
         self._longest = longest
+        self._steps = steps  # `run.steps`, which rewards may ask of an answer
         self._plain = Lock()
         if process is not None:
             self._groups = ThreadPoolExecutor(concurrency, "scoring")
@@ -143,10 +145,7 @@ class Scoring:
         answers: Sequence[Sequence[Answer | Verdict]],
         name: ScorerName = REWARD,
     ) -> list[list[Verdict]]:
-        """Return verdicts on the answers to each prompt, by the reward or a measure of a task.
-
-        Verdicts that were given before stay.
-        """
+        """Return the reward's or a measure's verdicts on answers; verdicts among these stay."""
         score = partial(self._group, Search(name))
         unscored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         if self._process is None:
@@ -180,6 +179,7 @@ class Scoring:
         """Score a group; if the call raises, score each of its answers alone."""
         if not answers:
             return []
+        answers = [replace(answer, steps=self._steps) for answer in answers]
         verdicts = self._call(search, prompt, answers)
         first = verdicts[0]
         raised = isinstance(first, Rejected) and first.reason in ("raised", "memory")

@@ -87,7 +87,7 @@ class SearchSetup:
         """
         scoring = self.scoring(device)  # first: its process starts while the models load
         context = self.engine.options.get("max_model_len")
-        text = replace(load_text(self.policy).within(context), steps=self.steps)
+        text = load_text(self.policy).within(context)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
         engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
@@ -120,6 +120,7 @@ class SearchSetup:
             deadline=reward.deadline,
             concurrency=reward.concurrency,
             longest=LONGEST_CALL * self.runtime.task_deadline,
+            steps=self.steps,
         )
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:

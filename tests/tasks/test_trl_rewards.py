@@ -57,8 +57,8 @@ def __getattr__(name):
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
 ANSWERS = [
-    Answer("110", True, tokens=(4, 4, 3, 1), version=3, steps=20),
-    Answer("21011", False, tokens=(5, 4, 3, 4, 4), version=4, steps=20),
+    Answer("110", True, tokens=(4, 4, 3, 1), version=3),
+    Answer("21011", False, tokens=(5, 4, 3, 4, 4), version=4),
 ]
 
 
@@ -91,7 +91,7 @@ def calls(plugin: Callable[..., Plugin]) -> list[list[float]]:
 def judged(
     task: Task, answers: Sequence[Answer], process: ScoringProcess | None = None
 ) -> list[Any]:
-    guard = Scoring({"": task}, process, 60.0)
+    guard = Scoring({"": task}, process, 60.0, steps=20)
     (verdicts,) = guard([task.prompts()[0]], [answers])
     guard.close()
     return verdicts
