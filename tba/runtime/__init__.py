@@ -94,10 +94,13 @@ class LaggedSearchers:
     """
 
     def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
-        self._searchers, self._behind = searchers, behind
+        self._searchers = searchers
+        self._behind = behind
         self._held = deque(held)
-        self.publish, self.reset_reference = searchers.publish, searchers.reset_reference
-        self.evaluate, self.evaluations = searchers.evaluate, searchers.evaluations
+        self.publish = searchers.publish
+        self.reset_reference = searchers.reset_reference
+        self.evaluate = searchers.evaluate
+        self.evaluations = searchers.evaluations
         self.close = searchers.close
 
     @property

@@ -40,7 +40,8 @@ class SearcherActor:
         place.take()
         if place.device == "cpu":
             reuse_memory()
-        self._place, self._transport = place, transport
+        self._place = place
+        self._transport = transport
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
         self._version = SharedLock()  # held shared by work during which the version must stay
@@ -48,7 +49,8 @@ class SearcherActor:
         self._newest: Sent | None = None  # of all that were sent; guarded by `_loading`
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
-        self._working, self._idle_since = 0, time.perf_counter()
+        self._working = 0
+        self._idle_since = time.perf_counter()
         self._wrong: SearchError | None = None  # every later call raises it
         with suppress(SearchError):  # raised by `pid`: it would be lost with the constructor
             self._load_newest(newest)

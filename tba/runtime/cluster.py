@@ -30,7 +30,8 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 INLINE = 2**28
 """Bytes of arguments and results that a private Ray keeps out of its object store."""
 
-LEAVING, LEAVING_LOST = 30.0, 10.0
+LEAVING = 30.0
+LEAVING_LOST = 10.0
 """Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
 
 
@@ -180,7 +181,8 @@ def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
 
     On a cluster with GPUs, an engine runs on `each` of them.
     """
-    connection, store = Connection(settings), ObjectStore(settings.task_deadline)
+    connection = Connection(settings)
+    store = ObjectStore(settings.task_deadline)
     try:
         if settings.address is None:
             transport = SharedMemory() if sys.platform == "linux" else store

@@ -137,9 +137,11 @@ class Calls:
         while (call := calls.get()) is not None:
             future, function = call
             try:
-                result, error = function(), None
+                result = function()
+                error = None
             except BaseException as raised:  # of Ray: whoever waits raises it
-                result, error = None, raised
+                result = None
+                error = raised
             self._idle.append(calls)  # first: whoever waits may call again at once
             if error is None:
                 future.set_result(result)

@@ -61,7 +61,8 @@ class Evaluations:
         """Begin the evaluation that waits, if it may."""
         if self._next is None or self._pieces or len(self._begun) == UNDER_WAY:
             return
-        (weights, step), self._next = self._next, None
+        (weights, step) = self._next
+        self._next = None
         results: dict[int, EvaluatedPiece] = {}
         self._pieces += [Piece(number, weights, step, results) for number in range(self._count)]
         self._begun.append(weights)
@@ -96,7 +97,8 @@ class Evaluations:
 
     def collect(self) -> list[Evaluation]:
         """Return the evaluations that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
 

@@ -29,9 +29,12 @@ class LocalSearchers:
     """One searcher. It searches exactly as many prompts as the trainer waits for."""
 
     def __init__(self, job: SearchJob, build: Callable[[], Searcher], state: SearchState):
-        self.stats, self._tasks = deepcopy(state.stats), state.tasks
-        self._job, self._stream = job, job.stream
-        self._build, self._searcher = build, build()
+        self.stats = deepcopy(state.stats)
+        self._tasks = state.tasks
+        self._job = job
+        self._stream = job.stream
+        self._build = build
+        self._searcher = build()
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._restarts_left = job.settings.max_restarts
         self._weights: Weights | None = None
@@ -123,11 +126,13 @@ class LocalSearchers:
         return self._searcher.engine.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        evaluations, self._evaluations = self._evaluations, []
+        evaluations = self._evaluations
+        self._evaluations = []
         return evaluations
 
     def state(self) -> SearchState:
-        cursor, stats = self._stream.cursor(), deepcopy(self.stats)
+        cursor = self._stream.cursor()
+        stats = deepcopy(self.stats)
         found = tuple(self._found)
         return SearchState(cursor, self._tasks, stats, self._weights, self._reference, found)
 

@@ -38,7 +38,8 @@ class _File:
         """Write a buffer at this place, and return where it ends."""
         while view:
             written = os.pwrite(self.descriptor, view, at)  # at most 2 GB
-            view, at = view[written:], at + written
+            view = view[written:]
+            at = at + written
         return at
 
 
@@ -91,7 +92,8 @@ class SharedMemory:
     def send(self, weights: Weights) -> Sent:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
-        serial, file = next(self._serials), self._file()
+        serial = next(self._serials)
+        file = self._file()
         end = file.write(memoryview(serial.to_bytes(ALIGNED, "little")), 0)
         places = []
         for buffer in buffers:

@@ -35,7 +35,8 @@ class Place:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take the place inside the block, and give all cores back after it."""
-        threads, cores = torch.get_num_threads(), available_cores()
+        threads = torch.get_num_threads()
+        cores = available_cores()
         self.take()
         try:
             yield

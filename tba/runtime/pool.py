@@ -19,7 +19,8 @@ from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece
 from tba.weights import Sent, Transport
 
-SEARCH, CONTROL = "search", "control"
+SEARCH = "search"
+CONTROL = "control"
 """Groups of a searcher's threads, for its work and for all else; each begins calls in order."""
 
 POLL = 0.2
@@ -28,13 +29,15 @@ POLL = 0.2
 PUBLICATIONS = 20
 """Most publications a second to all searchers together: each takes time of two processes."""
 
-PUBLISHED, REFERENCES = 4, 2
+PUBLISHED = 4
+REFERENCES = 2
 """Most versions of the weights, and of the reference, that are on their way to searchers at once.
 
 Each keeps a copy for as long as a slow searcher needs to take it.
 """
 
-BACKOFF, LONGEST_BACKOFF = 1.0, 60.0
+BACKOFF = 1.0
+LONGEST_BACKOFF = 60.0
 """Seconds before the second restart in a row of a searcher, which double, and most seconds."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
@@ -137,7 +140,8 @@ class Handle:
         self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
-        self.version, self.sent = weights.version, time.monotonic()
+        self.version = weights.version
+        self.sent = time.monotonic()
         ref = self._call(CONTROL, self.actor.publish, weights)
         self.tasks.append(Task("publish", ref, weights=weights, published=published))
 
@@ -223,7 +227,9 @@ class Pool:
     def __init__(
         self, starter: Starter, settings: RuntimeTable, clock: Callable[[], float] = time.monotonic
     ):
-        self._starter, self._settings, self._clock = starter, settings, clock
+        self._starter = starter
+        self._settings = settings
+        self._clock = clock
         self._vacancies: list[Vacancy] = []
         self.handles: list[Handle] = []
         self.newest: Sent | None = None  # weights that were published last
@@ -242,7 +248,8 @@ class Pool:
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
-        failures, wait = handle.failures + 1, 0.0
+        failures = handle.failures + 1
+        wait = 0.0
         if failures > 1:
             wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (failures - 2))
         self._vacancies.append(Vacancy(handle.place, self._clock() + wait, failures))
@@ -257,7 +264,9 @@ class Pool:
 
     def forget(self) -> None:
         """Drop all searchers, and the copies of weights that were kept for them."""
-        self.handles, self.newest, self.newest_reference = [], None, None
+        self.handles = []
+        self.newest = None
+        self.newest_reference = None
         self._vacancies = []
 
     def least_busy_first(self) -> list[Handle]:

@@ -64,15 +64,21 @@ class RaySearchers:
         state: SearchState,
         newest: Weights | None,
     ):
-        self._job, self._settings, self._stream = job, job.settings, job.stream
+        self._job = job
+        self._settings = job.settings
+        self._stream = job.stream
         self._stopping = stopping
         self._in_flight = job.settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
-        self._deadlines, self._calls = deadlines(job.settings), cluster.connection.calls
-        self._transport, gpus = cluster.transport, cluster.searcher_gpus
+        self._deadlines = deadlines(job.settings)
+        self._calls = cluster.connection.calls
+        self._transport = cluster.transport
+        gpus = cluster.searcher_gpus
         starter = Starter(SearcherActor, job, bf16, gpus, self._transport, self._calls)
         self._changed = threading.Condition()  # guards everything below, and the stream
-        self._stats, self._number, self._requested = deepcopy(state.stats), state.tasks, 0
+        self._stats = deepcopy(state.stats)
+        self._number = state.tasks
+        self._requested = 0
         self._results: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
         self._searching = False  # `gather` begins it, after an evaluation that was requested
@@ -116,7 +122,8 @@ class RaySearchers:
                 first = self._settings.start_deadline + self._job.setup.evaluation.deadline
                 what_first = "eval.deadline: the evaluation before the first search"
                 self._wait(self._evaluations.handed_out, first, what_first)
-            self._requested, self._searching = at_least, True
+            self._requested = at_least
+            self._searching = True
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
             self._wait(lambda: self._arrived() >= at_least, limit, what)
             for _, (prompts, result) in sorted(self._results.items()):  # in lockstep, reproducible
@@ -124,7 +131,8 @@ class RaySearchers:
                 self._stats.counts["searchers/quarantined"] += quarantined
                 self._stats.add(result.stats)
                 groups += result.groups
-            self._results, self._requested = {}, 0
+            self._results = {}
+            self._requested = 0
         return groups
 
     def publish(self, trainer: Trainer, version: int) -> None:
@@ -138,7 +146,8 @@ class RaySearchers:
         """Send weights that were published at this time to all searchers that accept them now."""
         sent = self._sent(weights)
         with self._changed:
-            self._pool.newest, self._pool.published = sent, published
+            self._pool.newest = sent
+            self._pool.published = published
             self._stats.counts["sync/bytes"] += weights.nbytes
             self._stats.publish_seconds += time.monotonic() - published
             self._pool.send_newest()
@@ -184,7 +193,8 @@ class RaySearchers:
 
     def state(self) -> SearchState:
         with self._changed:
-            cursor, stats = self._stream.cursor(), deepcopy(self._stats)
+            cursor = self._stream.cursor()
+            stats = deepcopy(self._stats)
             return SearchState(cursor, self._number, stats, None, self._reference)
 
     def close(self) -> None:
@@ -381,7 +391,8 @@ class Publisher:
                         self._changed.wait(1.0)
                     if self._closing or self._next is None:
                         return
-                    (copy, since), self._next = self._next, None
+                    (copy, since) = self._next
+                    self._next = None
                     self._sending_since = time.monotonic()
                 with search_errors("the weights could not be published"):
                     self._send(copy(), since)

@@ -19,7 +19,9 @@ class RejectionMonitor:
     """
 
     def __init__(self, max_share: float):
-        self._max_share, self._recent, self._truncated = max_share, deque[SearchStats](), 0
+        self._max_share = max_share
+        self._recent = deque[SearchStats]()
+        self._truncated = 0
 
     def add(self, stats: SearchStats) -> None:
         """Add the statistics of one search; RewardError if too many samples were rejected."""
