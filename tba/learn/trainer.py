@@ -167,10 +167,10 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
     }
     names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}
     name = names.get(settings.schedule, settings.schedule)
-    made: Any = get_scheduler(name, optimizer, warmup, steps, extra.get(name))
+    schedule: Any = get_scheduler(name, optimizer, warmup, steps, extra.get(name))
     if name != "warmup_stable_decay":
-        return made
-    later = made.lr_lambdas[0]  # its own warm-up begins at `min_lr_ratio`
+        return schedule
+    later = schedule.lr_lambdas[0]  # its own warm-up begins at `min_lr_ratio`
     return LambdaLR(optimizer, lambda step: step / warmup if step < warmup else later(step))
 
 

@@ -195,8 +195,8 @@ def save_groups(groups: Sequence[Group], file: Path) -> None:
 
 
 def load_groups(file: Path) -> tuple[Group, ...]:
-    with safe_open(file, "numpy") as opened:
-        prompts = [Prompt(**p) for p in json.loads(opened.metadata()["prompts"])]
+    with safe_open(file, "numpy") as file_of_groups:
+        prompts = [Prompt(**p) for p in json.loads(file_of_groups.metadata()["prompts"])]
     arrays = load_file(file)
     arrays["offset"] = np.cumsum(arrays["length"]) - arrays["length"]
     rows = zip(*(arrays[name].tolist() for name in PLACE), strict=True)
