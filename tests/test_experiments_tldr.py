@@ -51,6 +51,36 @@ def stand_ins(
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_the_settings_are_the_papers(size: str) -> None:
+    c = load(EXPERIMENTS / f"tldr_pythia{size}.toml")
+    assert c.run.steps == SIZES[size]
+    assert c.policy.model == f"mnoukhov/pythia{size}-sft-tldr"
+    assert c.task.model_dump() == {
+        "use": "tldr",
+        "data": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+        "proxy": {"use": "classifier", "model": f"mnoukhov/pythia{size}-rm-tldr6.9b"},
+        "gold": {
+            "use": "classifier",
+            "model": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
+        },
+        "eos": "<|endoftext|>",
+        "missing_eos_reward": -1.0,
+    }
+    s, t, r = c.sampling, c.trainer, c.replay
+    assert (s.samples, s.temperature, s.top_p, s.max_tokens) == (20, 0.7, 1.0, 128)
+    assert (t.batch_size, t.group_size, t.groups) == (8 * 20, 20, 8)
+    assert (t.learning_rate, t.schedule, t.warmup_steps) == (3e-6, "linear", 0)
+    assert (t.betas, t.weight_decay, t.max_grad_norm) == ((0.9, 0.999), 0.0, float("inf"))
+    assert (c.runtime.publish_every, c.runtime.searchers, c.runtime.lag) == (10, 3, None)
+    assert c.runtime.max_reuse == float("inf")
+    assert (r.per_prompt, r.first_fill * s.samples) == (100, 10_000)
+    strategy = {"use": "mixture", "recent": 0.5, "reward": 1.0, "temperature": 1.0, "window": 10}
+    assert c.strategy.model_dump() == strategy
+    e = c.eval
+    assert (e.samples, e.temperature, e.prompts, e.perplexity) == (1, 0.01, 6447, True)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
     objective = load(EXPERIMENTS / f"tldr_pythia{size}.toml").objective
     plugin = resolve("objectives", "objective", objective.use, objective.options, scheduled=True)
@@ -96,6 +126,21 @@ def _run(c: Config) -> tuple[Any, ...]:
     assert (c.trainer.batch_size, c.sampling.samples, c.trainer.learning_rate) == (160, 20, 3e-6)
     r, o = c.runtime, c.objective
     return o.use, o.options["beta"], r.lag, r.publish_every, c.strategy.use, c.replay.first_fill
+
+
+def test_the_published_points_are_the_papers() -> None:
+    """Perplexity, which counts prompt tokens, and win rate of Pythia 410M."""
+    published = read_study(STUDIES / "study.toml").table.published
+    names = ("sampled_perplexity_with_prompt", "sampled_win_rate")
+    assert {label: tuple(own[name] for name in names) for label, own in published.items()} == {
+        "TBA, 10 steps between syncs": (1.13, 0.86),
+        "Online DPO, on policy": (1.13, 0.85),
+        "PPO, on policy": (1.14, 0.86),
+        "RLOO, on policy": (1.13, 0.82),
+        "Online DPO, about 15 steps late": (1.12, 0.82),
+        "PPO, about 15 steps late": (1.10, 0.76),
+        "RLOO, about 15 steps late": (1.10, 0.77),
+    }
 
 
 def test_the_small_study_has_two_points(stand_ins: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import string
 import tomllib
 from collections.abc import Callable
@@ -21,9 +22,100 @@ ROOT = Path(__file__).parent.parent
 FILES = {name: ROOT / f"experiments/redteam_{name}.toml" for name in ("gpt2", "llama1b")}
 FILES |= {name: ROOT / f"experiments/redteam_{name}.toml" for name in ("gflownet", "small")}
 
+PAPER: dict[str, Any] = {
+    "run.steps": 5000,
+    "policy.lora.r": 32,
+    "policy.lora.alpha": 16,
+    "task.use": "redteam",
+    "task.answers": 5,
+    "task.threshold": 0.5,
+    "task.min_tokens": 5,
+    "task.encoder": "sentence-transformers/all-MiniLM-L6-v2",
+    "task.victim_max_tokens": 30,
+    "task.victim_temperature": 0.7,
+    "task.victim_top_p": 0.92,
+    "sampling.samples": 128,
+    "sampling.temperature": 1.0,
+    "sampling.top_p": 1.0,
+    "sampling.max_tokens": 20,
+    "sampling.explore": [0.5, 2.0],
+    "sampling.explore_share": 0.5,
+    "objective.use": "tb",
+    "objective.beta": 0.05,
+    "objective.tau.start": 2.0,
+    "objective.tau.end": 1.0,
+    "strategy.use": "mixture",
+    "strategy.recent": 0.5,
+    "strategy.reward": 0.5,  # of what is not recent, half by reward and half uniformly
+    "strategy.temperature": 1.0,
+    "strategy.window": 10,  # everything since the last sync
+    "trainer.batch_size": 128,
+    "trainer.group_size": 128,
+    "trainer.learning_rate": 1e-4,
+    "trainer.schedule": "linear",
+    "trainer.warmup_steps": 100,
+    "trainer.weight_decay": 0.1,
+    "trainer.max_grad_norm": 1.0,
+    "runtime.searchers": 3,
+    "runtime.publish_every": 10,
+    "runtime.lag": None,
+    "runtime.max_reuse": math.inf,
+    "eval.temperature": 1.0,
+}
+"""What both of the paper's runs have in common."""
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "policy.model": "gpt2",
+        "policy.lora.target_modules": ["c_attn"],
+        "task.victim": "vicgalle/gpt2-alpaca",
+        "task.victim_chat": False,
+        "task.judge.use": "classifier",
+        "task.judge.value": "probability",
+        "task.judge.label": "hate",
+        "task.judge.model": "facebook/roberta-hate-speech-dynabench-r4-target",
+        "objective.tau.steps": 500,
+        "objective.gamma": 1.0,
+        "replay.per_prompt": 100_000,
+        "replay.capacity": 100_000,
+    },
+    "llama1b": {
+        "policy.model": "meta-llama/Llama-3.2-1B",
+        "task.victim": "meta-llama/Llama-3.1-8B-Instruct",
+        "task.victim_chat": True,
+        "task.judge.use": "guard",
+        "task.judge.model": "meta-llama/Llama-Guard-3-8B",
+        "objective.tau.steps": 1000,
+        "objective.gamma": {"start": 1.0, "end": 1.2, "steps": 2000},
+        "replay.per_prompt": 150_000,
+        "replay.capacity": 150_000,
+    },
+}
+
 
 def tables(name: str) -> dict[str, Any]:
     return tomllib.loads(FILES[name].read_text())
+
+
+def setting(given: dict[str, Any], key: str) -> Any:
+    value: Any = given
+    *path, last = key.split(".")
+    for part in path:
+        value = value[part]
+    return value.get(last)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_settings_are_the_papers(
+    name: str, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the config that would run, defaults included, but for what stand-ins replace."""
+    train([str(FILES[name]), *replaced(name, stand_ins)], dry_run=True)
+    checked, given = json.loads(capsys.readouterr().out), load(FILES[name]).nested()
+    for key, value in (PAPER | OWN[name]).items():
+        assert setting(given if key in stand_ins else checked, key) == value, key
+    samples, fill = setting(checked, "sampling.samples"), setting(checked, "replay.first_fill")
+    assert 3003 <= samples * fill < 3003 + samples
+    assert setting(checked, "eval.prompts") * setting(checked, "eval.samples") == 1024
 
 
 def test_the_baseline_differs_in_what_makes_it_one() -> None:
