@@ -21,7 +21,7 @@ from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
-from tba.runs import needs
+from tba.runs import dry_run
 from tba.runs.generations import generations
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import trained
@@ -75,7 +75,7 @@ def linear(model: nn.Module) -> int:
 
 
 def test_the_dry_run_has_the_formula_of_the_page() -> None:
-    assert getsource(needs.kept) + "\n\n" + getsource(needs.group) == CODE
+    assert getsource(dry_run.kept) + "\n\n" + getsource(dry_run.group) == CODE
 
 
 def test_weights_gradients_moments_and_copies(batch: Batch) -> None:

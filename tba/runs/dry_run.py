@@ -180,7 +180,7 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 
 
-def kept_bytes(
+def kept(
     layers: int, hidden: int, inner: int, heads: int, tokens: float, keys: float, scores: float,
     matrices: int = 0, bf16: bool = True,
 ) -> float:  # fmt: skip
@@ -258,6 +258,6 @@ def _activations(setup: RunSetup, trainer: Trainer, prompt: int) -> str:
         return "an unknown amount"
     sizes = hidden, inner, heads, groups * tokens, groups * keys, groups * scores * eager
     if not setup.config.policy.gradient_checkpointing:
-        return size(kept_bytes(layers, *sizes, matrices, trainer.computes_in_bf16))
-    one = kept_bytes(1, *sizes, matrices, trainer.computes_in_bf16)
+        return size(kept(layers, *sizes, matrices, trainer.computes_in_bf16))
+    one = kept(1, *sizes, matrices, trainer.computes_in_bf16)
     return size(one + 4 * hidden * layers * groups * tokens)
