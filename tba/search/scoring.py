@@ -54,10 +54,7 @@ class NoReplyError(Exception):
 
 @dataclass(frozen=True)
 class Pending:
-    """A reply that a process will give within some seconds.
-
-    It may be a pending one in turn, if the scoring function is async.
-    """
+    """A reply that a process will give in some seconds; a pending one if the function is async."""
 
     worker: "Worker"
     reply: "Future[Reply]"
@@ -335,6 +332,7 @@ class ScoringProcess:
             self._closed = True
         if self._worker is not None:
             self._worker.stop()
+            self._worker.reader.join(10)
 
 
 class Worker:
@@ -352,15 +350,15 @@ class Worker:
             except OSError:
                 self._socket.close()
                 raise
-        self.ended = ""
-        """How the process has ended."""
+        self.ended = ""  # how it has ended, in words
         self.waiting: dict[int, Future[Any]] = {}
         """Replies that have not come, by the number of the call."""
         self._numbers = count()
         self._lock = Lock()  # guards what is waiting
         self._stopping = Lock()
         self._started = self._expect(next(self._numbers))
-        Thread(target=self._serve, args=[setup], daemon=True, name="scoring").start()
+        self.reader = Thread(target=self._serve, args=[setup], daemon=True, name="scoring")
+        self.reader.start()
 
     def failure(self, seconds: float) -> Rejected | None:
         """Wait until the tasks are built, and return why they were not."""
@@ -424,6 +422,8 @@ class Worker:
     def stop(self) -> None:
         """Kill the process and those it has started; calls in flight get no reply."""
         with self._stopping:
+            if self.ended:
+                return
             self._child.kill()
             with self._lock:
                 self.ended = _ending(self._child.status)
