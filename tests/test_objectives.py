@@ -902,3 +902,46 @@ def test_other_options_without_a_sense_are_refused() -> None:
     for objective, options in refused:
         with pytest.raises(ValueError, match=rf"objective\.{next(iter(options))}"):
             objective(**options)
+
+
+def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned() -> None:
+    """The worst response of the first group, e^-6 as likely as when it was sampled."""
+    logp, batch = drifted()
+    behavior = batch.behavior_logp.clone()
+    behavior[0, 2] += 6
+    stale = replace(batch, behavior_logp=behavior)
+    plain = solve(TrajectoryBalance(0.5), logp, stale)[1]
+    tapered = solve(TrajectoryBalance(0.5, tapered=True), logp, stale)[1]
+    assert plain[0, 2].abs().max() > 0.2
+    assert tapered[0, 2].abs().max() < 0.001
+    torch.testing.assert_close(tapered[0, :2], plain[0, :2])
+
+
+def test_ppo_settles_the_kl_when_it_sampled() -> None:
+    """`drifted`, V = 0, lambda = 1: a token's A is the rewards to come, with log mu - log ref = log
+    pi - log ref - log ratio.
+    """
+    _, batch = drifted()
+    last = [-(0.5 - log(0.5)) / 2 + 1, -(1 - log(3)) / 2 + 0.5]
+    found = Ppo(0.5, gae_lambda=1.0).advantages(torch.zeros_like(VALUES), batch)
+    assert found[0, 0, :2].tolist() == pytest.approx([last[0] - (0.5 - log(2)) / 2, last[0]])
+    assert found[1, 1, 0].item() == pytest.approx(last[1])
+
+
+def test_tb_corrected_for_delay_is_biased_by_one_over_k() -> None:
+    """Its mean is a ratio of two estimates. Relative to TB's own (K - 1) / K of the on-policy
+    gradient, the rest falls with K; raw TB's does not.
+    """
+    target = true_gradient(regularised())
+    corrected, raw = (
+        [
+            (expected_gradient(TrajectoryBalance(BETA, importance_cap=cap), k, MU) - target)
+            .abs()
+            .max()
+            .item()
+            for k in (2, 4, 8)
+        ]
+        for cap in (9.0, None)
+    )
+    assert corrected[1] < 0.6 * corrected[0] and corrected[2] < 0.6 * corrected[1]
+    assert raw[2] > 2 * corrected[2]
