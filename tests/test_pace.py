@@ -176,6 +176,7 @@ def fed(
             job: SearchJob, place: Place, cluster: None, trainer: Any,
             stopping: Callable[[], bool], search: SearchState, step: int,
         ) -> Fed:  # fmt: skip
+            trainer.most_at_first = float("inf")  # the reference of these groups is no model's
             opened.append(Fed(job, search, trainer, step, stopping, **options))
             return opened[0]
 
