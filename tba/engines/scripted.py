@@ -35,6 +35,10 @@ class Scripted(Engine):
     """Use the log-probs of the engine as the reference's, and load no model."""
     version: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        if not self.answers:
+            raise ValueError("engine.answers is empty; set engine.answers=['yes', 'no']")
+
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
