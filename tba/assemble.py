@@ -17,12 +17,10 @@ from tba.replay.buffer import Pace, ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, config_of, placed
-from tba.runs.choice import read_scores
 from tba.runs.console import Console, open_console
-from tba.runs.files import write_json
+from tba.runs.files import locked, write_json
 from tba.runs.generations import recover
 from tba.runs.journal import Journal
-from tba.runs.lock import locked
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.stored import Stored, choose_stored
@@ -225,7 +223,7 @@ def _build_run(
         missing=progress.missing,
         began=progress.step,
         evaluating=progress.evaluating,
-        scores=read_scores(folder),
+        scores=checkpoint.read_scores(folder),
     )
 
 

@@ -15,7 +15,6 @@ from tba.engines import SearchError
 from tba.learn import Trainer, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
-from tba.runs.choice import kept_beside, score_of, without_better
 from tba.runs.console import Console
 from tba.runs.files import is_full, write_json
 from tba.runs.journal import Journal
@@ -102,7 +101,9 @@ class Run:
     def out_of_patience(self) -> bool:
         """Whether the last `eval.patience` evaluations had no better score."""
         patience = self.config.eval.patience
-        return patience is not None and without_better(self.scores, self.patient_since) >= patience
+        if patience is None:
+            return False
+        return checkpoint.without_better(self.scores, self.patient_since) >= patience
 
     def sample(self) -> list[Group]:
         self.console.phase("training")
@@ -204,7 +205,7 @@ class Run:
             _, seconds = self.requested.pop(e.requested)
             if not e.scores:  # left out
                 continue
-            self.scores[e.version] = score_of(e.scores)
+            self.scores[e.version] = checkpoint.score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
             self.journal.row(e.version, {"time": seconds, "requested": e.requested, **scores})
             for x in e.examples:
@@ -242,7 +243,7 @@ class Run:
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
             evaluating = {version for version, _ in self.requested.values()}
-            beside = kept_beside(self.folder, self.scores, evaluating)
+            beside = checkpoint.kept_beside(self.folder, self.scores, evaluating)
         self.checkpoints.save(self.trainer, self.parts.text, self.buffer, search, progress, beside)
 
     def train(self) -> Summary:

@@ -9,7 +9,8 @@ import pytest
 
 import tba
 from tba.config.schema import Config, load
-from tba.runs.choice import kept_steps, without_better
+from tba.runs.checkpoint import without_better
+from tba.runs.generations import generations, step_of
 from tba.runs.setup import check
 
 SMALL = [
@@ -76,7 +77,8 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
     assert (summary.finished, summary.steps) == (True, 6)
     assert summary.ended.startswith("eval.patience = 2: no evaluation since step 0 had a better")
     assert json.loads((folder / "summary.json").read_text())["ended"] == summary.ended
-    assert kept_steps(folder) == [3, 6] and "ended by" in capsys.readouterr().out
+    assert [step_of(g) for g in generations(folder / "checkpoints")] == [3, 6]
+    assert "ended by" in capsys.readouterr().out
     again = tba.train(load(folder), folder).summary
     assert (again.finished, again.steps) == (True, 12)
     whole = tba.train(load(folder, ["eval.patience="]), folder).summary

@@ -12,8 +12,7 @@ from test_loop import config
 
 from tba.assemble import run
 from tba.report import report
-from tba.runs.files import open_plain, write_whole
-from tba.runs.lock import HOLDER, LOCK, locked
+from tba.runs.files import HOLDER, LOCK, locked, open_plain, write_whole
 from tba.runs.log import CONFIG, METRICS, SAMPLES, SESSIONS, SUMMARY, WARNINGS
 
 PRECIOUS = "precious\n"

@@ -19,7 +19,7 @@ from test_loop import ENVIRONMENT, config
 from tba.assemble import open_run, run
 from tba.config.schema import Config
 from tba.runs.checks import check_start, placed
-from tba.runs.lock import HOLDER, LOCK, locked
+from tba.runs.files import HOLDER, LOCK, locked
 
 
 def checked(chosen: Config, resume: Path | None = None) -> None:
@@ -30,7 +30,7 @@ def checked(chosen: Config, resume: Path | None = None) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tba.runs.lock import locked
+from tba.runs.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

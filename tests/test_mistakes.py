@@ -72,7 +72,6 @@ MISTAKES = {
     "export used rows.jsonl --responses": "rows.jsonl exists",
     "export used rows.jsonl/x --responses": "cannot be used as a folder",
     "eval nowhere task=arithmetic": "nowhere",
-    "train run.folder=\udce9": "its name is not UTF-8",
     "list maths": "did you mean 'math'?",
 }
 """Commands, and a part of the error of each."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint import DEADLINE, Slow, save
 
-from tba.runs.checkpoint import Checkpoints
-from tba.runs.choice import choose, chosen
+from tba.runs.checkpoint import Checkpoints, choose, chosen
 from tba.runs.generations import damage, generations, held, path_of, remove, step_of
 
 

@@ -12,7 +12,8 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tba.runs.generations import (
     damage,
     files_of,
     generations,
+    held,
     path_of,
     put,
     remove,
@@ -39,7 +41,7 @@ from tba.runs.generations import (
     sha256_of,
     step_of,
 )
-from tba.runs.log import CONFIG
+from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
@@ -49,6 +51,7 @@ STATE = "state.json"
 HELD = "held.safetensors"
 SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
+BEST = "best"
 
 FORMAT = 7  # version of a generation's files; another version is not resumed
 
@@ -255,6 +258,79 @@ def newest(folder: Path, drop_replay: bool = False, complete: Sequence[Path] | N
             f" `tba train --resume {folder.parent} --drop-replay`"
         )
     return without_segments[0]
+
+
+def score_of(scores: Mapping[str, float]) -> float:
+    """Return the held-out score that decides: sampled pass@1, or the reward where there is none."""
+    return scores["sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"]
+
+
+def read_scores(run: Path) -> dict[int, float]:
+    """Return the score of each evaluation of a run, by the step that it evaluated."""
+    return {int(scores["step"]): score_of(scores) for scores in read_evaluations(run)}
+
+
+def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | None:
+    """Return the step with the highest score; None if there is none.
+
+    Of equal scores, the first whose checkpoint was `kept` counts, or else the first. Step 0 is the
+    model that training begins with, which has no checkpoint.
+    """
+    steps = sorted(scores.keys() - {0})
+    return max(steps, key=lambda step: (scores[step], step in kept), default=None)
+
+
+def without_better(scores: Mapping[int, float], since: int = 0) -> int:
+    """Return how many evaluations after step `since` came after the best one."""
+    best = max(sorted(scores), key=scores.__getitem__, default=0)
+    return sum(step > max(best, since) for step in scores)
+
+
+def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:
+    """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
+    folder = run / CHECKPOINTS
+    kept = [step_of(generation) for generation in generations(folder)]
+    steps = {best_step(scores, kept), *(evaluating - scores.keys())}
+    return {path_of(folder, step) for step in steps if step}
+
+
+@contextmanager
+def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
+    """Choose a checkpoint, which a run that is training does not remove meanwhile."""
+    with held(run / CHECKPOINTS) as complete:
+        yield choose(run, step, complete)
+
+
+def choose(
+    run: Path, step: int | str | None = None, complete: Sequence[Path] | None = None
+) -> Path:
+    """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.
+
+    Damaged segments of the replay buffer are accepted. ValueError if there is no such checkpoint,
+    or if it is damaged.
+    """
+    folder = run / CHECKPOINTS
+    if step is None:
+        return newest(folder, True, complete)
+    by_step = {step_of(g): g for g in (generations(folder) if complete is None else complete)}
+    there = (
+        f"the checkpoints in {run} are those of steps {', '.join(map(str, by_step)) or '(none)'}"
+    )
+    if step == BEST:
+        number = best_step(read_scores(run), by_step)
+        advice = "the best evaluation has no checkpoint, or there is none; set"
+        advice += " checkpoint.keep_best=true, or give --step N"
+    else:
+        number = int(step) if str(step).isdecimal() else None
+        advice = "no such checkpoint; give the number of a step, or best"
+    if number is None or number not in by_step:
+        raise ValueError(f"--step {step}: {advice}; {there}")
+    chosen = by_step[number]
+    problems = {n: p for n, p in damage(chosen).items() if not n.startswith(SEGMENTS)}
+    if problems:
+        name, problem = min(problems.items())
+        raise ValueError(f"--step {step}: {chosen} is damaged: {name} {problem}; {there}")
+    return chosen
 
 
 def restore(

@@ -13,8 +13,8 @@ from tba.config.schema import Config, override_all, parse, read_json
 from tba.config.tables import PLUGGED, LoraTable, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
+from tba.runs.files import check_usable
 from tba.runs.generations import MANIFEST, damage, generations
-from tba.runs.lock import check_usable
 from tba.tasks._memory import Passed, build_task
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from tba.learn.state import MODEL, read_model
 from tba.models.lora import SETTINGS, merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.checkpoint import REFERENCE
+from tba.runs.checkpoint import REFERENCE, choose, chosen
 from tba.runs.checks import check_evaluated, check_responses, config_of, stored_config
-from tba.runs.choice import choose, chosen
 from tba.runs.files import open_plain, write_whole
 from tba.runs.generations import step_of
 from tba.runs.log import METRICS, SAMPLES, read

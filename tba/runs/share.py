@@ -17,8 +17,8 @@ from jinja2 import Environment, StrictUndefined
 from tba.learn.state import MODEL
 from tba.models.lora import merged
 from tba.models.pretrained import load_text
+from tba.runs.checkpoint import chosen
 from tba.runs.checks import check_export, config_of
-from tba.runs.choice import chosen
 from tba.runs.generations import step_of
 from tba.runs.log import METRICS, read, read_evaluations, with_relative_paths
 from tba.tasks._data import SUFFIXES

@@ -17,8 +17,8 @@ from test_loop import as_settings, config
 from tba.assemble import run
 from tba.cli import _config
 from tba.report import report
+from tba.runs.files import HOLDER, LOCK
 from tba.runs.generations import generations
-from tba.runs.lock import HOLDER, LOCK
 from tba.runs.log import CHECKPOINTS, METRICS, read
 
 REFUSED = 7

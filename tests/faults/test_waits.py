@@ -22,7 +22,7 @@ from tba.assemble import open_run
 from tba.engines import EngineError
 from tba.engines._batch import Batch
 from tba.runs.checkpoint import Checkpoints
-from tba.runs.lock import locked
+from tba.runs.files import locked
 from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
