@@ -163,3 +163,10 @@ def groups() -> list[Group]:
 def batch(groups: list[Group]) -> Batch:
     """[B=3, K=4, T=5], responses of 1 to 5 tokens after prompts of 1 or 2."""
     return collate(groups)
+
+
+@pytest.fixture
+def logp(batch: Batch) -> torch.Tensor:
+    """[B K T] of a policy that is neither the reference nor the one that sampled; 0 at padding."""
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
+    return ((batch.ref_logp + 0.3 * noise).clamp(max=-0.01) * batch.mask).requires_grad_()

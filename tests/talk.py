@@ -1,11 +1,12 @@
-"""Dialogues for tests: a toy whose dialogues can all be enumerated, and a desk of odd tools."""
+"""Dialogues for tests: a toy that can be enumerated, a desk of odd tools, and runs with it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -13,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from conftest import EOS, PAD
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from toy import Enumerated, log_probs
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from tba.config.schema import Config, load
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
+from tba.runs.setup import check
+from tba.search.result import SearchResult
+from tba.search.searcher import Searcher
 from tba.tasks import Task
 from tba.tasks._tools import Tools, describe
 from tba.types import Completion, Group, Sampling, Trajectory
@@ -267,3 +274,79 @@ class Script(Scripted):
             completion = self._completion(answer, sampling, self.version)
             groups.append([completion] * sampling.samples)
         return groups
+
+
+TESTS = Path(__file__).parent
+ROWS = [{"prompt": f"Say {i}", "kind": "sound"} for i in range(8)]
+
+
+REWARDS = """
+seen = []
+
+def last_length(completions, environments, **columns):
+    seen.append((completions, environments))
+    return [float(len(c[-1]["content"])) for c in completions]
+
+def blind(completions, **columns):
+    return [float("environments" in columns) for c in completions]
+"""
+
+
+@pytest.fixture(scope="module", name="model")
+def dialogue_model(make_model: Callable[..., Path]) -> Path:
+    """One that reads all characters, with a chat template that knows no tools."""
+    from transformers import AutoTokenizer
+
+    folder = make_model(vocabulary=[PAD, EOS, *CHARACTERS], context=4096)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = SIMPLE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="config")
+def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """A run of scripted turns with the desk; the reward is the length of the last message."""
+
+    def make(
+        *turns: str,
+        rows: list[dict[str, Any]] = ROWS,
+        isolate: str = "none",
+        settings: Sequence[str] = (),
+        **options: Any,
+    ) -> Config:
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "rewards.py").write_text(REWARDS)
+        task = {"data": str(data), "reward": f"{tmp_path}/rewards.py:last_length"}
+        task |= {"environment": f"{TESTS}/talk.py:Desk", "held_out_size": 2, "tool_deadline": 5.0}
+        given = [(k, v) for k, v in (task | options).items() if v is not None]
+        return load(
+            None,
+            [
+                f"policy.model={model}", f"run.folder={tmp_path / 'run'}", "runtime.use=local",
+                "engine=talk.Script", f"engine.answers={json.dumps(turns)}",
+                "engine.own_reference=true", "task=custom",
+                *[f"task.{k}={json.dumps(v)}" for k, v in given],
+                "sampling.max_tokens=1000", "sampling.samples=2", "trainer.batch_size=4",
+                "trainer.group_size=2", "run.steps=2", "eval.prompts=2", "eval.samples=1",
+                "eval.k=[]", "log.console=off", "log.tensorboard=false",
+                f"reward.isolate={isolate}", *settings,
+            ],
+        )  # fmt: skip
+
+    return make
+
+
+def searched(config: Config, prompts: int = 1) -> tuple[Searcher, SearchResult]:
+    parts = check(config)
+    searcher = parts.search_setup().build("cpu", False)
+    return searcher, searcher.search(parts.prompts[:prompts], seed=0)
+
+
+def replies(searcher: Searcher, group: Group) -> list[str]:
+    """What the environment says in the first dialogue of a group, without roles."""
+    t = group.trajectories[0]
+    mask = np.zeros(len(t.tokens), bool) if t.sampled is None else ~t.sampled
+    said = searcher.text.decode(t.tokens[mask])
+    return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", said, re.DOTALL)

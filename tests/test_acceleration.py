@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_loop
 import torch
+from build import FAMILIES, make, resumes_exactly
 from peft import LoraConfig, inject_adapter_in_model
-from test_policy import FAMILIES, make
 
 import tba.learn.plan
 import tba.runs.setup
@@ -148,7 +147,7 @@ def test_a_resumed_run_compiles_the_same_programs(
         torch.compiler.set_stance("fail_on_recompile")
 
     monkeypatch.setattr(tba.runs.setup, "warm_up", from_scratch)
-    test_loop.resumes_exactly(tiny_model, tmp_path, "trainer.compile=true")
+    resumes_exactly(tiny_model, tmp_path, "trainer.compile=true")
 
 
 @pytest.mark.slow

@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
 import pytest
+from build import Steps, requests
 
 from tba.engines import EngineError
-from tba.engines._batch import Batch, Output, Request
-from tba.types import Sampling
-
-
-class Steps:
-    """Engine whose requests take as many steps as they have tokens; it waits for permission."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, int] = {}
-        self.most, self.failing, self.aborted, self.closed = 0, False, list[str](), 0
-        self.added: list[str] = []
-        self.allowed = threading.Event()
-        self.allowed.set()
-
-    def add(self, key: str, request: Request) -> None:
-        if not request.prompt:
-            raise ValueError("a prompt is empty")
-        self.left[key] = request.sampling.max_tokens
-        self.added.append(key)
-        self.most = max(self.most, len(self.left))
-
-    def step(self) -> Sequence[tuple[str, Output]]:
-        assert self.allowed.wait(30)
-        if self.failing:
-            raise ValueError("out of memory")
-        self.left = {key: left - 1 for key, left in self.left.items()}
-        ended = [key for key, left in self.left.items() if left == 0]
-        for key in ended:
-            del self.left[key]
-        empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return [(key, Output(*empty, True, 0.0, ())) for key in ended]
-
-    def abort(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.left.pop(key, None)
-            self.aborted.append(key)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def requests(*lengths: int) -> list[Request]:
-    return [Request([1], Sampling(1, 1.0, length), 0, [0]) for length in lengths]
+from tba.engines._batch import Batch
 
 
 def until(done: object) -> None:

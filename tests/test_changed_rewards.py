@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import config, replayed
+from build import config, replayed
 
 from tba.assemble import open_run, run
 from tba.cli import _config

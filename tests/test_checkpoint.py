@@ -7,74 +7,20 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import config
+from build import CHECKPOINT_DEADLINE as DEADLINE
+from build import Slow, config
+from build import file_names as names
+from build import save_checkpoint as save
 
 from tba.assemble import run
 from tba.cli import _config
 from tba.learn.trainer import SingleTrainer
-from tba.models.pretrained import Tokenizer
-from tba.replay.buffer import ReplayBuffer
-from tba.runs.checkpoint import Checkpoints, Progress, damage, generations, newest
+from tba.runs.checkpoint import Checkpoints, damage, generations, newest
 from tba.runs.log import METRICS, read
-from tba.runtime import SearchState
-from tba.search.prompts import Cursor
-from tba.search.result import SearchStats
-from tba.types import Batch
-from tba.weights import Weights
-
-DEADLINE = 10.0
-
-
-class FakeTokenizer:
-    """Tokenizer without files."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-
-
-@dataclass
-class Slow:
-    """Trainer whose files are written when `go` is set; a save can fail."""
-
-    go: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-    state: str = "as it was"
-
-    def step(self, batch: Batch, step: int) -> dict[str, float]:
-        raise NotImplementedError
-
-    def weights(self, version: int) -> Weights:
-        raise NotImplementedError
-
-    def save(self, folder: Path) -> Callable[[], None]:
-        state = self.state
-
-        def write() -> None:
-            assert self.go.wait(DEADLINE)
-            if self.error is not None:
-                raise self.error
-            (folder / "state").write_text(state)
-
-        return write
-
-    def load(self, folder: Path) -> None:
-        raise NotImplementedError
-
-
-def save(checkpoints: Checkpoints, trainer: Slow, step: int) -> None:
-    cursor = Cursor(selection="", state={}, outstanding=[], data="")
-    checkpoints.save(
-        trainer,
-        Tokenizer(FakeTokenizer(), 1, frozenset({1}), 0, 32, 99),
-        ReplayBuffer(),
-        SearchState(cursor, 0, SearchStats(), None, None),
-        Progress(step, 0, 0, {}, {}),
-    )
 
 
 def join(step: int) -> None:
@@ -82,10 +28,6 @@ def join(step: int) -> None:
     for thread in threading.enumerate():
         if thread.name == f"checkpoint of step {step}":
             thread.join(DEADLINE)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:

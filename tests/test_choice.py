@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from build import config
 from safetensors.torch import load_file
-from test_loop import config
 
 import tba
 from tba.assemble import open_run, run

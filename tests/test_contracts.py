@@ -1,4 +1,7 @@
-"""Contracts that every plug-in keeps. A new file in a plug-in folder is tested here on arrival."""
+"""Contracts that every plug-in keeps, and the plug-ins in examples/ with them.
+
+A new file in a plug-in folder is tested here on arrival.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import answered
 from conftest import VOCABULARY
 
 from tba.config.plugins import names, resolve
@@ -38,9 +42,16 @@ from tba.types import Batch, Completion, Group, Sampling, Trajectory, collate_to
 from tba.weights import Weights, pack
 
 GROUPS, SIZE = 5, 3
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 EXTRAS = ("reasoning_gym", "verifiers")
 """Tasks that need a package of the same name."""
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let configs name the plug-ins of examples/."""
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
 def identity(drawn: list[Group]) -> list[tuple[str, list[bytes]]]:
@@ -94,6 +105,7 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
         },
         "reasoning_gym": {"generator": "chain_sum", "size": 12, "held_out_size": 2},
         "verifiers": {"taskset": "echo_taskset", "held_out_size": 2},
+        "mylab.countdown_task.Countdown": {"train_size": 20, "held_out_size": 5},
         "redteam": {
             "victim": str(wide_model),
             "judge": f"{tmp_path}/length.py:half",
@@ -102,7 +114,7 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(params=names("tasks"))
+@pytest.fixture(params=[*names("tasks"), "mylab.countdown_task.Countdown"])
 def task(request: pytest.FixtureRequest, options: dict[str, dict[str, Any]]) -> Task:
     if request.param in EXTRAS:
         pytest.importorskip(request.param, reason=f"needs the extra {request.param}")
@@ -168,7 +180,7 @@ def test_a_task_must_inherit() -> None:
 # Strategies
 
 
-@pytest.fixture(params=names("strategies"))
+@pytest.fixture(params=[*names("strategies"), "mylab.shortest_first.ShortestFirst"])
 def strategy(request: pytest.FixtureRequest) -> Strategy:
     return resolve("strategies", "strategy", request.param, {}).build()
 
@@ -246,12 +258,12 @@ def test_strategy_is_decided_by_the_random_generator(strategy: Strategy) -> None
 PROMPTS = [Prompt(f"prompt-{i}", "?") for i in range(7)]
 
 
-@pytest.fixture(params=names("selections"))
+@pytest.fixture(params=[*names("selections"), "mylab.short_prompts_first.ShortPromptsFirst"])
 def make_selection(request: pytest.FixtureRequest) -> Callable[[int], Selection]:
     """Of seven prompts, for a seed."""
-    return lambda seed: resolve("selections", "selection", request.param, {}).build(
-        PROMPTS, seed, 1.0
-    )
+    options = {"over": 50} if "." in request.param else {}
+    plugin = resolve("selections", "selection", request.param, options)
+    return lambda seed: plugin.build(PROMPTS, seed, 1.0)
 
 
 def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
@@ -264,15 +276,6 @@ def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
         for p in prompts:
             selection.learn(answered(p, right=PROMPTS.index(p), answers=6))
     return chosen
-
-
-def answered(prompt: Prompt, right: int, answers: int) -> Group:
-    logp = -np.ones(1, np.float32)
-    found = tuple(
-        Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True)
-        for k in range(answers)
-    )
-    return Group(prompt, np.array([1], np.int32), found)
 
 
 def test_selection_chooses_without_end(make_selection: Callable[[int], Selection]) -> None:
@@ -305,16 +308,9 @@ def test_a_restored_selection_goes_on_as_it_would_have(
 # Objectives
 
 
-@pytest.fixture(params=names("objectives"))
+@pytest.fixture(params=[*names("objectives"), "mylab.huber_tb.HuberTB"])
 def objective(request: pytest.FixtureRequest) -> Any:
     return resolve("objectives", "objective", request.param, {}, scheduled=True).at(0)
-
-
-@pytest.fixture
-def logp(batch: Batch) -> torch.Tensor:
-    """[B K T] of a policy that is neither the reference nor the one that sampled; 0 at padding."""
-    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
-    return ((batch.ref_logp + 0.3 * noise).clamp(max=-0.01) * batch.mask).requires_grad_()
 
 
 @pytest.fixture
@@ -476,7 +472,7 @@ ENGINE_OPTIONS = {
 """Options that divide the work of a call, or make it last."""
 
 
-@pytest.fixture(params=names("engines"))
+@pytest.fixture(params=[*names("engines"), "mylab.recording_engine.Recording"])
 def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
     """The engine of a model's folder."""
     if request.param == "vllm" and find_spec("vllm") is None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import talk
-from conftest import EOS, PAD
-from talk import CHARACTERS, SIMPLE, call
-from test_loop import resumes_exactly
+from build import resumes_exactly
+from conftest import EOS
+from talk import (
+    ROWS,
+    TESTS,
+    call,
+    dialogue_config,
+    dialogue_model,
+    replies,
+    searched,
+)
 
 from tba.assemble import run
 from tba.config.schema import Config, load
@@ -23,85 +31,10 @@ from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.setup import check
 from tba.search.dialogue import joined, shortened, within
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import SearchResult
-from tba.search.searcher import Searcher
 from tba.tasks.mixture import Mixture, Part
-from tba.types import Completion, Group, Sampling
+from tba.types import Completion, Sampling
 
-TESTS = Path(__file__).parent
-ROWS = [{"prompt": f"Say {i}", "kind": "sound"} for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def model(make_model: Callable[..., Path]) -> Path:
-    """One that reads all characters, with a chat template that knows no tools."""
-    from transformers import AutoTokenizer
-
-    folder = make_model(vocabulary=[PAD, EOS, *CHARACTERS], context=4096)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = SIMPLE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def config(model: Path, tmp_path: Path) -> Callable[..., Config]:
-    """A run of scripted turns with the desk; the reward is the length of the last message."""
-
-    def make(
-        *turns: str,
-        rows: list[dict[str, Any]] = ROWS,
-        isolate: str = "none",
-        settings: Sequence[str] = (),
-        **options: Any,
-    ) -> Config:
-        data = tmp_path / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "rewards.py").write_text(REWARDS)
-        task = {"data": str(data), "reward": f"{tmp_path}/rewards.py:last_length"}
-        task |= {"environment": f"{TESTS}/talk.py:Desk", "held_out_size": 2, "tool_deadline": 5.0}
-        given = [(k, v) for k, v in (task | options).items() if v is not None]
-        return load(
-            None,
-            [
-                f"policy.model={model}", f"run.folder={tmp_path / 'run'}", "runtime.use=local",
-                "engine=talk.Script", f"engine.answers={json.dumps(turns)}",
-                "engine.own_reference=true", "task=custom",
-                *[f"task.{k}={json.dumps(v)}" for k, v in given],
-                "sampling.max_tokens=1000", "sampling.samples=2", "trainer.batch_size=4",
-                "trainer.group_size=2", "run.steps=2", "eval.prompts=2", "eval.samples=1",
-                "eval.k=[]", "log.console=off", "log.tensorboard=false",
-                f"reward.isolate={isolate}", *settings,
-            ],
-        )  # fmt: skip
-
-    return make
-
-
-REWARDS = """
-seen = []
-
-def last_length(completions, environments, **columns):
-    seen.append((completions, environments))
-    return [float(len(c[-1]["content"])) for c in completions]
-
-def blind(completions, **columns):
-    return [float("environments" in columns) for c in completions]
-"""
-
-
-def searched(config: Config, prompts: int = 1) -> tuple[Searcher, SearchResult]:
-    parts = check(config)
-    searcher = parts.search_setup().build("cpu", False)
-    return searcher, searcher.search(parts.prompts[:prompts], seed=0)
-
-
-def replies(searcher: Searcher, group: Group) -> list[str]:
-    """What the environment says in the first dialogue of a group, without roles."""
-    t = group.trajectories[0]
-    mask = np.zeros(len(t.tokens), bool) if t.sampled is None else ~t.sampled
-    said = searcher.text.decode(t.tokens[mask])
-    return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", said, re.DOTALL)
+__all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 
 
 def test_a_dialogue_is_what_was_sampled_with_the_replies_between(

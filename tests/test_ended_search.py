@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_loop import config
-from test_ray import conserved, run_and_keep
+from build import config, conserved, run_and_keep
 from toy import Ones
 
 from tba.assemble import run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from build import config, newest_files, resumes_exactly
 from safetensors.numpy import load
-from test_loop import config, newest_files, resumes_exactly
 
 from tba.assemble import run
 from tba.cli import _config

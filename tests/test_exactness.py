@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import talk
 import torch
+from build import ended, first_policy
 from toy import (
     BETA,
     MAX_TOKENS,
@@ -19,15 +20,12 @@ from toy import (
     toy_config,
 )
 
-from tba.assemble import open_run
 from tba.config.schema import Config
 from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.models.pretrained import load_model
 from tba.objectives._terms import importance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
-from tba.run import Run
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.strategies.uniform import Uniform
@@ -39,18 +37,6 @@ LIMIT = 0.02
 
 def by_tb(model: Path, folder: Path, *settings: str) -> Config:
     return toy_config(model, folder, f"objective.beta={BETA}", *settings)
-
-
-def ended(config: Config) -> Run:
-    """Carry out a run and return it, closed."""
-    with open_run(config) as run:
-        run.train()
-    return run
-
-
-def first_policy(config: Config) -> Policy:
-    """Return the policy that a run began with: its reference."""
-    return Policy(load_model(config.policy, torch.float32), config.sampling.temperature)
 
 
 def distance_after_run(config: Config) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from build import ROOT, environment, python_with_trl
 
 from tba.config.errors import NEAREST, NONE, PLACES, counterpart
 from tba.config.plugins import find, names, options_of, resolve_all
@@ -17,26 +17,8 @@ from tba.config.schema import Config, load
 from tba.config.tables import PLUGGED, LoraTable, inner_table
 from tba.runs.log import METRICS, read
 
-ROOT = Path(__file__).parent.parent
-BENCH = ROOT / ".venv-bench" / "bin" / "python"
 NAME = re.compile(r"`(?:[\w.]+\()?(\w+).*?`")  # model in `GRPOTrainer(model=…)`
 NAMES = ("right", "soft_overlong_punishment_reward")
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-        "HF_HOME": str(folder / "hub"),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-
-
-def python_with_trl() -> str:
-    if not BENCH.is_file():
-        pytest.skip(f"{BENCH} does not exist: make .venv-bench/installed")
-    return str(BENCH)
 
 
 def table() -> list[tuple[list[str], str]]:

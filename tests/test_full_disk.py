@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_loop import ENVIRONMENT, as_settings, config
-from test_ray import wait_until
+from build import ENVIRONMENT, as_settings, config, wait_until
 
 from tba.assemble import check_memory, run
 from tba.cli import _config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_policy import FAMILIES, make
+from build import FAMILIES, make
 
 from tba.config.plugins import names, resolve
 from tba.config.tables import TrainerTable

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,62 +17,19 @@ from typing import Any
 
 import psutil
 import pytest
-import test_ray
 import torch
-from test_loop import config, without_clock
+from build import ISOLATION_DEADLINE as DEADLINE
+from build import config, guard_of, misbehaving, ray_config, without_clock
+from build import isolation_judge as judge
+from build import isolation_reasons as reasons
 
 import tba
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.search.scoring import Scoring, ScoringProcess
-from tba.search.verdicts import Rejected, Verdict
+from tba.search.verdicts import Rejected
 from tba.tasks.custom import Custom
-
-DEADLINE = 1.5
-"""Seconds for each answer."""
-
-
-def guard_of(
-    function: Callable[..., Any], deadline: float = DEADLINE, max_memory: float = 1.0
-) -> Scoring:
-    task = partial(Custom, data="", reward="", passed=(function,))
-    return Scoring({"": task()}, ScoringProcess({"": task}, max_memory), deadline)
-
-
-def judge(guard: Scoring, *groups: Sequence[str]) -> list[list[Verdict]]:
-    prompts = [Prompt(str(i), "count") for i in range(len(groups))]
-    return guard(prompts, [[Answer(text, True) for text in group] for group in groups])
-
-
-def reasons(verdicts: Sequence[Sequence[Verdict]]) -> list[list[str | float]]:
-    return [[v.reason if isinstance(v, Rejected) else v for v in group] for group in verdicts]
-
-
-def misbehaving() -> Callable[[list[str]], list[float]]:
-    """Return a function that is sent by its value: it returns lengths, but not for some texts."""
-
-    def score(completions: list[str]) -> list[float]:
-        if "interpreter lock" in completions:
-            re.match(r"(a+)+$", "a" * 40 + "b")
-        if "hang" in completions:
-            time.sleep(60)
-        if "exit" in completions:
-            os._exit(3)
-        if "abort" in completions:
-            os.abort()
-        if "memory" in completions:
-            [bytes(10**8) for _ in range(100)]
-        if "interrupt" in completions:
-            raise KeyboardInterrupt
-        if "prints" in completions:
-            print("x" * 10**7)
-        if "closed" in completions:
-            sys.stdout.close()
-            os.close(1)
-        return [float(len(c)) for c in completions]
-
-    return score
 
 
 @pytest.fixture(scope="module")
@@ -705,9 +661,7 @@ class Noted(Judge):
 def test_a_searcher_on_ray_survives_its_reward_function(tiny_model: Path, tmp_path: Path) -> None:
     task = settings(tmp_path, once=str(tmp_path / "exited"))
     summary = tba.train(
-        test_ray.config(
-            tiny_model, tmp_path / "run", *task, "reward.isolate=process", "run.steps=4"
-        )
+        ray_config(tiny_model, tmp_path / "run", *task, "reward.isolate=process", "run.steps=4")
     ).summary
     assert summary.finished and summary.searcher_restarts == 0
     assert (tmp_path / "exited").exists() and set(summary.rejected) <= {"died"}
@@ -724,7 +678,7 @@ def test_a_reward_that_hangs_costs_its_group_and_not_its_searcher(
     file = tmp_path / "rewards.py"
     file.write_text(file.read_text().replace("os._exit(1)", "__import__('time').sleep(60)"))
     more = ("reward.isolate=process", "runtime.task_deadline=12", "run.steps=2", "eval.prompts=0")
-    summary = tba.train(test_ray.config(tiny_model, tmp_path / "run", *task, *more)).summary
+    summary = tba.train(ray_config(tiny_model, tmp_path / "run", *task, *more)).summary
     assert once.exists() and (summary.finished, summary.searcher_restarts) == (True, 0)
     assert summary.rejected == {"timeout": 4}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_loop import config
+from build import config
 from toy import Ones
 
 from tba.assemble import run

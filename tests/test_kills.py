@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import names
-from test_loop import config
+from build import config
+from build import file_names as names
 
 from tba.assemble import run
 from tba.cli import _config

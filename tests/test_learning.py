@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from test_exactness import ended, first_policy
+from build import ended, first_policy
 from toy import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_loop import config
+from build import config
 
 from tba.assemble import run
 from tba.report import report

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import config
+from build import config
 
 import tba
 from tba.assemble import run

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from build import ENVIRONMENT, config
 from filelock import FileLock
-from test_loop import ENVIRONMENT, config
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import test_loop
-import test_ray
+from build import config, ray_config
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
@@ -20,7 +19,7 @@ def wrong(model: Path, folder: Path, engine: str = "toy.Wrong", **options: objec
     """Return a local run of eight steps, each with a weight update."""
     calls = folder / "calls"
     given = (f"engine={engine}", f"engine.folder={calls}", "run.steps=8", "eval.prompts=0")
-    whole = test_loop.config(model, folder / "run", *given, "checkpoint.every=0")
+    whole = config(model, folder / "run", *given, "checkpoint.every=0")
     return with_options(whole, **options)
 
 
@@ -69,7 +68,7 @@ def test_a_searcher_process_with_wrong_weights_ends_the_run(
     local = wrong(tiny_model, tmp_path, right=(0, 1), latency=0.05)
     waits = "runtime.fresh=1" if lag == "none" else f"runtime.lag={lag}"
     settings = ("run.steps=100", "eval.prompts=0", "runtime.publish_every=1", waits)
-    other = test_ray.config(tiny_model, tmp_path / "run", *settings)
+    other = ray_config(tiny_model, tmp_path / "run", *settings)
     with (
         open_run(other.model_copy(update={"engine": local.engine})) as opened,
         pytest.raises(LogpGapError, match=r"^engine 'toy.Wrong'.* by 1 nats "),
@@ -109,9 +108,7 @@ def test_a_faulty_engine_costs_its_process_and_a_mistake_the_run(
 ) -> None:
     faulty = wrong(tiny_model, tmp_path, "toy.Faulty", failing=(2,), mistake=mistake, latency=0.05)
     settings = ("run.steps=20", "eval.prompts=0", "runtime.fresh=1")
-    other = test_ray.config(
-        tiny_model, tmp_path / "run", *settings, "runtime.concurrent_searches=1"
-    )
+    other = ray_config(tiny_model, tmp_path / "run", *settings, "runtime.concurrent_searches=1")
     given = other.model_copy(update={"engine": faulty.engine})
     if mistake:
         error = r"a searcher failed in `search`(.|\n)*out of memory"

@@ -13,16 +13,23 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from build import (
+    ENVIRONMENT,
+    as_settings,
+    config,
+    newest_files,
+    replayed,
+    resumes_exactly,
+)
 from safetensors.torch import load_file
 
 import tba
 from tba.assemble import run
 from tba.cli import _config
-from tba.config.schema import Config, load, parse
+from tba.config.schema import parse
 from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
@@ -33,99 +40,6 @@ from tba.runs.setup import check
 from tba.runs.share import share
 from tba.search.result import Evaluation
 from tba.types import Group
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-"""For processes of their own: with the tests' tasks on the path."""
-
-
-def config(model: Path, folder: Path, *settings: str) -> Config:
-    return load(
-        None,
-        [
-            f"policy.model={model}",
-            f"run.folder={folder}",
-            "run.steps=8",
-            "runtime.use=local",
-            "sampling.max_tokens=5",
-            "sampling.samples=4",
-            "trainer.batch_size=12",
-            "trainer.group_size=4",
-            "trainer.learning_rate=1e-2",
-            "task=toy.Ones",
-            "eval.prompts=5",
-            "eval.every=3",
-            "eval.samples=2",
-            "eval.k=[2]",
-            "log.console=off",
-            "log.tensorboard=false",
-            "reward.isolate=none",
-            "log.sample_every=2",
-            *settings,
-        ],
-    )
-
-
-def newest_files(folder: Path) -> dict[str, bytes]:
-    generation = checkpoint.newest(folder / "checkpoints")
-    return {
-        str(p.relative_to(generation)): p.read_bytes()
-        for p in sorted(generation.rglob("*"))
-        if p.is_file()
-    }
-
-
-def replayed(folder: Path) -> list[tuple[Any, ...]]:
-    """Everything in the replay buffer of a run's newest checkpoint, and its counts.
-
-    Two buffers of the same content can lie in different segments.
-    """
-    buffer = ReplayBuffer()
-    buffer.load(checkpoint.newest(folder / "checkpoints"))
-    columns = buffer.columns()
-    content: list[tuple[Any, ...]] = [tuple(sorted(buffer.counts.items()))]
-    for prompt, g in zip(columns.prompts, buffer.groups(), strict=True):
-        content.append((g.prompt, g.reference, g.prompt_tokens.tobytes()))
-        for row, t in zip(columns.rows(prompt), g.trajectories, strict=True):
-            arrays = (t.tokens, t.behavior_logp, t.ref_logp, t.value, t.sampled)
-            numbers = (columns.arrived[row], columns.count[row], columns.arrived_count[row])
-            flat = tuple(None if a is None else a.tobytes() for a in arrays)
-            content.append((*flat, t.reward, t.version, t.finished, *numbers))
-    return content
-
-
-def without_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    measured = ("sync/seconds", "sync/blocked", "sync/adopted", "eval/seconds", "checkpoint/")
-    clock = ("time", "step_time", "wait/", "samples_per_second", "engine/", *measured)
-    return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
-
-
-def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
-    """A run that is killed after step 5 and resumed ends, bit for bit, like one without a stop."""
-    run(config(model, folder / "whole", *settings))
-    run(config(model, folder / "part", *settings, "checkpoint.every=5"))
-    for generation in checkpoint.generations(folder / "part" / "checkpoints")[1:]:
-        for path in sorted(
-            generation.rglob("*"), reverse=True
-        ):  # as if it had been killed after step 5
-            path.unlink() if path.is_file() else path.rmdir()
-        generation.rmdir()
-    run(_config([], folder / "part"), folder / "part")
-    end_alike(folder / "whole", folder / "part")
-
-
-def end_alike(whole: Path, part: Path) -> None:
-    """Two runs ended, bit for bit, alike: weights, optimizer, buffer, metrics and all states."""
-    one, other = newest_files(whole), newest_files(part)
-    weights = {name for name in one if name.startswith("model/") and "safetensors" in name}
-    for name in sorted(weights | {"optimizer.safetensors", "trainer.json"}):
-        assert one[name] == other[name], name
-    assert replayed(whole) == replayed(part)
-    assert without_clock(read(whole / METRICS)) == without_clock(read(part / METRICS))
-    a, b = (json.loads(files["state.json"]) for files in (one, other))
-    for state in (a, b):
-        del state["stats"]["seconds"], state["stats"]["publish_seconds"]
-        del state["progress"]["counts"]
-    assert a == b
 
 
 @pytest.mark.parametrize("publish_every", [1, 3])
@@ -564,15 +478,6 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(
     ).nested()
     with pytest.raises(RuntimeError, match="of my own"):
         run(parse(tables | {"task": task}))
-
-
-def as_settings(config: Config) -> list[str]:
-    """The whole config as `table.key=value`."""
-    return [
-        f"{table}.{name}={json.dumps(value)}"
-        for table, values in config.nested().items()
-        for name, value in values.items()
-    ]
 
 
 def test_one_interrupt_saves_and_leaves(tiny_model: Path, tmp_path: Path) -> None:

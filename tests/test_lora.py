@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import LORA, RANK, ended, first_policy, make, small
 from safetensors.torch import load_file
-from test_exactness import ended, first_policy
-from test_policy import make
 from toy import BETA, completed, enumerate_answers, toy_config
 from transformers import AutoConfig
 
@@ -45,21 +44,6 @@ from tba.runs.share import share
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate
 from tba.weights import as_tensor, trained
-
-RANK = 4
-LORA = (f"policy.lora.r={RANK}", "policy.lora.alpha=8")
-SMALL = (
-    *LORA,
-    "run.steps=4",
-    "sampling.samples=4",
-    "trainer.batch_size=12",
-    "trainer.group_size=4",
-    "trainer.learning_rate=3e-2",
-)
-
-
-def small(model: Path, folder: Path, *settings: str) -> Config:
-    return toy_config(model, folder, *SMALL, *settings)
 
 
 def policy_table(model: Path, **lora: Any) -> PolicyTable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,16 +14,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_loop import ENVIRONMENT, as_settings
-from test_ray import children, config, conserved, nothing_is_left, run_and_keep, wait_until
+from build import (
+    ENVIRONMENT,
+    HOME,
+    WATCHER,
+    as_settings,
+    children,
+    conserved,
+    nothing_is_left,
+    run_and_keep,
+    wait_until,
+)
+from build import ray_config as config
 
 from tba.cli import _config
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
-
-HOME = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
-"""Folder of the folders of private Rays."""
-WATCHER = "tba.child:clean_up_after_parent"
 
 SECONDS = 180.0
 """Deadline of every wait in these tests."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import trainer
 from safetensors.numpy import load_file
-from test_trainer import trainer
 from torch import nn
 
 import tba

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_loop import config
+from build import config
 
 from tba.runs.setup import check
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from build import config, ray_config, resumes_exactly, run_and_keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_loop import config, resumes_exactly
-from test_ray import config as ray_config
-from test_ray import run_and_keep
 
 import tba.assemble
 from tba.assemble import open_run

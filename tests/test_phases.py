@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_loop
-import test_ray
+from build import config, ray_config
 
 from tba.assemble import run
 from tba.runs.console import FIRST_LINE, Console
@@ -47,7 +46,7 @@ def test_a_run_in_one_process_tells_each_of_its_phases(
     told: list[str] = []
     monkeypatch.setattr(Console, "phase", lambda self, text: told.append(text))
     settings = ("run.steps=1", "eval.prompts_per_task=2", "runtime.prompts_per_task=2")
-    run(test_loop.config(tiny_model, tmp_path / "run", *settings))
+    run(config(tiny_model, tmp_path / "run", *settings))
     evaluating = [f"evaluating {percent} %" for percent in (0, 33, 66)]
     generating = [f"generating {n}/3 prompts" for n in (0, 2)]
     assert told == [
@@ -66,7 +65,7 @@ def test_a_run_on_ray_tells_its_phases_in_plain_lines(
 ) -> None:
     """Searchers are processes, and standard output is no terminal."""
     slow = ("engine=scripted", "engine.latency=0.5", "run.steps=2", "log.console=plain")
-    run(test_ray.config(tiny_model, tmp_path / "run", *slow))
+    run(ray_config(tiny_model, tmp_path / "run", *slow))
     lines = capsys.readouterr().out.splitlines()
     expected = (
         "starting Ray",

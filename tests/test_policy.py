@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import FAMILIES, WIDE, make
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 import tba.learn.head
@@ -31,36 +24,6 @@ from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.types import Batch, collate_tokens
 
-SMALL = {
-    "vocab_size": 14,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-WIDE = SMALL | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=14,
-            n_positions=32,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    ),
-    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
-}
-
 
 @pytest.fixture(autouse=True, params=["packed", "cached"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -68,12 +31,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cached":
         monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
     return str(request.param)
-
-
-def make(family: str) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return FAMILIES[family]().eval()
 
 
 def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from build import trainer
 from conftest import VOCABULARY
-from test_trainer import trainer
 
 from tba.engines import Engine
 from tba.engines.transformers import Transformers

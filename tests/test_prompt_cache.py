@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_policy import FAMILIES, make
+from build import FAMILIES, make
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

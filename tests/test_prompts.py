@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from test_contracts import answered
-from test_loop import config, resumes_exactly
+from build import PROMPTS, answered, config, ids, resumes_exactly, stream_of
 
 from tba.assemble import run
 from tba.cli import _config
@@ -25,17 +22,6 @@ from tba.selections import Selection
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty
 from tba.selections.uniform import Uniform
-
-PROMPTS = [Prompt(f"p{i}", "x") for i in range(7)]
-
-
-def stream_of(cls: Callable[..., Selection], seed: int = 0, **options: Any) -> PromptStream:
-    return PromptStream(PROMPTS, cls(PROMPTS, seed, 1.0, **options))
-
-
-def ids(prompts: list[Prompt]) -> list[str]:
-    return [p.id for p in prompts]
-
 
 # The stream
 

@@ -7,8 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-import test_ray
-from test_loop import config
+from build import config, conserved, ray_config, run_and_keep
 
 from tba.assemble import run
 from tba.cli import _config
@@ -214,12 +213,12 @@ def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
     prompts = [Prompt(f"{i}", f"{i}+1=") for i in range(899)]
     poison = str(Cyclic(prompts, 0, None).choose(11)[10].text)
     task = settings(tmp_path, rows=900, poison=poison)
-    chosen = test_ray.config(tiny_model, tmp_path / "run", *SCRIPTED, *task, "run.steps=20")
-    ended = test_ray.run_and_keep(chosen)
+    chosen = ray_config(tiny_model, tmp_path / "run", *SCRIPTED, *task, "run.steps=20")
+    ended = run_and_keep(chosen)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["finished"] and calls(tmp_path, poison) == 2
     assert summary["searcher_restarts"] == 2
-    assert test_ray.conserved(ended.buffer) and summary["rejected"] == {}
+    assert conserved(ended.buffer) and summary["rejected"] == {}
     cursor = ended.searchers.state().cursor
     left_out = {name for name, count in cursor["deaths"].items() if count == 2}
     assert 1 <= summary["quarantined"] == len(left_out) <= 9
@@ -235,7 +234,7 @@ def test_a_run_that_gives_up_is_saved_and_does_not_die_at_the_same_prompt_for_ev
 ) -> None:
     folder, task = tmp_path / "run", settings(tmp_path, rows=8)
     given_up = r"a searcher died after runtime\.max_restarts = 0 restarts"
-    chosen = test_ray.config(
+    chosen = ray_config(
         tiny_model, folder, *SCRIPTED, *task, "runtime.max_restarts=0", "run.steps=9"
     )
     with pytest.raises(SearchError, match=given_up):

@@ -7,95 +7,39 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from test_loop import ENVIRONMENT, as_settings
+from build import (
+    ENVIRONMENT,
+    as_settings,
+    children,
+    conserved,
+    copies,
+    nothing_is_left,
+    run_and_keep,
+    wait_until,
+)
+from build import ray_config as config
 from toy import Given
 
 import tba.assemble
 from tba.assemble import open_run
 from tba.cli import _config
-from tba.config.schema import Config, load
 from tba.engines import SearchError
 from tba.prompt import Prompt
-from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runs.offline import evaluate_run
 from tba.runtime.deadline import bind_ray
 from tba.weights import read_weights
-
-
-def config(model: Path, folder: Path, *settings: str) -> Config:
-    small = (
-        "run.steps=40",
-        "runtime.use=ray",
-        "runtime.prompts_per_task=3",
-        "runtime.publish_every=2",
-        "sampling.max_tokens=5",
-        "sampling.samples=4",
-        "trainer.batch_size=12",
-        "trainer.group_size=4",
-        "task=toy.Ones",
-        "eval.prompts=4",
-        "eval.every=15",
-        "eval.samples=1",
-        "eval.k=[]",
-        "log.console=off",
-        "reward.isolate=none",
-        "log.tensorboard=false",
-    )
-    return load(None, [f"policy.model={model}", f"run.folder={folder}", *small, *settings])
-
-
-def run_and_keep(
-    config: Config, resume: Path | None = None, meanwhile: Callable[[Run], None] | None = None
-) -> Run:
-    """Carry out a run and return it, closed; `meanwhile` runs in a thread beside it."""
-    with open_run(config, resume) as run:
-        thread = threading.Thread(target=meanwhile, args=(run,), daemon=True) if meanwhile else None
-        if thread is not None:
-            thread.start()
-        run.train()
-        if thread is not None:
-            thread.join(timeout=60)
-    return run
-
-
-def conserved(buffer: ReplayBuffer) -> bool:
-    c = buffer.counts
-    lost = c["evicted_per_prompt"] + c["evicted_capacity"] + c["evicted_reference"]
-    return c["added"] == len(buffer) + c["duplicates"] + lost
-
-
-def shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir()}
-
-
-def copies() -> int:
-    """Return how many copies of weights this process keeps."""
-    count = 0
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # another thread has closed it
-            count += str(link.readlink()).startswith("/memfd:weights")
-    return count
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return true()
 
 
 def test_neither_side_waits(tiny_model: Path, tmp_path: Path) -> None:
@@ -377,28 +321,6 @@ def test_an_error_of_a_searcher_ends_the_run_after_it_has_been_saved(
     assert opened.step == 0 or (reference is not None and reference.version == opened.step)
     assert json.loads((saved / "state.json").read_text())["progress"]["evaluating"] > 0
     assert run_and_keep(_config([], folder), folder).step == 30
-
-
-@contextmanager
-def nothing_is_left() -> Iterator[list[psutil.Process]]:
-    """After the block, no process that it lists and no shared memory of it exists for long."""
-    before, processes = shared_memory(), []
-    yield processes
-    assert processes
-    assert wait_until(lambda: not any(map(runs, processes)), 10), list(filter(runs, processes))
-    # other programs may make files meanwhile, which they remove soon
-    assert wait_until(lambda: shared_memory() <= before, 60), shared_memory() - before
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it has ended in between
-        return False
-
-
-def children(pid: int | None = None) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
 
 
 def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_checkpoint import DEADLINE, Slow, save
+from build import CHECKPOINT_DEADLINE as DEADLINE
+from build import Slow
+from build import save_checkpoint as save
 
 from tba.runs.checkpoint import Checkpoints, choose, chosen
 from tba.runs.generations import damage, generations, held, path_of, remove, step_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import config, newest_files, replayed
+from build import config, newest_files, replayed
 from toy import log_probs
 
 from tba.assemble import open_run, run

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from build import LOST, first_tokens, group, is_conserved, random_groups, trajectory
 
-from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.strategies import Columns, Strategy
 from tba.strategies._draw import LARGE, by_count, by_weight
@@ -17,41 +17,6 @@ from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
 from tba.types import Group, Trajectory
-
-LOST = ("evicted_per_prompt", "evicted_capacity", "evicted_reference", "dropped")
-
-
-def trajectory(*tokens: int, reward: float = 0.0, version: int = 0) -> Trajectory:
-    zeros = np.zeros(len(tokens), np.float32)
-    return Trajectory(np.array(tokens, np.int32), zeros, zeros, reward, version, True)
-
-
-def group(name: str, *trajectories: Trajectory, reference: int = 0) -> Group:
-    prompt = Prompt(name, name, {"answer": "1"})
-    return Group(prompt, np.array([1, 2], np.int32), trajectories, reference)
-
-
-def random_groups(
-    rng: np.random.Generator, count: int, prompts: int = 7, samples: int = 6, reference: int = 0
-) -> list[Group]:
-    def one() -> Trajectory:
-        tokens = rng.integers(3, size=rng.integers(1, 4)).tolist()
-        return trajectory(*tokens, reward=float(rng.normal()), version=int(rng.integers(9)))
-
-    groups = []
-    for _ in range(count):
-        some = [one() for _ in range(samples)]
-        groups.append(group(f"p{rng.integers(prompts)}", *some, reference=reference))
-    return groups
-
-
-def first_tokens(group: Group) -> list[int]:
-    return [int(t.tokens[0]) for t in group.trajectories]
-
-
-def is_conserved(buffer: ReplayBuffer) -> bool:
-    c = buffer.counts
-    return c["added"] == len(buffer) + c["duplicates"] + sum(c[name] for name in LOST)
 
 
 def test_every_sample_is_accounted_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_replay import first_tokens, group, is_conserved, random_groups, trajectory
+from build import first_tokens, group, is_conserved, random_groups, trajectory
 
 from tba.replay import files as replay_files
 from tba.replay.buffer import REWRITE_EVERY, ReplayBuffer

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from build import data
 
 from tba.config.schema import Config
 from tba.report import report
@@ -169,12 +170,6 @@ def fact(html: str, label: str) -> list[str]:
     """A row of the table of facts."""
     (row,) = [values for first, *values in table(html, "facts") if first == label]
     return row
-
-
-def data(html: str) -> list[dict[str, Any]]:
-    """The runs as the script of the page reads them."""
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
-    return json.loads(text)["runs"]
 
 
 def charts(html: str) -> list[dict[str, Any]]:

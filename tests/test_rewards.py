@@ -2,80 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_loop import config, without_clock
+from build import Asynchronous, Score, Scored, config, judge_all, without_clock
+from build import rewards_judge as judge
+from build import rewards_reasons as reasons
 
 import tba
-from tba.prompt import Answer, Prompt
+from tba.prompt import Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected, Verdict
-from tba.tasks import NEAR_DUPLICATE, Task
-
-ANSWERS = ("one", "two", "three", "four", "five")
-
-Score = Callable[[list[str]], Any]
-"""Rewards of a group, from its texts."""
-
-
-@dataclass(frozen=True)
-class Scored(Task):
-    """A task whose scoring is the given function of a group's texts."""
-
-    function: Score
-    pass_reward: float | None = None
-
-    def prompts(self) -> Sequence[Prompt]:
-        return [Prompt("0", "count")]
-
-    def held_out(self) -> Sequence[Prompt]:
-        return []
-
-    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
-        return self.function([a.text for a in answers])
-
-
-class Asynchronous(Scored):
-    """The same with `async def`; the function may return an awaitable."""
-
-    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Any:
-        await asyncio.sleep(0)
-        scores = self.function([a.text for a in answers])
-        return await scores if isinstance(scores, Awaitable) else scores
-
-
-@pytest.fixture(params=[Scored, Asynchronous], ids=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> type[Scored]:
-    return request.param
-
-
-def judge_all(task: Scored, groups: Sequence[Sequence[str]]) -> list[list[Verdict]]:
-    prompts = [Prompt(str(i), "count") for i in range(len(groups))]
-    answers = [[Answer(a, finished=True) for a in group] for group in groups]
-    return Scoring({"": task})(prompts, answers)
-
-
-def judge(
-    function: Score, answers: Sequence[str] = ANSWERS, kind: type[Scored] = Scored
-) -> list[Verdict]:
-    (verdicts,) = judge_all(kind(function), [answers])
-    return verdicts
-
-
-def reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
-    return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
+from tba.search.verdicts import Rejected
+from tba.tasks import NEAR_DUPLICATE
 
 
 def each(score: Callable[[str], Any]) -> Score:
@@ -84,6 +32,11 @@ def each(score: Callable[[str], Any]) -> Score:
 
 def length_except(text: str, otherwise: Callable[[], Any]) -> Score:
     return each(lambda t: otherwise() if t == text else len(t))
+
+
+@pytest.fixture(params=[Scored, Asynchronous], ids=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> type[Scored]:
+    return request.param
 
 
 def test_lengths(kind: type[Scored]) -> None:

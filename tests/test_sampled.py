@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_replay import group, trajectory
+from build import group, trajectory
 from torch import Tensor
 
 from tba.config.plugins import names, resolve

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_loop import config
+from build import config
 from toy import Ones
 
 import tba

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+from build import config, small
 from huggingface_hub import ModelCard, constants
-from test_loop import config
-from test_lora import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import test_ray
+from build import conserved, ray_config, run_and_keep
 
 JUDGE = """
 import asyncio
@@ -48,8 +48,8 @@ def test_a_slow_judge_loses_nothing_and_scores_nothing_twice(
         f"task.reward={tmp_path}/judge.py:judge", "reward.isolate=process", "eval.prompts=0",
         "engine=scripted", "engine.answers=['1','2','33','41']", f"run.steps={steps}",
     )  # fmt: skip
-    chosen = test_ray.config(tiny_model, tmp_path / "run", *SIZES, *settings)
-    ended = test_ray.run_and_keep(chosen)
+    chosen = ray_config(tiny_model, tmp_path / "run", *SIZES, *settings)
+    ended = run_and_keep(chosen)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["finished"], summary["rejected"]) == (True, {})
     assert summary["searcher_restarts"] == 0
@@ -59,4 +59,4 @@ def test_a_slow_judge_loses_nothing_and_scores_nothing_twice(
     assert {scored[prompt] for prompt in arrived} == {20}
     assert max(scored.values()) == 20  # of those that were in flight at the end as well
     assert ended.buffer.counts["added"] == 20 * len(arrived) == summary["samples_generated"]
-    assert test_ray.conserved(ended.buffer)
+    assert conserved(ended.buffer)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from talk import CLOSING, Desk, call
-from test_dialogues import config, model, replies, searched
+from talk import CLOSING, Desk, call, dialogue_config, dialogue_model, replies, searched
 
 from tba.config.schema import Config
 from tba.prompt import Answer
@@ -17,7 +16,7 @@ from tba.runs.setup import check
 from tba.search.dialogue import CHARACTERS
 from tba.types import Sampling
 
-__all__ = ["config", "model"]  # fixtures
+__all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 LARGE = 50_000_000
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import parameters, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tba.learn.policy
@@ -19,34 +20,12 @@ import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite, WrongReference, plan
-from tba.learn.trainer import SingleTrainer, _group_metrics
+from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.setup import check
 from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
-
-
-def trainer(model: Path, *settings: str) -> SingleTrainer:
-    parts = check(
-        load(
-            None,
-            [
-                f"policy.model={model}",
-                "task=toy.Ones",
-                "sampling.max_tokens=6",
-                "trainer.learning_rate=1e-2",
-                "trainer.batch_size=12",
-                "trainer.group_size=4",
-                *settings,
-            ],
-        )
-    )
-    return parts.trainer("cpu")
-
-
-def parameters(t: SingleTrainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in t.policy.model.parameters()]
 
 
 @pytest.mark.parametrize("objective", ["tb", "rloo"])

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import ENVIRONMENT, as_settings, config
-from test_rewards import ANSWERS, Asynchronous, Scored, judge, reasons
+from build import ANSWERS, ENVIRONMENT, Asynchronous, Scored, as_settings, config
+from build import rewards_judge as judge
+from build import rewards_reasons as reasons
 from toy import Ones
 
 from tba.assemble import run

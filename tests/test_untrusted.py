@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import config, newest_files, without_clock
+from build import config, newest_files, without_clock
 from toy import Ones
 
 from tba.assemble import open_run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import config
+from build import config
 
 from tba.assemble import open_run, run
 from tba.cli import _config

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from build import children, conserved, run_and_keep, wait_until
+from build import ray_config as config
 from suite import Case, alive, cases, command_of, until
-from test_ray import children, config, conserved, run_and_keep, wait_until
 
 from tba.cli import _config
 from tba.run import Run

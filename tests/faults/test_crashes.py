@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from build import Slow, as_settings, config, end_alike
+from build import file_names as names
 from suite import Case, cases, forked
-from test_checkpoint import Slow, names
-from test_loop import as_settings, config, end_alike
 
 from tba.assemble import run
 from tba.cli import _config

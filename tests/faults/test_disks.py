@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from build import as_settings, config
 from suite import Case, carry_out, cases, forked, until
-from test_loop import as_settings, config
 
 from tba.assemble import run
 from tba.cli import _config

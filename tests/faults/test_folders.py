@@ -11,8 +11,8 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from build import as_settings, config
 from suite import FORKS, Case, carry_out, cases, forked, source_nodes, until
-from test_loop import as_settings, config
 
 from tba.assemble import run
 from tba.cli import _config

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from build import PROMPTS, answered, group, ids, is_conserved, stream_of, trajectory
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,9 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from suite import Case, cases
-from test_contracts import answered
-from test_prompts import PROMPTS, ids, stream_of
-from test_replay import group, is_conserved, trajectory
 
 from tba.config.plugins import names, resolve_all, with_defaults
 from tba.config.schema import DEFAULT, Config, load, parse

@@ -11,10 +11,9 @@ from pathlib import Path
 import hostile
 import psutil
 import pytest
+from build import config, data
+from build import isolation_reasons as reasons
 from suite import Case, alive, cases, until
-from test_isolation import reasons
-from test_loop import config
-from test_report import data
 
 from tba.assemble import open_run
 from tba.cli import _config

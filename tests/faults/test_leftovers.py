@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,14 +15,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from build import (
+    ENVIRONMENT,
+    HOME,
+    WATCHER,
+    as_settings,
+    children,
+    goes_on,
+    steps,
+)
+from build import ray_config as config
 from suite import Case, alive, cases, command_of, until
-from test_loop import ENVIRONMENT, as_settings
-from test_lost_ray import HOME, WATCHER
-from test_ray import children, config, conserved, run_and_keep
 
-from tba.cli import _config
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runs.log import CHECKPOINTS
 
 MEMORY = Path("/dev/shm")
 TRAIN = """
@@ -59,10 +64,6 @@ NOTICED = {
     "searcher": "its tasks are issued again",
 }
 """What a run says when it has noticed that one of them is gone."""
-
-
-def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in read(folder / METRICS) if "loss" in row]
 
 
 @dataclass
@@ -199,19 +200,3 @@ def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(
     name = ("searcher", "driver", "raylet")[case.index]
     own = ("engine=vllm", "engine.kv_cache_gib=0.1")
     leaves_nothing_and_goes_on(case, name, wide_model, tmp_path / "run", *own)
-
-
-def goes_on(folder: Path, *settings: str) -> None:
-    """Ten steps more: every prompt was answered once, or is out."""
-    newest = generations(folder / CHECKPOINTS)[-1]
-    step = json.loads((newest / "state.json").read_text())["progress"]["step"]
-    alone = ("runtime.use=local", "runtime.searchers=1")
-    run = run_and_keep(_config([f"run.steps={step + 10}", *alone, *settings], folder), folder)
-    assert conserved(run.buffer)
-    cursor = run.searchers.state().cursor
-    held = {g.prompt.id for g in run.buffer.groups()}
-    assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]
-    assert run.searchers.stats.counts["samples_generated"] == 4 * len(held)
-    rows = steps(folder)
-    assert rows == sorted(set(rows)) and {*range(1, step + 11)} - {*rows} <= {step}
-    assert (folder / "summary.json").exists()

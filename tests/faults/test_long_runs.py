@@ -12,11 +12,8 @@ import hostile
 import numpy as np
 import psutil
 import pytest
-import test_ray
+from build import as_settings, config, goes_on, is_conserved, ray_config
 from suite import Case, carry_out, cases, forked
-from test_leftovers import goes_on
-from test_loop import as_settings, config
-from test_replay import is_conserved
 from toy import count
 
 from tba.assemble import open_run, run
@@ -164,7 +161,7 @@ def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
     )  # fmt: skip
     ends = rf"out of memory(.|\n)* after runtime\.max_restarts = {restarts} restarts"
     with (
-        open_run(test_ray.config(tiny_model, folder, *settings)) as opened,
+        open_run(ray_config(tiny_model, folder, *settings)) as opened,
         pytest.raises(EngineError, match=ends),
     ):
         opened.train()

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from build import ENVIRONMENT, as_settings, goes_on, steps
+from build import ray_config as config
 from suite import Case, cases, command_of, until
-from test_leftovers import goes_on, steps
-from test_loop import ENVIRONMENT, as_settings
-from test_ray import config
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"

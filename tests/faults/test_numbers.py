@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import Asynchronous, Scored, config, group, is_conserved, parameters, trainer, trajectory
+from build import file_names as names
+from build import rewards_judge as judge
+from build import rewards_reasons as reasons
 from suite import Case, cases
-from test_checkpoint import names
-from test_loop import config
-from test_replay import group, is_conserved, trajectory
-from test_rewards import Asynchronous, Scored, judge, reasons
-from test_trainer import parameters, trainer
 from torch import Tensor
 
 from tba.assemble import run

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_ray
+from build import config, end_alike, newest_files, ray_config, replayed
 from suite import Case, cases, source_nodes
-from test_loop import config, end_alike, newest_files, replayed
 
 from tba.assemble import run
 from tba.cli import _config
@@ -94,8 +93,8 @@ def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
         "eval.prompts=0",
     )
     whole, part = tmp_path / "whole", tmp_path / "part"
-    run(test_ray.config(tiny_model, whole, *settings, "run.steps=6"))
-    run(test_ray.config(tiny_model, part, *settings, f"run.steps={stop}"))
+    run(ray_config(tiny_model, whole, *settings, "run.steps=6"))
+    run(ray_config(tiny_model, part, *settings, f"run.steps={stop}"))
     run(_config(["run.steps=6"], part), part)
     assert replayed(whole) == replayed(part)
     one, other = newest_files(whole), newest_files(part)

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import torch
+from build import as_settings, config, newest_files, replayed
 from suite import Case, carry_out, cases, forked, until
-from test_loop import as_settings, config, newest_files, replayed
 
 from tba.assemble import run
 from tba.cli import _config

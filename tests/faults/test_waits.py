@@ -11,11 +11,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from build import Slow, Steps, config, guard_of, misbehaving, requests
+from build import isolation_judge as judge
+from build import isolation_reasons as reasons
+from build import save_checkpoint as save
 from suite import Case, cases
-from test_batch import Steps, requests
-from test_checkpoint import Slow, save
-from test_isolation import guard_of, judge, misbehaving, reasons
-from test_loop import config
 from toy import Given
 
 from tba.assemble import open_run

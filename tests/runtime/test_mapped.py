@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_ray import copies
+from build import copies
 
 from tba.runtime.memory import SharedMemory
 from tba.weights import Probe, Sent, Transport, Weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_trainer import trainer
+from build import trainer
 from toy import Given
 
 from tba.engines import SearchError

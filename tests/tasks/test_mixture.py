@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_contracts import answered
-from test_loop import config, resumes_exactly
+from build import answered, config, resumes_exactly
 
 from tba.assemble import run
 from tba.config.plugins import resolve

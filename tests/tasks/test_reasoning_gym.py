@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import config
+from build import config
 
 from tba.config.plugins import resolve
 from tba.config.schema import load

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_loop import config
+from build import config
 from transformers import AutoTokenizer
 
 from tba.assemble import open_run

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from build import environment, python_with_trl
 from conftest import VOCABULARY
-from test_from_trl import environment, python_with_trl
 from transformers import AutoTokenizer
 
 from tba.runs.log import METRICS, SAMPLES, read

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from test_loop import config, resumes_exactly
+from build import config, resumes_exactly
 
 import tba
 from tba.config.plugins import Plugin, resolve
