@@ -20,8 +20,8 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 test: $(VENV)/installed  ## run the tests: about 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 
-QUICK := tests/test_objectives.py tests/test_trainer.py tests/test_exactness.py tests/test_replay.py \
-	tests/test_config.py tests/test_warn.py tests/test_imports.py
+QUICK := tests/objectives/test_objectives.py tests/learn/test_trainer.py tests/test_exactness.py tests/replay/test_replay.py \
+	tests/config/test_config.py tests/runs/test_warn.py tests/test_imports.py
 
 quick: $(VENV)/installed  ## lint, and the tests to run before a commit: less than a minute on two idle cores
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
@@ -42,7 +42,7 @@ faults: $(VENV)/installed  ## the suite of faults: 25 minutes on two cores; FULL
 		ended=$$?; $(BIN)/python scripts/write_reliability.py $(FAULTS); exit $$ended
 
 VLLM_VENV := .venv-vllm
-VLLM_TESTS := tests/test_vllm.py tests/test_batch.py tests/test_contracts.py
+VLLM_TESTS := tests/engines/test_vllm.py tests/engines/test_batch.py tests/test_contracts.py
 
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	@test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)

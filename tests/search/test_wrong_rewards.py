@@ -11,7 +11,7 @@ from conftest import module_at
 from tba.prompt import Answer
 from tba.studies.sweep import read_study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WrongSums = module_at(ROOT / "studies" / "off_policy" / "wrong_rewards.py").WrongSums
 RIGHT = [k % 2 == 0 for k in range(16)]
 

@@ -260,7 +260,7 @@ def test_a_panel_that_is_always_0_is_folded(tmp_path):
 
 def test_each_panel_says_what_is_healthy_as_the_docs_do(page):
     """The table of docs/watching.md is the source."""
-    text = (Path(__file__).parent.parent / "docs" / "watching.md").read_text().replace("`", "")
+    text = (Path(__file__).parents[2] / "docs" / "watching.md").read_text().replace("`", "")
     table = text.partition("| panel | a healthy run |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     told = [(first.removeprefix("| "), healthy) for first, healthy, _ in rows]

@@ -12,7 +12,7 @@ import pytest
 
 from tba.runs.log import SAMPLES, read
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 

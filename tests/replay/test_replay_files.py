@@ -15,7 +15,7 @@ from tba.replay.files import SEGMENTS
 from tba.strategies.mixture import Mixture
 from tba.types import Group
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def content(buffer: ReplayBuffer) -> list[tuple]:

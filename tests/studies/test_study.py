@@ -10,7 +10,7 @@ import pytest
 
 from tba.studies.study import check_study, read_study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BASE = """
 [base]
 task = "toy.Ones"

@@ -18,7 +18,7 @@ from tba.cli import train
 from tba.config.schema import load
 from tba.studies.study import check_study, read_study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = {name: ROOT / f"experiments/redteam_{name}.toml" for name in ("gpt2", "llama1b")}
 FILES |= {name: ROOT / f"experiments/redteam_{name}.toml" for name in ("gflownet", "small")}
 

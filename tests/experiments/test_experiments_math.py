@@ -15,7 +15,7 @@ import tba
 from tba.cli import train
 from tba.config.schema import load
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 MATH: dict[str, Any] = {
     "run.steps": 400,

@@ -20,7 +20,7 @@ from tba.config.plugins import resolve
 from tba.config.schema import Config, load
 from tba.studies.study import check_study, read_study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXPERIMENTS, STUDIES = ROOT / "experiments", ROOT / "studies" / "tldr"
 COMPARISONS = ROOT.parent / "shared" / "data" / "tldr" / "tldr_ai_comparisons.jsonl"
 SIZES = {"410m": 256, "1b": 425, "2.8b": 825}

@@ -23,7 +23,7 @@ from tba.runs.log import SAMPLES, SUMMARY, read
 from tba.runs.metrics import FIRST_SCREEN, PANELS, first_screen, tensorboard_layout
 from tba.runs.setup import check
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 METRICS = {
     "time": 2.0,
     "reward": 0.5,

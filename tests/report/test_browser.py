@@ -25,7 +25,7 @@ from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.metrics import PANELS
 from tba.studies.results import Ledger, Trial
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
