@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.plugins import GIVEN
+from tba.config.tables import GIVEN
 from tba.prompt import Prompt
 from tba.types import Group
 

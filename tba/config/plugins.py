@@ -16,13 +16,18 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import NEAREST, about, choices, elsewhere, explain
+from tba.config.errors import (
+    NEAREST,
+    about,
+    choices,
+    elsewhere,
+    explain,
+    is_secret,
+    read_secrets,
+)
 from tba.config.schema import Config
-from tba.config.secrets import is_secret, read_secrets
-from tba.config.tables import PLUGGED, Positive, Use
+from tba.config.tables import GIVEN, PLUGGED, Positive, Use
 
-GIVEN = {"given": True}
-"""Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
 OPTIONS = "docs/configuration.md lists all options"

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError, model_validator
 
 from tba.config import tables
-from tba.config.errors import explain_mistake, without_table
-from tba.config.secrets import check_secrets
+from tba.config.errors import check_secrets, explain_mistake, without_table
 from tba.config.tables import PLUGGED, Table, Use, decay_of
 
 Parsed = TypeVar("Parsed", bound=Table)
@@ -51,6 +50,7 @@ class Config(Table):
     warn: tables.WarnTable = tables.WarnTable()
 
     def __init__(self, **plain: Any):
+        check_secrets("", plain)
         try:
             super().__init__(**plain)
         except ValidationError as error:

@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from tba.config.secrets import check_secrets
-
 LOGP_NOISE_FP32 = 0.01
 """Mean difference of log-probs, in nats, that rounding may explain."""
 LOGP_NOISE_BF16 = 0.3
@@ -34,6 +32,8 @@ PLUGGED = {
     "selection": "selections",
 }
 """The tables that name a plug-in, and the folder of each."""
+GIVEN = {"given": True}
+"""Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 
 
 def _single(value: Any) -> Any:
@@ -75,12 +75,6 @@ class Use(Table):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     use: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_secrets(cls, plain: Any) -> Any:
-        check_secrets("", plain)
-        return plain
 
     @property
     def options(self) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tba.config.plugins import GIVEN
 from tba.config.schema import Config
-from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
+from tba.config.tables import GIVEN, LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
 from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
 from tba.weights import Weights

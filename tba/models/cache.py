@@ -11,14 +11,10 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.types import TokenBatch, collate_tokens
 
 EVERYONE = -1
 """Owner of a prompt's tokens, which all responses see."""
@@ -28,12 +24,6 @@ LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits in a chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 """Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
-
-PROMPT = 11
-SHORTER = 7
-SAMPLES = 11
-RESPONSE = {"cpu": 8, "cuda": 128}
-"""Tokens of the two prompts of a warm-up, responses to each, and their tokens."""
 
 
 def states_at_once(model: Any) -> int:
@@ -196,49 +186,3 @@ def check_compiler() -> None:
             f"trainer.compile = true needs a C++ compiler ({compiler}) and Python's headers"
             f" ({header}): apt install g++ python3-dev, or set trainer.compile=false"
         )
-
-
-def warm_up(policy: Any, context: int) -> None:
-    """Compile all programs of a policy's layers; ValueError if they cannot be compiled.
-
-    A program adds up numbers in an order that depends on the sizes it was compiled for, and a
-    resumed run would meet others first. Therefore the sizes are always the same, and no program is
-    added later: what none of them covers, such as a pass over a single prompt, runs without.
-    """
-    layouts: tuple[str, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
-    torch.compiler.set_stance("default")
-    shapes: Any = torch.fx.experimental._config
-    equal_by_chance = shapes.patch(use_duck_shape=False)  # sizes that are stay apart
-    try:
-        with torch._dynamo.config.patch(recompile_limit=64), equal_by_chance:
-            for shorter in (PROMPT, SHORTER):  # without padding, some attention takes no mask
-                for layout in layouts if policy.share_prompt else ("plain",):
-                    _compare_compiled(policy, _warm_up_batch(policy, context, shorter), layout)
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"trainer.compile = true: {type(policy.model).__name__} cannot be compiled ({reason});"
-            " set trainer.compile=false"
-        ) from error
-    torch.compiler.set_stance("eager_on_recompile")
-    policy.zero_grad(set_to_none=True)
-
-
-def _compare_compiled(policy: Any, batch: TokenBatch, layout: str) -> None:
-    """Run forward and back; RuntimeError if log-probs differ from those without compilation."""
-    compiled = policy(batch, layout).logp
-    compiled.sum().backward()
-    with torch.no_grad():  # layers are compiled for passes with gradients only
-        gap = float((policy(batch, layout).logp - compiled).abs().sum() / batch.mask.sum())
-    if not gap <= (LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32):
-        raise RuntimeError(f"log-probs differ by {gap:.3g} nats on average")
-
-
-def _warm_up_batch(policy: Any, context: int, shorter: int) -> TokenBatch:
-    """Return random responses to two prompts, always the same."""
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    tokens = min(RESPONSE[policy.device.type], context - PROMPT)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(vocabulary, size=n, dtype=np.int32) for n in (PROMPT, shorter)]
-    responses = rng.integers(vocabulary, size=(2, SAMPLES, tokens), dtype=np.int32)
-    return collate_tokens(prompts, [list(group) for group in responses])

@@ -13,7 +13,7 @@ from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF, LogTable
 from tba.engines import Engine, engine_in_bf16
-from tba.learn.policy import Policy
+from tba.learn.policy import Policy, warm_up
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import (
@@ -21,7 +21,6 @@ from tba.models.cache import (
     check_rotary,
     compile_layers,
     enable_gradient_checkpointing,
-    warm_up,
 )
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (

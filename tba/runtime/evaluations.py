@@ -2,11 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 
-from tba.runtime.pool import Handle, Piece
-from tba.search.evaluate import EvaluatedPiece, join, pieces
+from tba.search.evaluate import EvaluatedPiece, Piece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
 from tba.weights import Sent
@@ -100,12 +98,3 @@ class Evaluations:
         ended = self._ended
         self._ended = []
         return ended
-
-
-def phase(handles: Sequence[Handle], evaluations: Evaluations, arrived: int, wanted: int) -> str:
-    """Return in words what the trainer waits for: groups if any are `wanted`, or evaluations."""
-    if all(handle.has("start") for handle in handles):
-        return "starting the searchers, which load the model"
-    phases = [f"generating {arrived}/{wanted} prompts"] if wanted else []
-    phases += [f"evaluating {evaluations.percent()} %"] if evaluations.running else []
-    return ", ".join(phases) or "waiting for the searchers"

@@ -16,7 +16,7 @@ from tba.prompt import Prompt
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
-from tba.search.evaluate import EvaluatedPiece
+from tba.search.evaluate import Piece
 from tba.weights import Sent, Transport
 
 SEARCH = "search"
@@ -52,16 +52,6 @@ def deadlines(settings: RuntimeTable) -> dict[Kind, float]:
         "evaluate": task,
         "publish": 3 * task,  # it may be behind a piece of an evaluation that waits for a search
     }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Piece of an evaluation of these weights; any searcher can do it."""
-
-    number: int
-    weights: Sent
-    step: int  # at which the evaluation was requested
-    results: dict[int, EvaluatedPiece]  # by number, of all pieces of the evaluation
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ One lock, `_changed`, guards pool, stream, results and evaluations. Every call t
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -40,7 +40,7 @@ from tba.runtime import SearchJob, SearchState
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
 from tba.runtime.deadline import NoAnswerError, search_error, search_errors
-from tba.runtime.evaluations import Evaluations, phase
+from tba.runtime.evaluations import Evaluations
 from tba.runtime.pool import POLL, Handle, Pool, Starter, Task, deadlines, ended, received
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
@@ -405,3 +405,12 @@ class Publisher:
             with self._changed:
                 self._failed = True
                 self._changed.notify_all()
+
+
+def phase(handles: Sequence[Handle], evaluations: Evaluations, arrived: int, wanted: int) -> str:
+    """Return in words what the trainer waits for: groups if any are `wanted`, or evaluations."""
+    if all(handle.has("start") for handle in handles):
+        return "starting the searchers, which load the model"
+    phases = [f"generating {arrived}/{wanted} prompts"] if wanted else []
+    phases += [f"evaluating {evaluations.percent()} %"] if evaluations.running else []
+    return ", ".join(phases) or "waiting for the searchers"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.config.secrets import masked
+from tba.config.errors import masked
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, LeftOut, WrongLength, listed, number
 

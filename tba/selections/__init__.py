@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tba.config.plugins import GIVEN
+from tba.config.tables import GIVEN
 from tba.prompt import Prompt
 
 if TYPE_CHECKING:  # it imports PyTorch

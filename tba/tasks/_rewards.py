@@ -12,8 +12,8 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
+from tba.config.errors import masked, read_secrets
 from tba.config.plugins import JUDGES, check_options, options_of, resolve
-from tba.config.secrets import masked, read_secrets
 from tba.config.tables import Use
 
 RewardFunction = Callable[..., Any]

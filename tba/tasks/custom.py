@@ -13,8 +13,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from tba.config.plugins import GIVEN
-from tba.config.tables import Count, Positive, PositiveFloat, Use
+from tba.config.tables import GIVEN, Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
 from tba.tasks._data import Rows, require, rows

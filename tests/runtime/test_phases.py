@@ -82,6 +82,7 @@ def test_a_run_on_ray_tells_its_phases_in_plain_lines(
 
 def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
     from tba.runtime import evaluations as module
+    from tba.runtime.ray import phase
 
     nothing: Any = SimpleNamespace(version=1)
     monkeypatch.setattr(module, "pieces", lambda setup: [None] * 5)
@@ -91,8 +92,8 @@ def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch
     own.request(nothing, 1)
     seen = []
     while piece := own.take():
-        seen.append(module.phase([idle], own, 0, 0))
+        seen.append(phase([idle], own, 0, 0))
         own.done(piece, nothing)
     assert seen == [f"evaluating {percent} %" for percent in (0, 20, 40, 60, 80)]
-    assert module.phase([idle, starting], own, 3, 8) == "generating 3/8 prompts"
-    assert module.phase([starting], own, 0, 8) == "starting the searchers, which load the model"
+    assert phase([idle, starting], own, 3, 8) == "generating 3/8 prompts"
+    assert phase([starting], own, 0, 8) == "starting the searchers, which load the model"
