@@ -13,9 +13,9 @@ from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
 import tba
-from tba.config.errors import choices, printable, without_table
+from tba.config.errors import choices, printable
 from tba.config.plugins import KINDS, NAMES, find, names, options_of
-from tba.config.schema import DEFAULT, Config, load, read_toml
+from tba.config.schema import DEFAULT, Config, load, read_toml, without_table
 from tba.runs.checks import (
     check_config,
     check_evaluated,
@@ -281,7 +281,7 @@ def _refuse_dashes(settings: list[str]) -> None:
         command: Any = get_command(app)
         options = {o for c in command.commands.values() for p in c.params for o in p.opts}
         close = difflib.get_close_matches(given, options, n=1)
-        words = without_table(Config, name, value)
+        words = without_table(name, value)
         hint = words or (f"did you mean {close[0]}?" if close else "--help lists all options")
         raise ValueError(f"no option {given}; {hint}")
 

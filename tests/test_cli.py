@@ -16,7 +16,7 @@ import pytest
 import tba
 from tba.cli import main
 from tba.config.plugins import KINDS, names
-from tba.config.schema import Config, load, parse
+from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.runs.console import FIRST_LINE
@@ -217,7 +217,7 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
     counts = "config OK (dry run): 3 training prompts, 2 held out"
     lines = ended.err.splitlines()
     assert [*lines[:3], lines[-1]] == [*shown, counts]
-    config = parse(json.loads(ended.out))
+    config = Config(**json.loads(ended.out))
     assert config.objective.model_dump() == {
         "use": "rloo",
         "beta": 0.3,

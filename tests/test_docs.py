@@ -16,7 +16,7 @@ from conftest import module_at
 
 from tba import run
 from tba.config.plugins import resolve_all
-from tba.config.schema import parse
+from tba.config.schema import Config
 from tba.config.tables import WarnTable
 from tba.runs.metrics import PANELS, SECTIONS
 
@@ -81,7 +81,7 @@ def test_the_configs_of_the_scaling_page_are_accepted() -> None:
     tables = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
     assert len(tables) >= 3
     for text in tables:
-        config = parse(tomllib.loads(text))
+        config = Config(**tomllib.loads(text))
         resolve_all(config)
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import tba
 from tba.assemble import run
 from tba.cli import _config
-from tba.config.schema import parse
+from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import SEGMENTS
@@ -477,7 +477,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(
         tiny_model, tmp_path / "run", "eval.prompts=0", "trainer.batch_size=64"
     ).nested()
     with pytest.raises(RuntimeError, match="of my own"):
-        run(parse(tables | {"task": task}))
+        run(Config(**tables | {"task": task}))
 
 
 def test_one_interrupt_saves_and_leaves(tiny_model: Path, tmp_path: Path) -> None:

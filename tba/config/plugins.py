@@ -17,15 +17,13 @@ from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
 from tba.config.errors import (
-    NEAREST,
     about,
     choices,
-    elsewhere,
     explain,
     is_secret,
     read_secrets,
 )
-from tba.config.schema import Config
+from tba.config.schema import NEAREST, Config, elsewhere
 from tba.config.tables import GIVEN, PLUGGED, Positive, Use
 
 JUDGES = "tasks.judges"
@@ -191,7 +189,7 @@ def check_options(
         kinds[name] = Required[kind] if option.required else NotRequired[kind]
     for name in options:
         if name not in known:
-            hint = elsewhere(Config, f"{table}.{name}", known) if table in PLUGGED else ""
+            hint = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
             hint = f": {hint}" if hint else choices(name, known, OPTIONS)
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source

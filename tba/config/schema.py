@@ -5,27 +5,49 @@ other keys are its options. `docs/configuration.md` lists all keys. This module 
 torch, so that a mistake is reported at once.
 """
 
+import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from tba.config import tables
-from tba.config.errors import check_secrets, explain_mistake, without_table
-from tba.config.tables import PLUGGED, Table, Use, decay_of
+from tba.config.errors import check_secrets, choices, explain, reason
+from tba.config.tables import PLUGGED, Table, Use, decay_of, inner_table
 
-Parsed = TypeVar("Parsed", bound=Table)
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
+_OTHERS = tomllib.loads(Path(__file__).with_name("trl.toml").read_text("utf-8"))
+"""Names of settings in other packages, as docs/from_trl.md has them."""
+NEAREST: dict[str, str] = _OTHERS["nearest"]
+"""What to type for objectives of other packages, by their names."""
+PLACES: dict[str, list[str]] = _OTHERS["places"]
+"""Names of settings in other packages, by the place of the same setting here."""
+NONE = "none"
+"""Beginning of the place of a setting without counterpart, before the reason if there is one."""
 
-class Config(Table):
+
+class Tables(Table):
+    """All tables of a TOML file. ValueError with one line for each mistake."""
+
+    def __init__(self, **plain: Any):
+        check_secrets("", plain)
+        try:
+            super().__init__(**plain)
+        except ValidationError as error:
+            mistakes = [_explained(type(self), each) for each in error.errors()]
+            raise ValueError("\n".join(mistakes)) from None
+
+
+class Config(Tables):
     """The config of a whole run.
 
     Read one with `load`, or build it from tables:
@@ -48,14 +70,6 @@ class Config(Table):
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
     log: tables.LogTable = tables.LogTable()
     warn: tables.WarnTable = tables.WarnTable()
-
-    def __init__(self, **plain: Any):
-        check_secrets("", plain)
-        try:
-            super().__init__(**plain)
-        except ValidationError as error:
-            mistakes = [explain_mistake(Config, each) for each in error.errors()]
-            raise ValueError("\n".join(mistakes)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -85,22 +99,17 @@ class Config(Table):
     @model_validator(mode="after")
     def consistent_sizes(self) -> "Config":
         t = self.trainer
-        k = t.group_size
-        capacity = self.replay.capacity
         sizes = {
             "sampling.samples": self.sampling.samples,
             "replay.per_prompt": self.replay.per_prompt,
+            "replay.capacity": self.replay.capacity,
         }
+        k = t.group_size
         for name, size in sizes.items():
             if size < k:
                 raise ValueError(
                     f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more"
                 )
-        if capacity < k:
-            raise ValueError(
-                f"replay.capacity = {capacity} cannot hold one group; set replay.capacity={k} or"
-                " more"
-            )
         steps = self.run.steps
         decay = decay_of(t, steps)
         decays = t.schedule == "warmup_stable_decay" and self.run.epochs is None
@@ -126,11 +135,6 @@ class Config(Table):
         if r.lag is not None and r.fresh not in (None, self.trainer.groups):
             raise ValueError(
                 f"runtime.fresh = {r.fresh} contradicts runtime.lag; remove one of them"
-            )
-        if r.lag is not None and r.max_reuse < 1:
-            raise ValueError(
-                f"runtime.max_reuse = {r.max_reuse:g} contradicts runtime.lag, with which every"
-                " group is trained on once; set runtime.max_reuse=1 or more"
             )
         if r.lag is not None and r.publish_every != 1:
             raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
@@ -228,7 +232,7 @@ def load(
         is_json = file.suffix == ".json" and file.is_file()
         plain = read_json(file) if is_json else read_toml(file, "config")
     override_all(plain, overrides)
-    return parse(plain)
+    return Config(**plain)
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -242,30 +246,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError, which names the file and the line, if it is not JSON."""
-    content = path.read_bytes()
+    """Read a JSON file; ValueError, which names the file and the place, if it is not JSON."""
     try:
-        return json.loads(content.decode())
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path} is damaged in line {line}: {error}") from error
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def parse(plain: Mapping[str, Any]) -> Config:
-    """Validate plain tables as a config; ValueError with one line per mistake."""
-    return parse_as(Config, plain)
-
-
-def parse_as(model: type[Parsed], plain: Mapping[str, Any]) -> Parsed:
-    """Validate plain tables as a `model`, whose fields are tables."""
-    check_secrets("", plain)
-    try:
-        return model.model_validate(plain)
-    except ValidationError as error:
-        mistakes = [explain_mistake(model, each) for each in error.errors()]
-        raise ValueError("\n".join(mistakes)) from error
 
 
 def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
@@ -276,15 +261,15 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     values = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
-        check_secrets(key, _value(text))  # first: no error quotes one
+        value = _value(text)
+        check_secrets(key, value)  # first: no error quotes one
         if not equals or ("." not in key and key not in PLUGGED):
-            hint = (
+            hint = without_table(key, text) if equals else ""
+            hint = hint or (
                 "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
             )
-            if equals:
-                hint = without_table(Config, key, text) or hint
             raise ValueError(f"{setting!r}: write `table.key=value`, {hint}")
-        values[f"{key}.use" if key in PLUGGED else key] = _value(text)
+        values[f"{key}.use" if key in PLUGGED else key] = value
     assign_all(plain, values)
 
 
@@ -302,13 +287,12 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
         *path, last = key.split(".")
         table = plain
         for name in path:
-            if table.get(name) is None:
-                table[name] = {}
-            inner = table[name]
+            inner = {} if table.get(name) is None else table[name]
             if name in PLUGGED and isinstance(inner, str):  # objective = "tb"
-                inner = table[name] = {"use": inner}
+                inner = {"use": inner}
             if not isinstance(inner, dict):
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
+            table[name] = inner
             table = inner
         if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
             table.clear()
@@ -329,3 +313,92 @@ def _value(text: str) -> Any:
                 "a table is written {use='f.py:make',x=1}; check its quotes and braces"
             ) from None
         return text
+
+
+def counterpart(name: str) -> str | None:
+    """Return what a setting of other packages is called here; None if the name is unknown."""
+    for place, names in PLACES.items():
+        if name in names:
+            return place
+    return NONE if name.startswith(tuple(_OTHERS["groups"])) else None
+
+
+def elsewhere(where: str, options: Collection[str] = ()) -> str:
+    """Return in words what a key that is not in its table is called; "" if that is not known.
+
+    `options` are those of the plug-in that the table names.
+    """
+    table, _, name = where.rpartition(".")
+    place = counterpart(name)
+    if place is None:
+        place = " or ".join(_places().get(name, ()))
+    if place.startswith(NONE):
+        why = place.removeprefix(NONE)
+        return f"{name} has no counterpart here{why}; docs/from_trl.md says more"
+    own = place.removeprefix(f"{table}.")
+    of_other_plugin = own != place and own.isidentifier() and own not in options
+    if not place or (table in PLUGGED and of_other_plugin):
+        return ""
+    return f"{name} is {place} here"
+
+
+def without_table(name: str, text: str) -> str:
+    """Return what to write for `name=text`, which names no table; "" if that is not known."""
+    places = _places()
+    if name not in places and (words := elsewhere(name)):
+        return words
+    close = difflib.get_close_matches(name, places, n=1)
+    meant = [f"`{place}={text}`" for place in places[close[0]]] if close else []
+    return f"did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _places() -> dict[str, list[str]]:
+    """Return where each key of the config is, as `table.key`."""
+    places: dict[str, list[str]] = {}
+    for table, holder in Config.model_fields.items():
+        inner = inner_table(holder)
+        for key in inner.model_fields if inner else ():
+            if key != "use":
+                places.setdefault(key, []).append(f"{table}.{key}")
+    return places
+
+
+def _explained(model: type[Table], error: ErrorDetails) -> str:
+    """Return an error message, from pydantic's error about a `model`, whose fields are tables."""
+    path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        keys = [key for key in _keys(where, error["input"]) if counterpart(key.rpartition(".")[2])]
+        known = [f"unknown key {key!r}: {elsewhere(key)}" for key in keys]
+        return "\n".join(known) or _unknown_key(model, path)
+    if error["type"] == "value_error":
+        return reason(error)
+    if error["type"] == "model_type":
+        hint = f"write a table, [{where}], with its keys"
+        if where in PLUGGED:
+            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+        return f"{where} = {error['input']!r}: {hint}"
+    return explain(where, error)
+
+
+def _keys(where: str, value: object) -> Iterator[str]:
+    """Yield `where` followed by each key of a table, or `where` itself if it holds no table."""
+    if not isinstance(value, Mapping) or not value:
+        yield where
+        return
+    for name, inner in value.items():
+        yield from _keys(f"{where}.{name}", inner)
+
+
+def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
+    """Return an error message with what the key is called, or with the nearest ones."""
+    *outer, name = path
+    table = model
+    for each in outer:
+        table = inner_table(table.model_fields[each]) or table
+    where = ".".join(path)
+    if place := elsewhere(where):
+        return f"unknown key {where!r}: {place}"
+    known = [field.alias or key for key, field in table.model_fields.items()]
+    what = f"the keys of [{'.'.join(outer)}]" if outer else "all tables and keys"
+    return f"unknown key {where!r}{choices(name, known, f'docs/configuration.md lists {what}')}"

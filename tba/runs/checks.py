@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, override_all, parse, read_json
+from tba.config.schema import Config, override_all, read_json
 from tba.config.tables import PLUGGED, LoraTable, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -173,7 +173,7 @@ def _check_folder(path: str) -> None:
 def config_of(run: Path) -> Config:
     """Return the config of a run, or if it is damaged the copy in a checkpoint; else ValueError."""
     try:
-        return parse(log.read_config(run))
+        return Config(**log.read_config(run))
     except ValueError as error:
         for generation in reversed(generations(run / log.CHECKPOINTS)):
             copy = generation / log.CONFIG
@@ -181,7 +181,7 @@ def config_of(run: Path) -> Config:
                 name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
                 damaged = run / log.CONFIG
                 logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
-                return parse(read_json(copy))
+                return Config(**read_json(copy))
         raise
 
 
@@ -189,7 +189,7 @@ def stored_config(run: Path, settings: Sequence[str]) -> Config:
     """Return the config of a run with these settings, whose paths start from the current folder."""
     tables = config_of(run).nested()
     override_all(tables, settings)
-    return placed(parse(tables))
+    return placed(Config(**tables))
 
 
 def check_resumed(config: Config, before: Config) -> None:

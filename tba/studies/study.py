@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from tba.config.errors import about
 from tba.config.plugins import resolve_all
-from tba.config.schema import Config, assign_all, override_all, parse, parse_as, read_toml
+from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table
 from tba.studies.results import SEED, Settings, Trial, phrase
 
@@ -44,7 +44,7 @@ class GridTable(Table):
     variants: Annotated[list[dict[str, Any]], Field(min_length=1, default_factory=lambda: [{}])]
 
 
-class StudyFile(Table):
+class StudyFile(Tables):
     study: StudyTable = StudyTable()
     base: dict[str, Any] = Field(default_factory=dict)
     grid: Annotated[list[GridTable], Field(min_length=1)]
@@ -69,7 +69,7 @@ class Study:
         tables = deepcopy(dict(self.base))
         try:
             assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
-            return parse(tables)
+            return Config(**tables)
         except ValueError as error:
             lines = "; ".join(str(error).splitlines())
             raise ValueError(f"{_where(trial)}: {lines}") from error
@@ -81,7 +81,7 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     of_base = [s for s in settings if not s.startswith("study.")]
     tables = read_toml(path, "study")
     override_all(tables, of_study)
-    file = parse_as(StudyFile, tables)
+    file = StudyFile(**tables)
     table = file.study
     merged: dict[str, Any] = {"log": {"console": "off", "tensorboard": False}}
     if table.base is not None:

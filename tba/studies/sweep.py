@@ -13,7 +13,7 @@ from typing import Any
 
 from tba.child import Child, wait_for_parent
 from tba.config.plugins import with_defaults
-from tba.config.schema import Config, parse
+from tba.config.schema import Config
 from tba.runs.files import locked, open_plain
 from tba.runs.generations import generations, recover
 from tba.runs.log import CHECKPOINTS, CONFIG, flat, read_optional
@@ -150,7 +150,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     status, error = standing(path)
     stored = read_optional(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
-        differing = _differing(parse(stored), config)
+        differing = _differing(Config(**stored), config)
         if differing:
             raise ValueError(
                 f"{path} holds a run with another config ({'; '.join(differing)});"
@@ -229,7 +229,7 @@ def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
     threading.Thread(target=_stop_with_sweep, daemon=True).start()
     from tba.assemble import run
 
-    config = parse(tables)
+    config = Config(**tables)
     folder = Path(config.run.folder)
     Place("cpu", tuple(cores)).take()
     try:

@@ -10,27 +10,27 @@ import pytest
 from pydantic import ValidationError
 
 from tba.config.plugins import resolve, with_defaults
-from tba.config.schema import Config, load, parse
+from tba.config.schema import Config, load
 
 WRONG = {
     "trainer.grop_size=4": "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
     "trianer.group_size=4": "unknown key 'trianer'; did you mean 'trainer'?",
-    "run.steps=many": "run.steps = 'many': expected an integer, got text",
-    "run.steps='3'": "run.steps = '3': expected an integer, got text",
-    "log.wandb='no'": "log.wandb = 'no': expected true or false, got text",
-    "log.wandb=1": "log.wandb = 1: expected true or false, got an integer",
+    "run.steps=many": "run.steps = 'many': expected an integer",
+    "run.steps='3'": "run.steps = '3': expected an integer",
+    "log.wandb='no'": "log.wandb = 'no': expected true or false",
+    "log.wandb=1": "log.wandb = 1: expected true or false",
     "trainer.betas=[0.9, 2]": "trainer.betas.1 = 2: Input should be less than 1",
     "trainer.betas=[0.9]": "trainer.betas.1 is missing",
     "trainer.learning_rate=inf": "trainer.learning_rate = inf: Input should be a finite number",
     "run.tml": "a config file comes first and ends in .toml",
-    "run.steps=true": "run.steps = True: expected an integer, got a boolean",
-    "runtime.lag=false": "runtime.lag = False: expected an integer, got a boolean",
-    "trainer.weight_decay=true": "trainer.weight_decay = True: expected a number, got a boolean",
-    "trainer.weight_decay='0.1'": "trainer.weight_decay = '0.1': expected a number, got text",
-    "trainer.betas=[0.9, true]": "trainer.betas.1 = True: expected a number, got a boolean",
-    "eval.k=[1, true]": "eval.k.1 = True: expected an integer, got a boolean",
-    "run.steps=2.5": "run.steps = 2.5: expected an integer, got a decimal number",
-    "policy.model=3": "policy.model = 3: expected text, got an integer",
+    "run.steps=true": "run.steps = True: expected an integer",
+    "runtime.lag=false": "runtime.lag = False: expected an integer",
+    "trainer.weight_decay=true": "trainer.weight_decay = True: expected a number",
+    "trainer.weight_decay='0.1'": "trainer.weight_decay = '0.1': expected a number",
+    "trainer.betas=[0.9, true]": "trainer.betas.1 = True: expected a number",
+    "eval.k=[1, true]": "eval.k.1 = True: expected an integer",
+    "run.steps=2.5": "run.steps = 2.5: expected an integer",
+    "policy.model=3": "policy.model = 3: expected text",
     "sampling.temperature=0": "sampling.temperature = 0: Input should be greater than 0",
     "runtime.use=rya": "runtime.use = 'rya': expected 'local' or 'ray'",
     "runtime.cores=some": "runtime.cores = 'some': expected 'divide' or 'share'",
@@ -47,12 +47,12 @@ WRONG = {
         "sampling.samples = 19 is less than trainer.group_size = 20; set"
         " sampling.samples=20 or more"
     ),
-    "replay.capacity=19": "replay.capacity = 19 cannot hold one group",
+    "replay.capacity=19": "replay.capacity = 19 is less than trainer.group_size = 20",
     "eval.k=[1, 5]": (
         "eval.k = [1, 5] needs 5 answers per prompt, but eval.samples = 4; set"
         " eval.samples=5 or more"
     ),
-    "objective=3": "objective.use = 3: expected text, got an integer",
+    "objective=3": "objective.use = 3: expected text",
     "policy.lora.rank=8": "unknown key 'policy.lora.rank'",
     "policy.lora.form=x": "unknown key 'policy.lora.form'; did you mean 'from'?",
     "policy.lora=true": "policy.lora = True: write a table, [policy.lora], with its keys",
@@ -62,7 +62,7 @@ WRONG = {
     "learning_rat=1e-4": "did you mean `trainer.learning_rate=1e-4`?",
     "seed=1": "did you mean `run.seed=1` or `eval.seed=1`?",
     "stepps": "such as `trainer.learning_rate=1e-4`",
-    "eval.k=[1, 2.5]": "eval.k.1 = 2.5: expected an integer, got a decimal number",
+    "eval.k=[1, 2.5]": "eval.k.1 = 2.5: expected an integer",
     "trainer.lr=1e-4": "unknown key 'trainer.lr': lr is trainer.learning_rate here",
     "lr=1e-4": "'lr=1e-4': write `table.key=value`, lr is trainer.learning_rate here",
     "num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
@@ -256,7 +256,7 @@ def test_what_is_written_reads_back_the_same() -> None:
     ]
     config = load(None, settings)
     assert config.trainer.max_grad_norm == math.inf
-    assert parse(json.loads(json.dumps(config.nested()))) == config
+    assert Config(**json.loads(json.dumps(config.nested()))) == config
 
 
 def test_an_empty_value_takes_a_key_out(tmp_path: Path) -> None:

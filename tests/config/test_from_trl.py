@@ -11,9 +11,8 @@ from statistics import fmean
 import pytest
 from build import ROOT, environment, python_with_trl
 
-from tba.config.errors import NEAREST, NONE, PLACES, counterpart
 from tba.config.plugins import find, names, options_of, resolve_all
-from tba.config.schema import Config, load
+from tba.config.schema import NEAREST, NONE, PLACES, Config, counterpart, load
 from tba.config.tables import PLUGGED, LoraTable, inner_table
 from tba.runs.log import METRICS, read
 

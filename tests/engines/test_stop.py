@@ -14,7 +14,7 @@ from toy import toy_config
 from transformers import PreTrainedTokenizerFast
 
 import tba.assemble
-from tba.config.schema import load, parse
+from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines._decoding import StopStrings, length_to_stop
 from tba.models.pretrained import Tokenizer, load_text
@@ -120,7 +120,7 @@ def test_a_run_reads_answers_up_to_the_stop_string(tiny_model: Path, tmp_path: P
 def test_stop_is_a_text_or_a_list_of_texts(setting: str, expected: tuple[str, ...]) -> None:
     config = load(None, [setting])
     assert config.sampling.stop == expected
-    assert parse(config.nested()) == config
+    assert Config(**config.nested()) == config
 
 
 @pytest.mark.parametrize("setting", ["sampling.stop=['']", "sampling.stop=['a','']"])

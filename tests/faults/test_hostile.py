@@ -17,7 +17,7 @@ from suite import Case, alive, cases, until
 
 from tba.assemble import open_run
 from tba.cli import _config
-from tba.config.schema import parse
+from tba.config.schema import Config
 from tba.prompt import Answer, Prompt
 from tba.report import report
 from tba.runs.log import METRICS, SAMPLES, read
@@ -141,7 +141,7 @@ def test_hostile_text_stays_text_from_the_data_to_the_page(
         "eval.prompts=2",
     )  # fmt: skip
     engine = {"use": "scripted", "answers": [text, text + "1"]}
-    with open_run(parse(chosen.nested() | {"engine": engine})) as opened:
+    with open_run(Config(**chosen.nested() | {"engine": engine})) as opened:
         assert opened.train().finished
         stored = {g.prompt.columns["note"] for g in opened.buffer.groups()}
     assert stored == {text}

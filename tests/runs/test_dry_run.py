@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tba.config.plugins import resolve
-from tba.config.schema import Config, parse
+from tba.config.schema import Config
 from tba.runs import dry_run as module
 from tba.runs.dry_run import DUMMY, dry_run
 from tba.runs.log import CHECKPOINTS
@@ -81,7 +81,7 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
             "sampling": {"samples": 4, "max_tokens": 8},
             "trainer": {"batch_size": 8, "group_size": 4},
         }
-        return parse({**plain, **tables})
+        return Config(**{**plain, **tables})
 
     return make
 
@@ -252,7 +252,7 @@ def test_the_config_is_printed_as_a_run_stores_it(config: Make) -> None:
     given = config("length", objective={"use": "rloo", "beta": 0.3})
     tables, _ = dry_run(given)
     assert (tables["objective"]["beta"], tables["task"]["max_turns"]) == (0.3, 8)
-    again = parse(json.loads(json.dumps(tables)))
+    again = Config(**json.loads(json.dumps(tables)))
     assert dry_run(again)[0] == tables
 
 

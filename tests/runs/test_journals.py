@@ -103,13 +103,12 @@ def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(
     assert read_json(path) == sound
 
 
-def test_a_damaged_config_without_a_sound_copy_is_named_with_its_line(folder: Path) -> None:
+def test_a_damaged_config_without_a_sound_copy_is_named(folder: Path) -> None:
     path = folder / CONFIG
     text = path.read_bytes()
-    line = text[: text.index(b'"steps"')].count(b"\n") + 1
     (folder / "checkpoints" / "step-00000004" / CONFIG).write_text("{}")  # not as the manifest says
     path.write_bytes(CONFIGS["bad byte"](text))
-    with pytest.raises(ValueError, match=rf"config\.json is damaged in line {line}: "):
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .* can't decode byte"):
         _config([], folder)
     path.write_bytes(b'{\n"run": {\n"steps" 4}}')
     with pytest.raises(ValueError, match=r"config\.json is damaged: .* line 3 column"):

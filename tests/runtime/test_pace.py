@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tba.assemble
 from tba.assemble import open_run
 from tba.cli import _config
-from tba.config.schema import load, parse
+from tba.config.schema import Config, load
 from tba.engines import SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
@@ -74,7 +74,7 @@ def test_without_a_limit_nothing_is_missing() -> None:
 @pytest.mark.parametrize("value", ["inf", "0.01", "0.5", "4", "1e3"])
 def test_a_limit_survives_the_stored_config(value: str) -> None:
     given = load(None, [f"runtime.max_reuse={value}"])
-    again = parse(json.loads(json.dumps(given.nested())))
+    again = Config(**json.loads(json.dumps(given.nested())))
     assert again.runtime.max_reuse == given.runtime.max_reuse == float(value)
 
 
@@ -90,8 +90,6 @@ def test_a_window_is_as_long_as_what_arrives_at_once(settings: list[str], steps:
 def test_a_limit_that_makes_no_sense_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r"runtime\.max_reuse = "):
         load(None, [f"runtime.max_reuse={value}"])
-    with pytest.raises(ValueError, match=r"contradicts runtime\.lag.*set runtime\.max_reuse=1"):
-        load(None, ["runtime.max_reuse=0.5", "runtime.lag=0"])
 
 
 @dataclass

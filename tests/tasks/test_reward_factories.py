@@ -128,14 +128,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "wrong type": (
         {"use": "factories:Counts", "character": 3},
-        "task.reward.character = 3: expected text, got an integer",
+        "task.reward.character = 3: expected text",
     ),
     "wrong value": (
         {"use": "factories:at_most", "limit": 0},
         "task.reward: limit = 0 must be 1 or more",
     ),
     "no use": ([{"limit": 3}], "task.reward.0.use is missing"),
-    "no table": (3, "task.reward = 3: expected text or a table or a list, got an integer"),
+    "no table": (3, "task.reward = 3: expected text or a table or a list"),
     "unknown judge": (
         {"use": "clasifier", "model": "m"},
         "no judges called 'clasifier'; did you mean 'classifier'?; known: classifier, guard, http",
