@@ -12,7 +12,6 @@ a trajectory.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -93,7 +92,7 @@ def measure(shape: str, folder: Path) -> dict[str, str | float]:
         "adds/s full": when_full,
         "MB": memory / 1e6,
         "memory/payload": memory / payload,
-        **saving(buffer, folder, now + 10_000, rng),
+        **saving(buffer, folder),
     }
 
 
@@ -154,28 +153,20 @@ def adding_to_full(
     return total / seconds
 
 
-def saving(
-    buffer: ReplayBuffer, folder: Path, now: int, rng: np.random.Generator
-) -> dict[str, float]:
-    """Return the seconds of a first save, of the next after 2,000 trajectories more, of a load.
+def saving(buffer: ReplayBuffer, folder: Path) -> dict[str, float]:
+    """Return the seconds of a save, and of a load.
 
     `blocked` is the part during which the buffer cannot be used; the files are written without it.
     """
     seconds = {}
-    older = None
-    for name in ("first", "next"):
-        started = time.perf_counter()
-        write = buffer.save(folder / name, older)
-        seconds[f"{name} save blocked"] = time.perf_counter() - started
-        write()
-        seconds[f"{name} save"] = time.perf_counter() - started
-        older = folder / name
-        for groups in arrivals(rng, 100, 20, 2000):
-            buffer.add(groups, now)
     started = time.perf_counter()
-    ReplayBuffer(buffer.per_prompt, buffer.capacity).load(folder / "next")
+    write = buffer.save(folder)
+    seconds["save blocked"] = time.perf_counter() - started
+    write()
+    seconds["save"] = time.perf_counter() - started
+    started = time.perf_counter()
+    ReplayBuffer(buffer.per_prompt, buffer.capacity).load(folder)
     seconds["load"] = time.perf_counter() - started
-    shutil.rmtree(folder / "first")
     return seconds
 
 

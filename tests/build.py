@@ -124,7 +124,7 @@ class Slow:
     def weights(self, version: int) -> Weights:
         raise NotImplementedError
 
-    def save_checkpoint(self, folder: Path) -> Callable[[], None]:
+    def save(self, folder: Path) -> Callable[[], None]:
         state = self.state
 
         def write() -> None:

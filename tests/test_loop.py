@@ -32,7 +32,6 @@ from tba.cli import _config
 from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import SEGMENTS
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run
@@ -370,28 +369,6 @@ def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
         run(_config([], tmp_path / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match="nothing to resume"):
         checkpoint.newest(tmp_path / "elsewhere")
-
-
-def test_replay_that_is_damaged_in_every_checkpoint_is_dropped_on_request(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Generations share segments; export needs none of them."""
-    folder = tmp_path / "run"
-    run(config(tiny_model, folder, "checkpoint.every=4", "checkpoint.keep=2"))
-    older, newest = checkpoint.generations(folder / "checkpoints")
-    names = [{p.name for p in (g / SEGMENTS).iterdir()} for g in (older, newest)]
-    (shared,) = names[0] & names[1]
-    path = newest / SEGMENTS / shared
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"--resume {folder} --drop-replay"):
-        run(_config(["run.steps=10"], folder), folder)
-    share(folder, tmp_path / "exported")
-    assert run(_config(["run.steps=10"], folder), folder, "drop").finished
-    last = read(folder / METRICS)[-2]
-    lost = last["buffer/dropped"] + last["buffer/duplicates"]
-    assert last["buffer/dropped"] > 0
-    assert last["buffer/added"] == last["buffer/size"] + lost
-    run(_config(["run.steps=11"], folder), folder)  # the new checkpoint is sound
 
 
 def test_a_run_does_not_overwrite_another(tiny_model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from tba.types import Group, Trajectory
 
 STEPS = 50
 """Most steps over which `Pace` compares samples."""
-REWRITE_EVERY = 10  # saves from one that rewrites all segments to the next; the others link them
 
 
 @dataclass
@@ -33,7 +32,6 @@ class ReplayBuffer:
     capacity: int = 100_000
     counts: Counter[str] = field(default_factory=Counter)
     _store: Store = field(default_factory=Store, init=False, repr=False)
-    _saves: int = field(default=0, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -79,30 +77,19 @@ class ReplayBuffer:
         prompts = self._store.prompts_by_arrival().tolist()
         return self._store.groups([self._store.rows_of(prompt) for prompt in prompts])
 
-    def save(self, folder: Path, older: Path | None = None) -> Callable[[], dict[str, str]]:
+    def save(self, folder: Path) -> Callable[[], None]:
         """Prepare to write the buffer into a checkpoint's folder, and return what writes it.
 
-        That function may run in another thread while the buffer is in use, one save at a time. It
-        returns the sha256 of each segment by its name in the folder. A manifest must take them
-        from there: reading a linked file again would list a damaged one as sound. Segments that
-        are in the checkpoint `older` are linked from there, except in every tenth save.
+        That function may run in another thread while the buffer is in use.
         """
-        if self._saves % REWRITE_EVERY == 0:
-            older = None
-            self._store.segments.merge()
-        self._saves += 1
-        return partial(self._store.state(self.counts, self._saves).write, folder, older)
+        return partial(self._store.state(self.counts).write, folder)
 
     def load(self, folder: Path) -> None:
-        """Replace the content by a saved one, or by nothing if a segment of it is damaged."""
+        """Replace the content by a saved one."""
         state = State.read(folder)
         self._store = Store()
-        self._saves = state.saves
         self.counts = Counter(state.counts)
-        if state.segments:
-            self._store.restore(state)
-        else:
-            self.counts["dropped"] += len(state.columns["segment"])
+        self._store.restore(state)
 
     def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
         """Replace the rewards by those that `score` gives to each group as it arrived.
@@ -129,7 +116,7 @@ class ReplayBuffer:
         rejected = np.flatnonzero(np.isnan(rewards) & (store.rows["stamp"] != EMPTY))
         self.counts["dropped"] += store.remove(rejected)
         store.rows["reward"][:] = rewards
-        state = store.state(self.counts, self._saves)
+        state = store.state(self.counts)
         self._store = Store()
         self._store.restore(state)  # which orders the prompts by what is left of them
 

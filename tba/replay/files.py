@@ -1,9 +1,7 @@
 """Files of the replay buffer: segments, with the tokens of many trajectories, and its state."""
 
-import hashlib
 import json
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 from numpy.typing import DTypeLike
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -43,7 +40,6 @@ class Segment:
     arrays: dict[str, np.ndarray]  # by field of a trajectory; OPTIONAL ones if one has them
     used: int = 0  # tokens written
     live: int = 0  # tokens of rows in use
-    sha256: str | None = None  # digest of the file that it was last written to or read from
 
     @classmethod
     def with_room(cls, tokens: int) -> "Segment":
@@ -89,33 +85,6 @@ class Segment:
             switches=switches_of(part["versions"]) if switched else (),
         )
 
-    def write(self, folder: Path, older: Path | None) -> str:
-        """Link this segment's file from the folder `older`, or write it; return its sha256."""
-        if self.sha256 is not None and older is not None:
-            try:
-                os.link(older / file_name(self.sha256), folder / file_name(self.sha256))
-                return self.sha256
-            except OSError:
-                pass  # not there, or on a file system without hard links: the content is here
-        content = safetensors.numpy.save(self.arrays)
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        path = folder / file_name(self.sha256)
-        path.unlink(missing_ok=True)  # never write into a file that is linked elsewhere
-        path.write_bytes(content)
-        return self.sha256
-
-    @classmethod
-    def read(cls, folder: Path, sha256: str) -> "Segment | None":
-        """Return the segment of a file; None if it is missing or not as it was written."""
-        try:
-            content = (folder / file_name(sha256)).read_bytes()
-        except OSError:
-            return None
-        if hashlib.sha256(content).hexdigest() != sha256:
-            return None
-        arrays = safetensors.numpy.load(content)
-        return cls(arrays, used=len(arrays["tokens"]), sha256=sha256)
-
 
 @dataclass(frozen=True)
 class State:
@@ -126,40 +95,34 @@ class State:
     prompts: Sequence[Group]  # groups without trajectories
     segments: Sequence[Segment]
     counts: Mapping[str, int]
-    saves: int
     earlier: Mapping[str, list[int]]  # arrivals before the latest, by position in the columns
 
-    def write(self, folder: Path, older: Path | None) -> dict[str, str]:
-        """Write the state into a checkpoint's folder; see `ReplayBuffer.save`."""
-        (folder / SEGMENTS).mkdir(parents=True, exist_ok=True)
-        source = None if older is None else older / SEGMENTS
-        sums = [segment.write(folder / SEGMENTS, source) for segment in self.segments]
+    def write(self, folder: Path) -> None:
+        """Write the state into a checkpoint's folder."""
+        segments = folder / SEGMENTS
+        segments.mkdir(parents=True)
+        for number, segment in enumerate(self.segments):
+            save_file(segment.arrays, segments / f"{number}.safetensors")
         path = folder / FOLDER
         save_file(dict(self.columns), path / COLUMNS)
         save_groups(self.prompts, path / PROMPTS)
-        segments = [{"name": file_name(sha256), "sha256": sha256} for sha256 in sums]
-        plain = {
-            "counts": self.counts,
-            "saves": self.saves,
-            "segments": segments,
-            "earlier": self.earlier,
-        }
+        plain = {"counts": self.counts, "earlier": self.earlier}
         (path / STATE).write_text(json.dumps(plain), "utf-8")
-        return {f"{SEGMENTS}/{file_name(sha256)}": sha256 for sha256 in sums}
 
     @classmethod
     def read(cls, folder: Path) -> "State":
-        """Read what `write` wrote; without any segments if one is damaged."""
+        """Read what `write` wrote."""
         path = folder / FOLDER
         plain = json.loads((path / STATE).read_text("utf-8"))
-        read = [Segment.read(folder / SEGMENTS, file["sha256"]) for file in plain["segments"]]
-        sound = [segment for segment in read if segment is not None]
+        segments = []
+        for file in sorted((folder / SEGMENTS).iterdir(), key=lambda file: int(file.stem)):
+            arrays = load_file(file)
+            segments.append(Segment(arrays, used=len(arrays["tokens"])))
         return cls(
             columns=load_file(path / COLUMNS),
             prompts=load_groups(path / PROMPTS),
-            segments=sound if len(sound) == len(read) else [],
+            segments=segments,
             counts=plain["counts"],
-            saves=plain["saves"],
             earlier=plain["earlier"],
         )
 
@@ -213,10 +176,6 @@ def load_groups(file: Path) -> tuple[Group, ...]:
     ):
         groups.append(Group(prompt, tokens, tuple(islice(trajectories, size)), reference))
     return tuple(groups)
-
-
-def file_name(sha256: str) -> str:
-    return f"{sha256[:20]}.safetensors"
 
 
 def _room(size: int, kind: DTypeLike) -> np.ndarray:

@@ -164,13 +164,6 @@ class Segments:
             del waste[worst]
             self._move(worst)
 
-    def merge(self) -> None:
-        """Move the rows of segments that are mostly empty to common ones."""
-        self.close()
-        for number in [n for n, s in self.by_number.items() if s.live < SIZE / 2]:
-            self._move(number)
-        self.close()
-
     def _move(self, number: int) -> None:
         """Move what is in use in a segment to the open one, and release the segment."""
         if number == self._open:
@@ -320,7 +313,7 @@ class Store:
             groups.append(replace(head, trajectories=some))
         return groups
 
-    def state(self, counts: Mapping[str, int], saves: int) -> State:
+    def state(self, counts: Mapping[str, int]) -> State:
         """Return a copy of the content, but for what never changes."""
         self.segments.close()
         numbers = np.array(list(self.segments.by_number), np.int32)
@@ -337,7 +330,6 @@ class Store:
             prompts=heads,
             segments=[*self.segments.by_number.values()],
             counts=dict(counts),
-            saves=saves,
             earlier=earlier,
         )
 

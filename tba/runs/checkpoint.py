@@ -26,7 +26,7 @@ from tba.learn import Trainer
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import SEGMENTS, load_groups, save_groups
+from tba.replay.files import load_groups, save_groups
 from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
@@ -53,7 +53,7 @@ SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 BEST = "best"
 
-FORMAT = 7  # version of a generation's files; another version is not resumed
+FORMAT = 8  # version of a generation's files; another version is not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""
@@ -128,18 +128,17 @@ class Checkpoints:
         remove(aside)
         aside.mkdir()
         write_trainer = trainer.save(aside)
-        older = [g for g in generations(self._folder) if step_of(g) < progress.step]
-        write_buffer = buffer.save(aside, older[-1] if older else None)
+        write_buffer = buffer.save(aside)
         copied = time.perf_counter()
 
         def write() -> None:
             try:
                 write_trainer()
-                segments = write_buffer()
+                write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
                 (aside / CONFIG).write_text(json.dumps(self.config), "utf-8")
-                _commit(aside, target, known=segments)
+                _commit(aside, target)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
@@ -204,9 +203,9 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     (folder / STATE).write_text(json.dumps(state), "utf-8")
 
 
-def _commit(aside: Path, target: Path, known: Mapping[str, str]) -> None:
-    """Add a manifest, flush to disk and rename; `known` has digests that need no second reading."""
-    digests = {name: known.get(name) or sha256_of(path) for name, path in files_of(aside).items()}
+def _commit(aside: Path, target: Path) -> None:
+    """Add a manifest, flush to disk and rename."""
+    digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
@@ -228,9 +227,8 @@ def _sync(path: Path) -> None:
     os.close(handle)
 
 
-def newest(folder: Path, drop_replay: bool = False, complete: Sequence[Path] | None = None) -> Path:
-    """Return the newest undamaged generation, or if allowed one with damaged replay segments."""
-    without_segments = []
+def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
+    """Return the newest undamaged generation."""
     complete = generations(folder) if complete is None else complete
     if not complete:
         raise ValueError(
@@ -244,20 +242,10 @@ def newest(folder: Path, drop_replay: bool = False, complete: Sequence[Path] | N
             return generation
         name, problem = min(problems.items())
         log.error("DAMAGED CHECKPOINT %s: %s %s", generation.name, name, problem)
-        if all(name.startswith(SEGMENTS) for name in problems):
-            without_segments.append(generation)
-    if not without_segments:
-        raise ValueError(
-            f"all checkpoints in {folder} are damaged; restore one from a backup, or start a new"
-            " run: a run never restarts at step 0 by itself"
-        )
-    if not drop_replay:
-        raise ValueError(
-            f"the replay buffer is damaged in every checkpoint in {folder}; restore one from a"
-            " backup, or continue with an empty buffer:"
-            f" `tba train --resume {folder.parent} --drop-replay`"
-        )
-    return without_segments[0]
+    raise ValueError(
+        f"all checkpoints in {folder} are damaged; restore one from a backup, or start a new run:"
+        " a run never restarts at step 0 by itself"
+    )
 
 
 def score_of(scores: Mapping[str, float]) -> float:
@@ -306,12 +294,11 @@ def choose(
 ) -> Path:
     """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.
 
-    Damaged segments of the replay buffer are accepted. ValueError if there is no such checkpoint,
-    or if it is damaged.
+    ValueError if there is no such checkpoint, or if it is damaged.
     """
     folder = run / CHECKPOINTS
     if step is None:
-        return newest(folder, True, complete)
+        return newest(folder, complete)
     by_step = {step_of(g): g for g in (generations(folder) if complete is None else complete)}
     there = (
         f"the checkpoints in {run} are those of steps {', '.join(map(str, by_step)) or '(none)'}"
@@ -326,7 +313,7 @@ def choose(
     if number is None or number not in by_step:
         raise ValueError(f"--step {step}: {advice}; {there}")
     chosen = by_step[number]
-    problems = {n: p for n, p in damage(chosen).items() if not n.startswith(SEGMENTS)}
+    problems = damage(chosen)
     if problems:
         name, problem = min(problems.items())
         raise ValueError(f"--step {step}: {chosen} is damaged: {name} {problem}; {there}")

@@ -82,7 +82,7 @@ class Stored:
 def choose_stored(parts: RunSetup, run: Path, replay: Replay) -> Stored:
     """Choose the checkpoint to resume; ValueError for a change that its samples do not allow."""
     check_resumed(parts.config, config_of(run))
-    generation = newest(run / CHECKPOINTS, drop_replay=replay == "drop")
+    generation = newest(run / CHECKPOINTS)
     before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards")
     if before is None:
         told = "%s does not say what has decided its rewards: a change of that is not noticed"

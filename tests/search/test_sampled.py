@@ -182,7 +182,7 @@ def test_the_buffer_keeps_masks_where_there_are_some(tmp_path: Path) -> None:
         assert masks == [None, None, mask]
         assert b.trajectories[0].sampled is None
         assert [t.switches for t in a.trajectories] == [(), (), switched.switches]
-    again._store.segments.merge()
+    again._store.segments._move(0)
     assert again.groups()[0].trajectories[2].sampled.tolist() == mask  # type: ignore[union-attr]
 
 
