@@ -245,12 +245,15 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError, which names the file and the place, if it is not JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a table from a JSON file; ValueError, which names the file, if it holds none."""
     try:
-        return json.loads(path.read_bytes())
+        plain = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path} is damaged: it holds no table")
+    return plain
 
 
 def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
