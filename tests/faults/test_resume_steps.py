@@ -121,7 +121,6 @@ WALL_CLOCK = {
     "tba/runs/files.py": "since when a folder is held, to be read by a person",
     "tba/runs/log.py": "the name of a new folder",
     "tba/runs/summary.py": "when a session began, to be read by a person",
-    "tba/tasks/judges/http.py": "a server's Retry-After that is a date, within a deadline",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, without_key
+from tba.tasks.judges.http import LARGEST, Http, JudgeError, excerpt
 
 Send = Callable[[BaseHTTPRequestHandler], None]
 
@@ -194,22 +194,7 @@ def test_the_key_is_masked_in_any_form(
         assert "***" in told
         for part in ("anary", "ANARY", "YNARY", "4711", FORMS[form][:9]):
             assert part not in told
-    assert without_key(sent, "") == sent
-
-
-LOOPBACK = ["127.0.0.2:8", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "0.0.0.0", "[::]"]
-LOOPBACK += ["LOCALHOST", "localhost.", "LOCALHOST.", "judge.localhost", "127.1", "2130706433"]
-LOOPBACK += ["0x7f.0.0.1", "[::ffff:0.0.0.0]", "127.0.0.1."]
-
-
-@pytest.mark.parametrize("host", LOOPBACK)
-def test_no_proxy_leads_to_this_machine(host: str) -> None:
-    assert is_loopback(f"http://{host}/x")
-
-
-@pytest.mark.parametrize("host", ["localhost.example.org", "10.0.0.1", "[::ffff:10.0.0.1]"])
-def test_a_proxy_may_lead_to_others(host: str) -> None:
-    assert not is_loopback(f"http://{host}/x")
+    assert excerpt(sent, "") == sent[:300]
 
 
 def test_a_proxy_of_the_environment_is_not_used_for_it(

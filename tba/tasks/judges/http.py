@@ -5,16 +5,12 @@ import math
 import os
 import random
 import re
-import socket
-import time
-import unicodedata
+import ssl
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass, replace
 from functools import cached_property
-from ipaddress import IPv6Address, ip_address
 from typing import Annotated, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import httpx2
 import numpy as np
@@ -34,23 +30,14 @@ LONGEST_WAIT = 60.0
 """Most seconds before any retry."""
 LARGEST = 2**22
 """Most bytes of an answer."""
-READ = 4_000
-"""Most characters of an answer that are read for an error."""
+SHOWN = 300
+"""Most characters of an answer that an error shows."""
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+"""Hosts to which no proxy leads."""
 
 
 class JudgeError(RuntimeError):
     """A judge's server did not answer, or its answer is not a score."""
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """A client and its slots, which belong to an event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    client: httpx2.AsyncClient
-    slots: asyncio.Semaphore
-    key: str = field(repr=False)
-    closing: asyncio.Task[None]
 
 
 class Part(BaseModel):
@@ -192,10 +179,8 @@ class Http(Judge):
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
-        self._key()
-        # a copy, because connections belong to the event loop that makes them
         judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
-        # in a thread, because a look-up of a name cannot be cancelled
+        # in a thread, because a notebook has an event loop, and a name's look-up has no deadline
         (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
         if not isinstance(scores, list):  # None, or an error of one of several classes
             why = str(scores or "") or f"{self.url} does not answer"
@@ -208,23 +193,39 @@ class Http(Judge):
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
         items = [self._item(*pair) for pair in zip(prompts, completions, strict=True)]
+        headers = {"Accept-Encoding": "identity"}
+        if key := self._key():
+            headers["Authorization"] = f"Bearer {key}"
+        client = httpx2.AsyncClient(
+            headers=headers,
+            timeout=None,  # `_post` has its own
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=httpx2.URL(self.url).host not in THIS_MACHINE,
+            verify=self._tls,
+        )
         try:
-            if not self._classifies:
-                return await asyncio.gather(*map(self._first_word, items))
-            if self.template is not None:
-                return await self._classified(items, {"input": items})
-            # messages go one by one
-            asked = [self._classified([item], {"messages": item}) for item in items]
-            return [score for (score,) in await asyncio.gather(*asked)]
+            async with client:
+                return await self._scores(client, items)
         except ValueError as error:
             raise JudgeError(f"{self.url} {error}") from error
 
-    async def _classified(self, items: list[Any], asked: Mapping[str, Any]) -> list[float]:
+    async def _scores(self, client: httpx2.AsyncClient, items: list[Any]) -> list[float]:
+        if not self._classifies:
+            return await asyncio.gather(*(self._first_word(client, item) for item in items))
+        if self.template is not None:
+            return await self._classified(client, items, {"input": items})
+        # messages go one by one
+        asked = [self._classified(client, [item], {"messages": item}) for item in items]
+        return [score for (score,) in await asyncio.gather(*asked)]
+
+    async def _classified(
+        self, client: httpx2.AsyncClient, items: list[Any], asked: Mapping[str, Any]
+    ) -> list[float]:
         """Return the scores of what one request asks for."""
         body = {"model": self.model, **asked}
         if self.value == "logit":
             body["use_activation"] = False
-        answer = await self._post(body, Classified)
+        answer = await self._post(client, body, Classified)
         scores = answer.scores(self.label, len(items))
         if self.value == "logit":
             return scores
@@ -238,7 +239,7 @@ class Http(Judge):
             return scores
         return [math.log(score) if score > 0 else -math.inf for score in scores]
 
-    async def _first_word(self, item: Any) -> float:
+    async def _first_word(self, client: httpx2.AsyncClient, item: Any) -> float:
         """Return the score by the first word that a guard model answers."""
         messages = item if self.template is None else [{"role": "user", "content": item}]
         body = {
@@ -249,7 +250,7 @@ class Http(Judge):
             "logprobs": True,
             "top_logprobs": 20,
         }
-        answer = await self._post(body, Completed)
+        answer = await self._post(client, body, Completed)
         logp = answer.logp(self.positive, self.negative)
         return logp if self.value == "log_probability" else math.exp(logp)
 
@@ -280,29 +281,33 @@ class Http(Judge):
             raise ValueError("the key that api_key_env names has characters that no key has")
         return key
 
-    async def _post(self, body: Mapping[str, Any], answer: type[Answer]) -> Answer:
+    async def _post(
+        self, client: httpx2.AsyncClient, body: Mapping[str, Any], answer: type[Answer]
+    ) -> Answer:
         """Return the server's answer; JudgeError if there is none after the last retry.
 
         A request is repeated after 429, 5xx, a lost connection, or its deadline. ValueError for an
         answer that is too large, or not of the right form.
         """
-        connection = self._connect()
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.concurrency))
         for attempt in range(self.retries + 1):
             asked = 0.0
             try:
-                request = connection.client.stream("POST", self.url, json=body)
-                async with connection.slots, asyncio.timeout(self.deadline), request as response:
+                request = client.stream("POST", self.url, json=body)
+                async with slots, asyncio.timeout(self.deadline), request as response:
                     content = await _read(response)
             except (httpx2.RequestError, TimeoutError) as error:
-                problem = f"{type(error).__name__} {excerpt(str(error), connection.key)}".strip()
+                problem = f"{type(error).__name__} {excerpt(str(error), self._key())}".strip()
             else:
+                text = excerpt(content.decode("utf-8", "replace"), self._key())
                 if response.is_success:
-                    return _parsed(content, answer, connection.key)
-                text = excerpt(content.decode("utf-8", "replace"), connection.key)
+                    return _parsed(content, answer, text)
                 problem = f"status {response.status_code}: {text}"
                 if response.status_code != 429 and response.status_code < 500:
                     break
-                asked = _retry_after(response.headers.get("retry-after", ""))
+                seconds = response.headers.get("retry-after", "")
+                asked = float(seconds) if seconds.isdecimal() else 0.0
                 problem += f" (to be repeated after {asked:g} s)" if asked else ""
             if attempt == self.retries or asked > LONGEST_WAIT:
                 break
@@ -311,44 +316,22 @@ class Http(Judge):
         times = f" {attempt + 1} times" if attempt else ""
         raise JudgeError(f"{self.url} failed{times}: {problem}")
 
-    def _connect(self) -> _Connection:
-        """Return the connection of the running event loop."""
-        loop = asyncio.get_running_loop()
-        if not self._connections or self._connections[0].loop is not loop:
-            key = self._key()
-            client = httpx2.AsyncClient(
-                headers={
-                    "Accept-Encoding": "identity",
-                    **({"Authorization": f"Bearer {key}"} if key else {}),
-                },
-                timeout=None,  # `_post` has its own
-                trust_env=not is_loopback(self.url),
-                limits=httpx2.Limits(max_connections=self.concurrency),
-            )
-            self._connections[:] = [
-                _Connection(
-                    loop=loop,
-                    client=client,
-                    slots=asyncio.Semaphore(self.concurrency),
-                    key=key,
-                    closing=loop.create_task(_close_at_end(client)),
-                )
-            ]
-        return self._connections[0]
+    @cached_property
+    def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+        """The slots for requests, which belong to an event loop."""
+        return WeakKeyDictionary()
 
     @cached_property
-    def _connections(self) -> list[_Connection]:
-        """The latest connection, if there is one."""
-        return []
+    def _tls(self) -> ssl.SSLContext:
+        return httpx2.create_ssl_context()
 
 
-def _parsed(content: bytes, answer: type[Answer], key: str) -> Answer:
+def _parsed(content: bytes, answer: type[Answer], text: str) -> Answer:
     try:
         return answer.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "it"
-    text = excerpt(content.decode("utf-8", "replace"), key)
     raise ValueError(f"answered nonsense ({place}: {first['msg']}): {text}")
 
 
@@ -365,63 +348,18 @@ async def _read(response: httpx2.Response) -> bytes:
     return bytes(body)
 
 
-def is_loopback(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy leads to it.
-
-    Its address may be written in any way that a system's resolver reads, such as 127.1.
-    """
-    host = httpx2.URL(url).host.rstrip(".").lower()
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    with suppress(OSError):
-        host = socket.inet_ntoa(socket.inet_aton(host))
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback or address.is_unspecified
-
-
 def excerpt(text: str, key: str) -> str:
-    """Return the beginning of what a server sent, without the key, which it may repeat."""
-    return without_key(text[:READ], key)[:300]
+    """Return the beginning of what a server sent.
 
-
-def without_key(text: str, key: str) -> str:
-    """Return what a server sent without the key, in whatever form the server repeats it.
-
-    If there is a key, only words as people write them stay: no digits, no capitals within.
+    The server may repeat the key, in any form. If there is a key, only words stay that people
+    write, and that are not in it.
     """
     if not key:
-        return text
-    text = unicodedata.normalize("NFKC", text)
-    text = re.sub(re.escape(key), "***", text, flags=re.IGNORECASE)
-    letters, secret = (re.sub(r"[\W_]", "", each).casefold() for each in (text, key))
-    if secret in letters or secret[::-1] in letters:
-        return "***"
-    return re.sub(r"[^\W_]+", _plain, text)
+        return text[:SHOWN]
+    hidden = (key + key[::-1]).lower()
 
+    def shown(word: re.Match[str]) -> str:
+        is_plain = re.fullmatch(r"[A-Z]?[a-z]+", word[0]) and word[0].lower() not in hidden
+        return word[0] if is_plain else "***"
 
-def _plain(word: re.Match[str]) -> str:
-    text = word[0]
-    is_word = text.islower() or text.istitle() or (text.isupper() and len(text) <= 6)
-    return text if is_word and text.isalpha() else "***"
-
-
-async def _close_at_end(client: httpx2.AsyncClient) -> None:
-    """Close the client when the event loop ends, which cancels the tasks that are left."""
-    try:
-        await asyncio.sleep(math.inf)
-    finally:
-        await client.aclose()
-
-
-def _retry_after(value: str) -> float:
-    """Return the seconds that a server asks to wait, by a number or a date; 0 if it does not."""
-    if value.isdecimal():
-        return float(value)
-    with suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0
+    return re.sub(r"[^\W_]+", shown, text[:SHOWN])
