@@ -28,8 +28,8 @@ from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
 from tba.search.result import SearchResult
 from tba.search.searcher import Searcher
-from tba.tasks import Task
-from tba.tasks._tools import Tools, describe
+from tba.tasks import Task, Tools
+from tba.tasks.custom import describe
 from tba.types import Completion, Group, Sampling, Trajectory
 
 MAX_TOKENS, MAX_TURNS, STOP = 5, 2, "1"

@@ -230,7 +230,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         "held_out_data= is not what the run was started with",
     ),
     "other function": ({"reward": constant(1.0)}, "task.reward: changed since"),
-    "no function": ({"reward": None}, "task.reward is missing: name a reward function, or pass"),
+    "no function": ({"reward": None}, "task.reward is missing; write package.module:function"),
 }
 
 
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {"data": ROWS, "reward": length},
         "task.use = 'arithmetic' has data and rewards of its own; set task.use=custom",
     ),
-    "no reward": ([], {"data": ROWS}, "task.reward is missing: name a reward function, or pass"),
+    "no reward": ([], {"data": ROWS}, "task.reward is missing; write package.module:function"),
     "no data": (
         [],
         {"reward": length, "held_out_data": None},

@@ -11,8 +11,7 @@ import numpy as np
 
 from tba.models.pretrained import Encode, Tokenizer
 from tba.prompt import Message, Prompt, text_of
-from tba.tasks import Task
-from tba.tasks._tools import Tools
+from tba.tasks import Task, Tools
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FORM = '{"name": ..., "arguments": {...}}'

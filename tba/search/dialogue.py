@@ -16,7 +16,7 @@ from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
-from tba.tasks._tools import Tools, whole, within
+from tba.tasks import Tools, whole, within
 from tba.types import Completion, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)

@@ -1,18 +1,25 @@
 """Tasks provide prompts and score answers. This is their contract; each other file is one task."""
 
+import asyncio
+import inspect
 import reprlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from tba.config.errors import about
 from tba.prompt import Answer, Prompt
-from tba.tasks._tools import Tools
 
 Scores = Sequence[float | None]
 """One reward for each answer, in order; None for an answer that cannot be scored."""
+
+
+AT_ONCE = 64
+"""Calls of tools that run at one time."""
 
 
 class LeftOut(float):
@@ -76,6 +83,36 @@ class Answered(Prompt):
     answers: Sequence[str]
     rewards: Sequence[float] | None = None
     """Rewards that are known; `score` returns them."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of an environment; each dialogue has its own instance."""
+
+    make: Callable[[], Any]
+    """Returns a new instance."""
+    max_turns: int
+    """Most turns of the policy in a dialogue."""
+    deadline: float
+    """Seconds for a call of a tool, and for making and resetting an instance."""
+    schemas: Mapping[str, Mapping[str, Any]]
+    """What chat templates show of each tool: a JSON schema, from its signature and docstring."""
+    judged: bool = True
+    """Whether rewards see the instances."""
+
+    def open(self, prompt: Prompt) -> tuple[Any, str]:
+        """Return a new instance, and the text with which it begins. May raise anything."""
+        instance = self.make()
+        row = {**prompt.columns, "prompt": prompt.text}
+        observation = _awaited(call(instance.reset, row))
+        if not isinstance(observation, str | None):
+            kind = type(observation).__name__
+            raise TypeError(f"reset returned {kind}; it must return text, or None")
+        return instance, whole(observation or "")
+
+    def call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the result of a tool as text. May raise anything."""
+        return str(_awaited(getattr(instance, name)(**arguments)))
 
 
 class Task(Scorer):
@@ -207,3 +244,46 @@ def _plain(value: Any) -> Any:
     import numpy as np  # not above: most scoring processes do without
 
     return np.asarray(value).tolist()
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments that it names; with all of them if it has `**columns`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**arguments)
+    names = {p.name for p in parameters}
+    return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def whole(text: str) -> str:
+    """Return the text with `?` for each half of a character, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each call returns or raises, or None if it does not return in time.
+
+    They run side by side in daemon threads, which are left behind if they hang.
+    """
+    outcomes: list[Any] = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            outcomes[place] = calls[place]()
+        except BaseException as error:  # untrusted: even SystemExit must give a result
+            outcomes[place] = error
+
+    for start in range(0, len(calls), AT_ONCE):
+        places = range(start, min(start + AT_ONCE, len(calls)))
+        until = time.monotonic() + seconds
+        threads = [Thread(target=run, args=[p], daemon=True, name="tool") for p in places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+    return list(outcomes)  # a copy: late results do not count
+
+
+def _awaited(value: Any) -> Any:
+    """Return a value, or what an async function ends with, in an event loop of its own."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value

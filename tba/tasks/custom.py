@@ -1,26 +1,40 @@
 """A data set and reward functions of the user, in TRL's conventions."""
 
 import asyncio
-import functools
+import contextlib
+import importlib.util
 import inspect
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
+from hashlib import sha256
 from inspect import isawaitable
+from operator import attrgetter
+from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
+from traceback import extract_tb
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tba.config.errors import masked, read_secrets
+from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.tables import GIVEN, Count, Positive, PositiveFloat, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Prepares, Scores, Task, WrongLength, listed, number
+from tba.tasks import Itemized, Prepares, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import Functions
 from tba.tasks._rendering import Rendering, columns_of
-from tba.tasks._rewards import ADVICE, RewardFunction, member, reward_function
-from tba.tasks._tools import Tools, call, describe
+
+RewardFunction = Callable[..., Any]
+"""`def` or `async def` f(prompts, completions, **columns) -> list[float | None], as in TRL."""
+
+ADVICE = "write package.module:function or file.py:function"
+
+NOT_USERS = (str(Path(__file__).parents[1]), importlib.__file__, contextlib.__file__, "<")
+"""Beginnings of the names of files whose lines are not shown for an error of the user's code."""
 
 LONGEST_NOTE = 1000
 """Longest text about a completion that is kept, in characters."""
@@ -41,8 +55,8 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number about the group. It is left out if it is not finite."""
-        if math.isfinite(number := float(value)):  # or no later mean would be finite
-            self.metrics[str(name)].append(number)
+        if math.isfinite(value):  # or no later mean would be finite
+            self.metrics[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log something about each completion, for a person to read."""
@@ -111,13 +125,9 @@ class Custom(Rendering, Task):
         super().__post_init__()
         if self.environment is not None:  # instances may arrive as pickles, which need its module
             member("task.environment", self.environment)
-        if self.reward is None and self.passed is None:
-            raise ValueError(
-                "task.reward is missing: name a reward function, or pass reward= from Python"
-            )
         count = len(self.functions)  # raises before anything starts if one does not exist
         if not count:
-            raise ValueError(f"task.reward is empty; {ADVICE}")
+            raise ValueError(f"task.reward is missing; {ADVICE}, or pass reward= from Python")
         weights = self.reward_weights
         if weights is not None and len(weights) != count:
             raise ValueError(
@@ -133,9 +143,9 @@ class Custom(Rendering, Task):
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
-        scores: list[Any] = [None] * len(self.functions)
         log = RewardLog(len(answers))
         arguments = arguments_of(prompt, answers, log)
+        scores: list[Any] = [None] * len(self.functions)
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
             scores[i] = call(function, arguments)
@@ -148,17 +158,17 @@ class Custom(Rendering, Task):
         awaited = iter(await asyncio.gather(*filter(isawaitable, scores)))
         return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], log)
 
-    def _weighted(self, scores: Sequence[Scores], log: RewardLog) -> list[float | None]:
+    def _weighted(self, scores: Sequence[Any], log: RewardLog) -> list[float | None]:
         names = metric_names(self.functions)
-        scores = [listed(of_function) for of_function in scores]
-        for name, of_function in zip(names, scores, strict=True):
-            if len(of_function) != log.count:
-                returned = f"{len(of_function)} rewards for {log.count} completions"
+        columns = [listed(of_function) for of_function in scores]
+        for name, column in zip(names, columns, strict=True):
+            if len(column) != log.count:
+                returned = f"{len(column)} rewards for {log.count} completions"
                 raise WrongLength(f"{name} returned {returned}")
-        weights = self.reward_weights or [1.0] * len(scores)
+        weights = self.reward_weights or [1.0] * len(names)
         logged = {name: fmean(values) for name, values in log.metrics.items()}
         sums: list[float | None] = []
-        for place, of_answer in enumerate(zip(*scores, strict=True)):
+        for place, of_answer in enumerate(zip(*columns, strict=True)):
             wrong = [s for s in of_answer if s is not None and number(s) is None]
             if wrong:
                 sums.append(wrong[0])  # it is rejected, and its neighbours are not
@@ -167,7 +177,7 @@ class Custom(Rendering, Task):
             given = [(name, weight, float(s)) for name, weight, s in terms if s is not None]
             total = sum(weight * score for _, weight, score in given)
             items = {f"rewards/{name}": score for name, _, score in given}
-            notes = {column: texts[place] for column, texts in log.notes.items()}
+            notes = {name: texts[place] for name, texts in log.notes.items()}
             sums.append(Itemized(total, logged | items, notes) if given else None)
         return sums
 
@@ -177,11 +187,11 @@ class Custom(Rendering, Task):
         pairs = zip(self._named.values(), self.functions, strict=True)
         return [named for named, function in pairs if not isinstance(function, Prepares)]
 
-    @property
+    @cached_property
     def dependencies(self) -> list[tuple[str, RewardFunction]]:
         if self.passed is not None:
             return [("reward=", function) for function in self.passed]
-        return list(zip(self._named, self.functions, strict=True))
+        return [(key, reward_function(key, named)) for key, named in self._named.items()]
 
     @property
     def _named(self) -> dict[str, str | Use]:
@@ -190,11 +200,9 @@ class Custom(Rendering, Task):
             return {f"task.reward.{i}": named for i, named in enumerate(self.reward)}
         return {} if self.reward is None else {"task.reward": self.reward}
 
-    @cached_property
+    @property
     def functions(self) -> list[RewardFunction]:
-        if self.passed is not None:
-            return list(self.passed)
-        return [reward_function(key, named) for key, named in self._named.items()]
+        return [function for _, function in self.dependencies]
 
     @cached_property
     def tools(self) -> Tools | None:
@@ -244,13 +252,11 @@ class Custom(Rendering, Task):
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[str]) -> None:
     """ValueError if the function needs an argument that is neither a column nor passed."""
-    if not table:
-        return
-    columns = [name for name in table[0] if name != "prompt"]
+    columns = [name for row in table[:1] for name in row if name != "prompt"]
     (called,) = metric_names([function])
     for p in inspect.signature(function).parameters.values():
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
-        if named and p.name not in {*columns, *passed}:
+        if table and named and p.name not in {*columns, *passed}:
             raise ValueError(
                 f"task.reward: {called} needs {p.name!r}, which is not a column of"
                 f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
@@ -290,7 +296,7 @@ def metric_names(functions: Sequence[Any]) -> list[str]:
     """Return the name of each reward function, as in TRL's metrics; the same name gets a number."""
     names: list[str] = []
     for function in functions:
-        while isinstance(function, functools.partial):
+        while isinstance(function, partial):
             function = function.func
         try:
             names.append(str(function.__name__))
@@ -298,3 +304,129 @@ def metric_names(functions: Sequence[Any]) -> list[str]:
             names.append(type(function).__name__)
     earlier = [names[:i].count(name) for i, name in enumerate(names)]
     return [f"{n}_{e + 1}" if e else n for n, e in zip(names, earlier, strict=True)]
+
+
+def reward_function(key: str, named: str | Use) -> RewardFunction:
+    """Return the function that `key` names; ValueError, which begins with the key, if it is wrong.
+
+    Text names the function itself. A table names a judge of this package, another class
+    (`package.module.Class`), or a factory (`package.module:factory` or `file.py:factory`), which
+    gets the table's other keys as arguments.
+    """
+    if isinstance(named, str):
+        return member(key, named)
+    if ":" in named.use:
+        factory = member(f"{key}.use", named.use)
+        options = check_options(factory, key, named.use, named.options)
+        make: Callable[[], Any] = partial(factory, **read_secrets(options))
+    else:
+        make = resolve(JUDGES, key, named.use, named.options).build
+    with _running(key):
+        function = make()
+    if not callable(function):
+        raise ValueError(
+            f"{key}.use = {named.use!r} returns {function!r}; it must return a reward function"
+        )
+    return function
+
+
+def member(key: str, name: str) -> Callable[..., Any]:
+    """Return the function or class called `name`."""
+    where, _, function = name.rpartition(":")
+    origin = f"{key} = {name!r}"
+    if not where:
+        judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
+        is_model = "/" in name and not name.endswith(".py")
+        raise ValueError(f"{origin}: {ADVICE}{judge if is_model else ''}")
+    path = Path(where).expanduser()
+    if where.endswith(".py") and not path.is_file():
+        raise ValueError(f"{origin}: no such file: {path}; {ADVICE}")
+    with _running(origin):
+        if where.endswith(".py"):
+            module = _from_file(path.resolve(), path.stat().st_mtime_ns)
+        else:
+            module = importlib.import_module(where)
+    try:
+        value: Callable[..., Any] = attrgetter(function)(module)  # a lazy module loads it
+    except AttributeError as error:
+        raise ValueError(f"{origin}: {where} has no function {function!r}") from error
+    if not callable(value):
+        raise ValueError(f"{origin}: {function} is not a function but {value!r}")
+    return value
+
+
+@contextlib.contextmanager
+def _running(place: str) -> Iterator[None]:
+    """Make any error of the user's code, `sys.exit` too, a ValueError with its file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        every = extract_tb(error.__traceback__)
+        frames = [frame for frame in every if not frame.filename.startswith(NOT_USERS)]
+        at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        if isinstance(error, ModuleNotFoundError) and not frames:
+            at = f"; {ADVICE}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(masked(f"{place}: {kind}{error}{at}")) from error
+
+
+@cache
+def _from_file(path: Path, changed: int) -> ModuleType:
+    """Run a file once for each time `changed` of its last change.
+
+    Its module has the name of the file, by which processes that a function starts can import it:
+    they get `sys.path`. If another module has this name, it is one of ours, the same everywhere.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()
+    name = f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    with contextlib.suppress(ImportError, ValueError):  # no module's name, or a package has none
+        named = importlib.util.find_spec(path.stem)
+        if named is not None and Path(str(named.origin)).resolve() == path:
+            name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def describe(
+    name: str, make: Callable[[], Any], max_turns: int, deadline: float, judged: bool = True
+) -> Tools:
+    """Return the tools of an environment, which the config calls `name`; ValueError if it has none.
+
+    An instance is made, because `make` may be a function.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    origin = f"task.environment = {name!r}"
+    with _running(origin):
+        instance = make()
+    methods = dict(inspect.getmembers(type(instance), inspect.isfunction))
+    kind = type(instance).__name__
+    if "reset" not in methods:
+        raise ValueError(
+            f"{origin}: {kind} has no method `reset`; write `def reset(self, **row)`, which returns"
+            " None, or a text to append to the prompt"
+        )
+    schemas = {}
+    for tool in methods:
+        if tool.startswith("_") or tool == "reset":
+            continue
+        try:
+            schemas[tool] = get_json_schema(getattr(instance, tool))
+        except Exception as error:  # of several classes that transformers does not export
+            raise ValueError(
+                f"{origin}: {error}; give {tool!r} type hints, and a docstring with a line for each"
+                " argument below `Args:`"
+            ) from error
+    if not schemas:
+        raise ValueError(f"{origin}: {kind} has no other public method, no tool")
+    return Tools(make, max_turns, deadline, schemas, judged)

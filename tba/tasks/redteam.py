@@ -28,10 +28,9 @@ from tba.config.tables import (
 )
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
-from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength
+from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength, call
 from tba.tasks._data import rows
-from tba.tasks._rewards import RewardFunction, reward_function
-from tba.tasks._tools import call
+from tba.tasks.custom import RewardFunction, reward_function
 from tba.tasks.judges import then
 from tba.tasks.judges._model import JudgeModel
 

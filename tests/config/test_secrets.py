@@ -19,7 +19,7 @@ from tba.config.tables import Use
 from tba.report import report
 from tba.runs.share import share
 from tba.search.verdicts import rejection
-from tba.tasks._rewards import reward_function
+from tba.tasks.custom import reward_function
 
 CANARY = "canary-4711"
 

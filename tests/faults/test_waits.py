@@ -31,7 +31,7 @@ from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
-from tba.tasks._tools import within
+from tba.tasks import within
 from tba.tasks.custom import Custom
 from tba.weights import Sent
 

@@ -17,7 +17,7 @@ from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Prompt
 from tba.search.chat import Call, Chat
-from tba.tasks._tools import describe
+from tba.tasks.custom import describe
 
 KNOWING = (
     "{% if tools %}[tools]{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"

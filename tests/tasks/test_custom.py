@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"reward": "my_rewards.length"},
         "task.reward = 'my_rewards.length': write package.module:function or file.py:function",
     ),
-    "no reward": ({"reward": []}, "task.reward is empty"),
+    "no reward": ({"reward": []}, "task.reward is missing"),
     "weights": (
         {"reward_weights": [1.0, 2.0]},
         "task.reward_weights has 2 numbers for 1 reward functions",

@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a function instead of a factory": (
         {"use": "factories:length"},
-        "task.reward.use = 'factories:length' is itself a reward function; write its name",
+        "task.reward.completions is missing: 'factories:length' needs it",
     ),
     "a factory of nothing": (
         {"use": "factories:nothing"},

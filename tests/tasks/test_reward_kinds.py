@@ -18,8 +18,7 @@ from tba.prompt import Answer, Prompt
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected, parse_score
 from tba.tasks import WrongLength, listed
-from tba.tasks._rewards import reward_function
-from tba.tasks.custom import Custom
+from tba.tasks.custom import Custom, reward_function
 
 
 class OnlyArray:

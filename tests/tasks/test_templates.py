@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Message, Prompt
 from tba.search.chat import Chat
-from tba.tasks._tools import describe
+from tba.tasks.custom import describe
 
 TOOLS = describe("talk:Desk", Desk, 8, 1.0)
 

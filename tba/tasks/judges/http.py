@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from tba.config.tables import Count, Positive, PositiveFloat
-from tba.tasks._tools import within
+from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 
 Answer = TypeVar("Answer", bound=BaseModel)
