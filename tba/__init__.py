@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from tba.run import Run
-    from tba.runs.log import Replay
     from tba.runs.offline import Result
 
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
@@ -38,21 +37,26 @@ def train(
     data: "Data | None" = None,
     reward: "Reward | Sequence[Reward] | None" = None,
     held_out_data: "Data | None" = None,
-    replay: "Replay" = "keep",
+    drop_replay: bool = False,
 ) -> "Result":
     """Carry out a run, as `tba train` does, and return its result.
 
     `config` is a `Config`, its tables as a dict, or the path of a TOML file. `resume` is the folder
     of a run to resume. `data` and `held_out_data` are rows with a `prompt` column, and `reward` is
     one function or several with TRL's signature; they take the place of the options of the same
-    names in `[task]`, which may then be left out of the config. `replay` is what a resumed run does
-    with its buffer: "keep", "rescore" or "drop", as `tba train --rescore` and `--drop-replay`.
+    names in `[task]`, which may then be left out of the config. With `drop_replay`, a
+    resumed run starts with an empty replay buffer.
     ValueError before any process starts if something cannot work.
     """
     from tba.runs.offline import Result
 
     given = open_run(
-        config, resume, data=data, reward=reward, held_out_data=held_out_data, replay=replay
+        config,
+        resume,
+        data=data,
+        reward=reward,
+        held_out_data=held_out_data,
+        drop_replay=drop_replay,
     )
     with given as run:
         run.train()
@@ -66,7 +70,7 @@ def open_run(
     data: "Data | None" = None,
     reward: "Reward | Sequence[Reward] | None" = None,
     held_out_data: "Data | None" = None,
-    replay: "Replay" = "keep",
+    drop_replay: bool = False,
 ) -> "AbstractContextManager[Run]":
     """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
 
@@ -86,7 +90,7 @@ def open_run(
     check_start(settings, folder, passed)
     from tba.assemble import open_run as opened
 
-    return opened(settings, folder, passed, replay)
+    return opened(settings, folder, passed, drop_replay)
 
 
 def result(folder: str | Path) -> "Result":

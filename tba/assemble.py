@@ -23,7 +23,6 @@ from tba.runs.generations import recover
 from tba.runs.journal import Journal
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
-from tba.runs.stored import Stored, choose_stored
 from tba.runs.summary import Summary, Tracker
 from tba.runs.warn import Warnings
 from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
@@ -98,9 +97,9 @@ def check_memory(each: int, copies: int, room: int) -> None:
         )
 
 
-def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep") -> Summary:
+def run(config: Config, resume: Path | None = None, drop_replay: bool = False) -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume, None, replay) as opened:
+    with open_run(config, resume, None, drop_replay) as opened:
         return opened.train()
 
 
@@ -109,7 +108,7 @@ def open_run(
     config: Config,
     resume: Path | None = None,
     passed: Passed | None = None,
-    replay: log.Replay = "keep",
+    drop_replay: bool = False,
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     config = placed(config)
@@ -131,16 +130,21 @@ def open_run(
                 shutil.rmtree(created)
             raise
         stored = None
+        note = ""
         if resume is None:
             (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
             write_json(folder / log.CONFIG, setup.config.nested())
         else:
             recover(folder / log.CHECKPOINTS)
-            stored = choose_stored(setup, folder, replay)
-        yield _assemble(setup, folder, stored, closing)
+            stored, note = checkpoint.choose_resumed(setup, folder, drop_replay)
+        run = _assemble(setup, folder, stored, drop_replay, closing)
+        run.begin(note, run.trainer.model)
+        yield run
 
 
-def _assemble(setup: RunSetup, folder: Path, stored: Stored | None, closing: ExitStack) -> Run:
+def _assemble(
+    setup: RunSetup, folder: Path, stored: Path | None, drop_replay: bool, closing: ExitStack
+) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = setup.config
     stop = closing.enter_context(Stop())
@@ -160,12 +164,13 @@ def _assemble(setup: RunSetup, folder: Path, stored: Stored | None, closing: Exi
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     if stored is not None:
-        progress, search = checkpoint.restore(stored.generation, trainer, buffer)
+        progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor)
-        progress, search = stored.renew(
-            progress, search, buffer, setup, place.device, console, stop
-        )
+        console.note(f"resumed from {stored.name}")
+        if drop_replay:
+            buffer.clear()
+        progress, search = checkpoint.waiting(progress, search, c, drop_replay)
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
         tracker.resume(progress.counts, search.stats)
         rng.bit_generator.state = progress.rng
@@ -177,11 +182,9 @@ def _assemble(setup: RunSetup, folder: Path, stored: Stored | None, closing: Exi
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
     )
     closing.callback(searchers.close)
-    run = _build_run(
+    return _build_run(
         setup, folder, trainer, buffer, searchers, rng, console, tracker, stop, progress, closing
     )
-    run.begin("" if stored is None else stored.note, trainer.model)
-    return run
 
 
 def _build_run(

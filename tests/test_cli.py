@@ -46,9 +46,7 @@ tensorboard = false
 """
 
 MISTAKES = {
-    "no run to drop replayed data of": (["--drop-replay"], "need --resume RUN"),
-    "no run to score again": (["--rescore"], "need --resume RUN"),
-    "two ways at once": (["--rescore", "--drop-replay", "--resume", "r"], "give one of the two"),
+    "no run to drop replayed data of": (["--drop-replay"], "needs --resume RUN"),
     "no model": (
         ["policy.model=./nowhere"],
         "policy.model = './nowhere': no such folder; give one that save_pretrained wrote",
@@ -150,9 +148,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
     with pytest.raises(SystemExit) as exit_:
         main()
     out, err = capsys.readouterr()
-    shown = (
-        "" if "--rescore" in settings or "--drop-replay" in settings else f"{FIRST_LINE}\n"
-    )  # the config is not read
+    shown = "" if "--drop-replay" in settings else f"{FIRST_LINE}\n"  # the config is not read
     assert (exit_.value.code, out) == (2, shown)
     assert err.startswith("error: ") and message in err
     assert len(err.splitlines()) == 1

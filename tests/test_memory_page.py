@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
-from tba.runs import dry_run
 from tba.runs.generations import generations
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import trained
@@ -72,10 +70,6 @@ def linear(model: nn.Module) -> int:
         for name, m in modules.items()
         if isinstance(m, nn.Linear) and ".lora_" not in name and name != "lm_head"
     )
-
-
-def test_the_dry_run_has_the_formula_of_the_page() -> None:
-    assert getsource(dry_run.kept) + "\n\n" + getsource(dry_run.group) == CODE
 
 
 def test_weights_gradients_moments_and_copies(batch: Batch) -> None:

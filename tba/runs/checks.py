@@ -2,15 +2,15 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
 from tba.config.schema import Config, override_all, read_json
-from tba.config.tables import PLUGGED, LoraTable, PolicyTable, Use
+from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
 from tba.runs.files import check_usable
@@ -27,7 +27,9 @@ LONGEST = 107
 """Bytes of the longest path of a socket."""
 LONGEST_NAME = 255
 """Bytes of the longest name of a file."""
-VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model")
+VOCABULARY = re.compile("token|vocab|merges|piece")
+"""Part of the name of a tokenizer's file."""
+VALUES = "the tokens between values of objective.use"
 
 
 def placed(config: Config) -> Config:
@@ -82,7 +84,7 @@ def check_config(config: Config, passed: Passed | None = None, folder: Path = Pa
     """Raise ValueError for a wrong model, plug-in, option or reward function."""
     if passed is not None:
         config = passed.named_in(config, folder)
-    _check_folder(model_path(config.policy.model))
+    _check_tokenizer(Path(model_path(config.policy.model)))
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)
         if kind not in IMPORT_TORCH:
@@ -138,35 +140,23 @@ def check_responses(run: Path, out: Path) -> None:
 
 
 def _check_temporary_folder() -> None:
-    """Raise ValueError if Ray cannot make its folder or its sockets there."""
+    """Raise ValueError if the paths of Ray's sockets would be too long there."""
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     folder = Path(os.environ.get(name) or "/tmp").absolute()
-    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
-    longest = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}"))
-    if longest > LONGEST:
+    excess = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}")) - LONGEST
+    if excess > 0:
         raise ValueError(
-            f"{name} = {str(folder)!r} is {longest - LONGEST} bytes too long for sockets of Ray;"
-            f" {advice}"
+            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; set"
+            " RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder):
-            pass
-    except OSError as error:
-        why = error.strerror or error
-        raise ValueError(
-            f"{name} = {str(folder)!r} cannot be written to: {why}; {advice}"
-        ) from error
 
 
-def _check_folder(path: str) -> None:
+def _check_tokenizer(folder: Path) -> None:
     """Raise ValueError if a folder has a model, but no tokenizer."""
-    folder = Path(path)
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else {"tokenizer.json"}
-    if not any("token" in name or name in VOCABULARIES for name in names):
+    if folder.is_dir() and not any(VOCABULARY.search(file.name) for file in folder.iterdir()):
         raise ValueError(
-            f"policy.model = {path!r}: the folder has a model, but no tokenizer; save it there with"
-            " tokenizer.save_pretrained"
+            f"policy.model = {str(folder)!r}: the folder has a model, but no tokenizer; save it"
+            " there with tokenizer.save_pretrained"
         )
 
 
@@ -194,34 +184,28 @@ def stored_config(run: Path, settings: Sequence[str]) -> Config:
 
 def check_resumed(config: Config, before: Config) -> None:
     """Raise ValueError for a change that makes the contents of the replay buffer wrong."""
-    now = config.sampling
-    then = before.sampling
+    then = _decisive(before)
     changes = []
-    if set(now.stop) != set(then.stop):
-        end = f"the run's responses end with {list(then.stop)}"
-        changes.append(f"sampling.stop = {list(now.stop)}, but {end}")
-    if now.temperature != then.temperature:
-        kind = f"the run's log-probabilities are of temperature {then.temperature}"
-        changes.append(f"sampling.temperature = {now.temperature}, but {kind}")
-    if config.policy.lora != before.policy.lora:
-        now_has = _shown(config.policy.lora)
-        changes.append(f"policy.lora = {now_has}, but the run has {_shown(before.policy.lora)}")
-    arguments = config.policy.chat_template_kwargs
-    earlier = before.policy.chat_template_kwargs
-    if arguments != earlier:
-        changes.append(f"policy.chat_template_kwargs = {arguments}, but the run has {earlier}")
+    for key, value in _decisive(config).items():
+        is_unused = key == VALUES and value is None
+        if value != then[key] and not is_unused:
+            changes.append(f"{key} = {value}, but the run has {then[key]}")
     if changes:
         raise ValueError(f"{'; '.join(changes)}; leave it unchanged, or start a new run")
-    name = config.objective.use
-    advice = "keep the objective, or start a new run"
-    head, values = _asks(config)
-    had, there = _asks(before)
-    if head != had:
-        raise ValueError(f"objective.use = {name!r} has {head}, but the run has {had}; {advice}")
-    if values not in ("none", there):
-        raise ValueError(
-            f"objective.use = {name!r} needs values, {values}, but the run has {there}; {advice}"
-        )
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """Return what decides the contents of the replay buffer."""
+    objective = resolve_all(config).objective.at(0)
+    lora = config.policy.lora
+    return {
+        "sampling.stop": sorted(set(config.sampling.stop)),
+        "sampling.temperature": config.sampling.temperature,
+        "policy.lora": lora and lora.model_dump(by_alias=True, exclude_none=True),
+        "policy.chat_template_kwargs": config.policy.chat_template_kwargs,
+        "the head of objective.use": objective.head and objective.head.on,
+        VALUES: objective.value_rollouts and objective.value_rollouts.step_tokens,
+    }
 
 
 def check_step(step: int, config: Config) -> None:
@@ -231,15 +215,3 @@ def check_step(step: int, config: Config) -> None:
         raise ValueError(
             f"run.steps = {steps}, but the run is at step {step}; set run.steps={step} or more"
         )
-
-
-def _asks(config: Config) -> tuple[str, str]:
-    """Return in words the head of the config's objective, and the values that it needs."""
-    objective = resolve_all(config).objective.at(0)
-    head = "no head" if objective.head is None else f"a head on the {objective.head.on}"
-    values = objective.value_rollouts
-    return head, "none" if values is None else f"one every {values.step_tokens} tokens"
-
-
-def _shown(lora: LoraTable | None) -> str:
-    return "none" if lora is None else str(lora.model_dump(by_alias=True, exclude_none=True))

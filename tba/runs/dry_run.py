@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from tba.config.errors import size
 from tba.config.plugins import resolve
@@ -16,12 +17,10 @@ from tba.config.tables import Use
 from tba.learn import Trainer
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
-from tba.runs.checkpoint import checkpoint_size
+from tba.runs.checkpoint import checkpoint_size, choose_resumed
 from tba.runs.checks import check_step
 from tba.runs.generations import step_of
-from tba.runs.log import Replay
 from tba.runs.setup import RunSetup, check
-from tba.runs.stored import choose_stored
 from tba.runtime.placement import places_on_one_machine
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
@@ -47,7 +46,7 @@ ROWS = 4
 
 
 def dry_run(
-    config: Config, resume: Path | None = None, replay: Replay = "keep"
+    config: Config, resume: Path | None = None, drop_replay: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Check a config as a run does; return its tables, with defaults, and what there is to tell.
 
@@ -55,10 +54,9 @@ def dry_run(
     """
     setup = check(config)
     if resume is not None:
-        check_step(step_of(choose_stored(setup, resume, replay).generation), setup.config)
-    by_part: dict[str, list[Prompt]] = {}
-    for prompt in setup.prompts:
-        by_part.setdefault(setup.task.part(prompt)[0], []).append(prompt)
+        generation, _ = choose_resumed(setup, resume, drop_replay)
+        check_step(step_of(generation), setup.config)
+    by_part = setup.by_part()
     lines = []
     for name, prompts in by_part.items():
         lines += [*_shown(setup, name, prompts[0]), *_scored(setup, name, prompts)]
@@ -180,37 +178,18 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 
 
-def kept(
-    layers: int, hidden: int, inner: int, heads: int, tokens: float, keys: float, scores: float,
-    matrices: int = 0, bf16: bool = True,
-) -> float:  # fmt: skip
-    """Return the bytes that a pass keeps; `inner` is the width of the MLP."""
-    if bf16:  # autocast, with a copy of the matrices
-        layer = tokens * (30 * hidden + 8 * inner) + keys * 4 * hidden + scores * 6 * heads
-        return layers * layer + 2 * matrices
-    layer = tokens * (32 * hidden + 16 * inner) + keys * 8 * hidden + scores * 4 * heads
-    return layers * layer
-
-
-def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
-    """Return tokens, keys and scores of a prompt with responses of equal length."""
-    own = length - 1  # the last token of a response predicts nothing
-    tokens = prompt + responses * own
-    if tokens <= 256:  # packed into one row
-        return tokens, tokens, tokens**2
-    seen = prompt + own
-    return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
-
-
 def needs(setup: RunSetup, trainer: Trainer, prompt: int) -> list[str]:
     """Return in words how long and how large a run is, whose prompts have so many tokens."""
     c = setup.config
     t = c.trainer
     length = c.sampling.max_tokens
     epochs = c.run.steps * t.groups / len(setup.prompts)
-    tokens, _, _ = group(prompt, t.group_size, length)
+    tokens = prompt + t.group_size * (length - 1)  # of a group; a last token predicts nothing
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
-    seconds = _pass(trainer, prompt, responses, length) * t.batch_size / responses
+    seconds, kept = _measured(trainer, prompt, responses, length)
+    groups = min(t.groups, t.token_budget / tokens)  # in a pass; below 1, a group runs in pieces
+    largest = size(kept * groups * t.group_size / responses)
+    more = ", and for a layer that is computed again" if c.policy.gradient_checkpointing else ""
     own = sum(p.nbytes for p in trained(trainer.model).values())
     frozen = sum(p.nbytes for p in trainer.model.parameters()) - own
     fixed = (4 + (c.runtime.use == "ray")) * own + frozen
@@ -218,46 +197,35 @@ def needs(setup: RunSetup, trainer: Trainer, prompt: int) -> list[str]:
         f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
         f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once",
         f"memory of the trainer: {size(fixed)} for weights, gradients, moments and copies, up to"
-        f" {_activations(setup, trainer, prompt)} for activations (docs/memory.md); a checkpoint"
-        f" has {size(checkpoint_size(setup.config, trainer))}",
-        f"time: about {seconds:.2g} s a step on {trainer.model.device}, without search, if all"
-        f" responses have {length} tokens",
+        f" {largest} for activations{more} (docs/memory.md); a checkpoint has"
+        f" {size(checkpoint_size(c, trainer))}",
+        f"time: about {seconds * t.batch_size / responses:.2g} s a step on {trainer.model.device},"
+        f" without search, if all responses have {length} tokens",
     ]
 
 
-def _pass(trainer: Trainer, prompt: int, responses: int, length: int) -> float:
-    """Return the seconds of a forward and backward pass over random responses to a prompt."""
+def _measured(trainer: Trainer, prompt: int, responses: int, length: int) -> tuple[float, int]:
+    """Return the seconds of a pass over random responses, and the bytes kept for its backward."""
     policy = Policy(trainer.model, temperature=1.0, autocast=trainer.computes_in_bf16)
     rng = np.random.default_rng(0)
     seconds = 0.0
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     vocabulary = trainer.model.config.get_text_config().vocab_size
     for tokens in (2, length):  # the first pass of a process is slow
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
+        kept.clear()
         began = time.perf_counter()
-        policy.logp(batch).sum().backward()
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            logp = policy.logp(batch)
+        logp.sum().backward()
         seconds = time.perf_counter() - began
-    return seconds
-
-
-def _activations(setup: RunSetup, trainer: Trainer, prompt: int) -> str:
-    """Return in words what the largest pass keeps for its backward pass."""
-    t = setup.config.trainer
-    model = trainer.model
-    shape = model.config.get_text_config()
-    tokens, keys, scores = group(prompt, t.group_size, setup.config.sampling.max_tokens)
-    groups = min(t.groups, t.token_budget / tokens)  # below 1: a group runs in pieces
-    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    eager = model.config._attn_implementation == "eager"
-    try:
-        layers = shape.num_hidden_layers
-        hidden = shape.hidden_size
-        inner = shape.intermediate_size
-        heads = shape.num_attention_heads
-    except AttributeError:  # not of the Llama family
-        return "an unknown amount"
-    sizes = hidden, inner, heads, groups * tokens, groups * keys, groups * scores * eager
-    if not setup.config.policy.gradient_checkpointing:
-        return size(kept(layers, *sizes, matrices, trainer.computes_in_bf16))
-    one = kept(1, *sizes, matrices, trainer.computes_in_bf16)
-    return size(one + 4 * hidden * layers * groups * tokens)
+    for weight in trainer.model.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return seconds, sum(kept.values())

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tba.config.schema import Config, read_json
 from tba.runs.files import write_whole
@@ -18,9 +18,6 @@ CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
 WARNINGS = "warnings.jsonl"
 CHECKPOINTS = "checkpoints"
-
-Replay = Literal["keep", "rescore", "drop"]
-"""What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
 
 Row = dict[str, Any]
 """A line of a JSONL file, or the contents of a JSON file."""

@@ -31,7 +31,6 @@ from tba.models.pretrained import (
     load_config,
     load_text,
 )
-from tba.objectives import Objective
 from tba.prompt import Prompt
 from tba.runs.journal import check_wandb
 from tba.runs.prompt_sets import evaluation_sets, log_doubled_bos, read_prompts
@@ -75,25 +74,25 @@ class RunSetup:
     notes: Sequence[str]
     """What the run tells at its start."""
 
+    def by_part(self) -> dict[str, list[Prompt]]:
+        """Return the training prompts of each part of a mixture; the name of another task is ""."""
+        parts: dict[str, list[Prompt]] = {}
+        for prompt in self.prompts:
+            parts.setdefault(self.task.part(prompt)[0], []).append(prompt)
+        return parts
+
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts, at its beginning."""
         task = self.task
-        seed = self.config.run.seed
-        deaths = self.config.reward.quarantine
-        if not task.part_weights:
-            own = seed_of(seed, Use.SELECTION, 0)
-            chosen = self.selection.build(self.prompts, own, task.pass_reward)
-            return PromptStream(self.prompts, chosen, self.given, deaths)
-        parts: dict[str, list[Prompt]] = {}
-        for prompt in self.prompts:
-            parts.setdefault(task.part(prompt)[0], []).append(prompt)
         selections = {}
-        for place, (name, prompts) in enumerate(parts.items()):
+        for place, (name, prompts) in enumerate(self.by_part().items()):
             pass_reward = task.part(prompts[0])[1].pass_reward
-            own = seed_of(seed, Use.SELECTION, place)
-            selections[name] = self.selection.build(prompts, own, pass_reward)
-        chosen = Interleaved(selections, task.part_weights, lambda prompt: task.part(prompt)[0])
-        return PromptStream(self.prompts, chosen, self.given, deaths)
+            seed = seed_of(self.config.run.seed, Use.SELECTION, place)
+            selections[name] = self.selection.build(prompts, seed, pass_reward)
+        chosen = selections.get("")
+        if chosen is None:
+            chosen = Interleaved(selections, task.part_weights, lambda p: task.part(p)[0])
+        return PromptStream(self.prompts, chosen, self.given, self.config.reward.quarantine)
 
     def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
         """Load the model in fp32, or with an adapter, and return its trainer.
@@ -165,16 +164,21 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     `functions` are reward functions that were passed from Python.
     """
     check_log(config.log)
-    engine = find("engines", config.engine.use)
-    if not issubclass(engine, Engine):
-        raise ValueError(f"engine = {config.engine.use!r}: the class must inherit Engine")
+    engine: type[Engine] = find("engines", config.engine.use)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
     config, notes = resolved(config, text)
-    notes += _check_policy(config)
+    check_model(config.policy)
+    if config.trainer.compile:
+        check_compiler()
+    if config.policy.lora is not None:
+        notes.append(check_adapter(config.policy))
     plugins = resolve_all(config)
     objective = plugins.objective
     engine.check(config)
-    _check_objective(objective, config.run.steps)
+    if objective.at(0).head != objective.at(config.run.steps).head:
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )
     task = build_task(plugins.task, functions)
     task.check()
     _check_stop(config, text)
@@ -230,14 +234,6 @@ def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
     return config, [f"{', '.join(plain)} = auto: {told}"] if plain else []
 
 
-def _check_policy(config: Config) -> list[str]:
-    """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
-    check_model(config.policy)
-    if config.trainer.compile:
-        check_compiler()
-    return [] if config.policy.lora is None else [check_adapter(config.policy)]
-
-
 def check_log(table: LogTable) -> None:
     """Raise ValueError for a service that is not installed, or that refuses."""
     for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
@@ -267,19 +263,6 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
             " environment cannot go back there; choose another objective, such as tb"
         )
     check_tools(task.tools, prompt, config.reward.isolate)
-
-
-def _check_objective(objective: Plugin, steps: int) -> None:
-    """Raise ValueError for another kind of class, or a head that would change during the run."""
-    if not issubclass(objective.cls, Objective):
-        raise ValueError(
-            f"objective.use: {objective.cls.__name__} is no objective; let it inherit from"
-            " tba.objectives.Objective"
-        )
-    if objective.at(0).head != objective.at(steps).head:
-        raise ValueError(
-            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
-        )
 
 
 def _check_unevaluated(config: Config) -> None:

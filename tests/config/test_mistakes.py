@@ -35,7 +35,7 @@ MISTAKES = {
     "train --gpus 2": "no option --gpus",
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
-    "train --drop-replay": "need --resume RUN",
+    "train --drop-replay": "needs --resume RUN",
     "train run.folder=used": "holds a run",
     "train run.folder=rows.jsonl": "rows.jsonl' cannot be used as a folder",
     "train policy.model=./nowhere": "no such folder",
@@ -119,8 +119,6 @@ def test_a_mistake_is_one_sentence(
 ENVIRONMENTS = {
     "TMPDIR=/tmp/" + "t" * 100: "bytes too long for sockets of Ray; set RAY_TMPDIR=/tmp",
     "RAY_TMPDIR=/tmp/" + "é" * 40: "RAY_TMPDIR = ",
-    "TMPDIR=/proc": "TMPDIR = '/proc' cannot be written to",
-    "TMPDIR=/dev/null/x": "TMPDIR = '/dev/null/x' cannot be written to: Not a directory",
 }
 
 

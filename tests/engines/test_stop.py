@@ -139,5 +139,5 @@ def test_a_resumed_run_keeps_its_stop_strings(tiny_model: Path, tmp_path: Path) 
     """The responses in the buffer end with them."""
     before = toy_config(tiny_model, tmp_path, "sampling.stop=['a','b']")
     check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['b','a']"), before)
-    with pytest.raises(ValueError, match=r"responses end with \['a', 'b'\]; leave it unchanged"):
+    with pytest.raises(ValueError, match=r"but the run has \['a', 'b'\]; leave it unchanged"):
         check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['a']"), before)

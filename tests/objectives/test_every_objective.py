@@ -66,7 +66,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
                 tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN
             )
         )
-    response, prompt, none = "a head on the response", "a head on the prompt", "no head"
+    response, prompt, none = "response", "prompt", "None"
     pairs = (
         ("ppo", "tb", none, response),
         ("tb", "ppo", response, none),
@@ -76,7 +76,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
     for before, after, wanted, there in pairs:
         with pytest.raises(
             ValueError,
-            match=f"'{after}' has {wanted}, but the run has {there}; keep the objective",
+            match=f"the head of objective.use = {wanted}, but the run has {there}; leave it",
         ):
             run(
                 _config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before

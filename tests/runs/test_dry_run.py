@@ -262,6 +262,6 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(config: Make, tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config("length").nested()))
     with pytest.raises(ValueError, match="no complete checkpoint in"):
         dry_run(config("length"), folder)
-    with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run's"):
+    with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run has"):
         sampling = {"temperature": 0.5, "samples": 4, "max_tokens": 8}
         dry_run(config("length", sampling=sampling), folder)
