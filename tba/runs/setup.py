@@ -167,23 +167,15 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     engine: type[Engine] = find("engines", config.engine.use)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
     config, notes = resolved(config, text)
-    check_model(config.policy)
-    if config.trainer.compile:
-        check_compiler()
-    if config.policy.lora is not None:
-        notes.append(check_adapter(config.policy))
+    notes += _check_policy(config)
     plugins = resolve_all(config)
     objective = plugins.objective
     engine.check(config)
-    if objective.at(0).head != objective.at(config.run.steps).head:
-        raise ValueError(
-            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
-        )
     task = build_task(plugins.task, functions)
     task.check()
     _check_stop(config, text)
     given = _given(task, text)
-    _check_behavior(config, objective, seeded=len(given) > 0)
+    _check_objective(config, objective, seeded=len(given) > 0)
     prompts, held_out, encoded = read_prompts(config, task, text)
     _check_tools(config, task, objective, prompts[0])
     if not held_out:
@@ -232,6 +224,14 @@ def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
     config = config.model_copy(update={"task": type(config.task)(**options), "eval": evaluation})
     told = "prompts are used as plain text, because the tokenizer has no chat template"
     return config, [f"{', '.join(plain)} = auto: {told}"] if plain else []
+
+
+def _check_policy(config: Config) -> list[str]:
+    """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
+    check_model(config.policy)
+    if config.trainer.compile:
+        check_compiler()
+    return [] if config.policy.lora is None else [check_adapter(config.policy)]
 
 
 def check_log(table: LogTable) -> None:
@@ -287,8 +287,15 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
-def _check_behavior(config: Config, objective: Plugin, seeded: bool) -> None:
-    """Raise ValueError if the objective needs log-probs of the sampling policy that are missing."""
+def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
+    """Raise ValueError if the objective has a head that changes, or needs log-probs that are lost.
+
+    These are log-probs of the sampling policy.
+    """
+    if objective.at(0).head != objective.at(config.run.steps).head:
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )
     if not any(objective.at(s).uses_behavior for s in (0, config.run.steps)):
         return
     lacks: dict[str, str] = {}
