@@ -86,7 +86,7 @@ wheel: $(VENV)/installed  ## build the wheel into dist/; TAG=v0.3.0 checks that 
 	@rm -rf dist build && $(BIN)/pip wheel -q . --no-deps -w dist
 	@test -z "$(TAG)" || test -f dist/tba-$(TAG:v%=%)-py3-none-any.whl || { echo "$(TAG) is not the version of $$(ls dist)"; exit 1; }
 
-configuration: $(VENV)/installed  ## write docs/configuration.md from the tables of the config
+configuration: $(VENV)/installed  ## write docs/keys.md, a page of the site with all keys of the config
 	@$(BIN)/python scripts/write_configuration.py
 
 $(VENV)/docs-installed: $(VENV)/installed
@@ -95,12 +95,12 @@ $(VENV)/docs-installed: $(VENV)/installed
 
 SPHINX := $(BIN)/sphinx-build -qW --keep-going -c docs .
 
-docs: $(VENV)/docs-installed  ## write the docs as a site, build/docs/index.html; a link within it that leads nowhere is an error
+docs: $(VENV)/docs-installed configuration  ## write the docs as a site, build/docs/index.html; a link within it that leads nowhere is an error
 	@$(SPHINX) build/docs
 	@cp docs/*.png build/docs/docs
 	@cp build/docs/README.html build/docs/index.html
 
-links: $(VENV)/docs-installed  ## check the links of the docs to other sites, over the network
+links: $(VENV)/docs-installed configuration  ## check the links of the docs to other sites, over the network
 	@$(SPHINX) build/links -b linkcheck
 
 clean:

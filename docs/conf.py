@@ -1,6 +1,7 @@
 """Settings of Sphinx, which writes the pages as a site: `make docs`."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 project = html_title = "tba"
@@ -20,7 +21,11 @@ def setup(app: Any) -> None:
 
 
 def add_navigation(app: Any, page: str, source: list[str]) -> None:
-    """List the pages beside each page, in the order of the README's section on documentation."""
+    """List the pages beside each page, in the order of the README's section on documentation.
+
+    The page of all keys, which `make docs` writes, comes last.
+    """
     if page == root_doc:
         pages = LINK.findall(source[0].partition("\n## Documentation\n")[2])
+        pages += ["docs/keys"] * (Path(__file__).parent / "keys.md").is_file()
         source[0] += "\n".join(["\n```{toctree}", ":hidden:", *pages, "```\n"])

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,8 +15,9 @@ from typer.main import get_command
 
 import tba
 from tba.config.errors import choices, printable
-from tba.config.plugins import KINDS, NAMES, find, names, options_of
+from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
 from tba.config.schema import DEFAULT, Config, load, read_toml, without_table
+from tba.config.tables import Table, inner_table
 from tba.runs.checks import (
     check_config,
     check_evaluated,
@@ -180,24 +182,61 @@ def export(
 
 @app.command("list")
 def list_plugins(
-    name: Annotated[str | None, Argument(help="Show the plug-ins of this name only.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    name: Annotated[
+        str | None, Argument(help="Show this plug-in with its options, or this table's keys.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the plug-ins as JSON.")] = False,
 ) -> None:
-    """List the plug-ins; docs/configuration.md has their options."""
+    """List the plug-ins and the config's tables; with a name, its options or keys."""
     plugins: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         chosen = [each for each in names(kind) if name in (None, kind, each)]
-        plugins |= {kind: {each: _described(find(kind, each)) for each in chosen}} if chosen else {}
-    if not plugins:
+        plugins |= {kind: {each: find(kind, each) for each in chosen}} if chosen else {}
+    tables = {each: inner_table(field) for each, field in Config.model_fields.items()}
+    table = tables.get(str(name))
+    if not plugins and table is None:
         known = [each for kind in KINDS for each in (kind, *names(kind))]
-        raise ValueError(f"no plug-in called {name!r}{choices(str(name), known, NAMES)}")
+        raise ValueError(
+            f"no plug-in called {name!r}{choices(str(name), [*known, *tables], NAMES)}"
+        )
     if as_json:
-        print(json.dumps(plugins, indent=1))
+        described = {
+            kind: {n: _described(c) for n, c in own.items()} for kind, own in plugins.items()
+        }
+        print(json.dumps(described, indent=1))
         return
-    for kind, described in plugins.items():
+    for kind, own in plugins.items():
         print(f"\n{kind}")
-        for own, plugin in described.items():
-            print(f"  {own:<14} {plugin['about']}")
+        for each, cls in own.items():
+            print(f"  {each:<14} {_described(cls)['about']}")
+            if each == name:
+                meanings = meanings_of(cls)
+                for key, option in options_of(cls).items():
+                    _print_key(key, option.required, option.default, meanings[key])
+    if name is None:
+        print(f"\ntables of the config: {', '.join(tables)}")
+    if table is not None:
+        _print_table(str(name), table)
+
+
+def _print_table(name: str, table: type[Table]) -> None:
+    """Print the keys of a table, and then the tables in it."""
+    print(f"\n[{name}]")
+    for key, field in table.model_fields.items():
+        _print_key(field.alias or key, field.is_required(), field.default, field.description or "")
+    for key, field in table.model_fields.items():
+        inner = inner_table(field)
+        if inner is not None:
+            _print_table(f"{name}.{key}", inner)
+
+
+def _print_key(name: str, required: bool, default: Any, meaning: str) -> None:
+    """Print a key as `name = default`, and what it means below."""
+    value = "(required)"
+    if not required:
+        value = "(none)" if default is None else json.dumps(default)
+    print(f"  {name} = {value}")
+    print(textwrap.fill(meaning, 96, initial_indent="      ", subsequent_indent="      "))
 
 
 class Printable(logging.Formatter):

@@ -249,6 +249,20 @@ def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) 
     assert found["objectives"]["tb"]["class"] == "tba.objectives.tb.TrajectoryBalance"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("tb", "beta = 0.05\n"), ("trainer", "batch_size = 160\n"), ("custom", "data = (required)\n")],
+)
+def test_list_tells_options_and_keys(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tba", "list", name])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert (exit_.value.code or 0, said in capsys.readouterr().out) == (0, True)
+
+
 def test_the_help_says_when_completions_are_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

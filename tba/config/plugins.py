@@ -3,12 +3,14 @@
 A name is a file of this package with one public dataclass, or `package.module.Class` on the path.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Required, get_type_hints
 
@@ -28,7 +30,6 @@ from tba.config.tables import GIVEN, PLUGGED, Positive, Use
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
-OPTIONS = "docs/configuration.md lists all options"
 KINDS = (*PLUGGED.values(), JUDGES)
 
 
@@ -165,6 +166,21 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     return options
 
 
+def meanings_of(cls: type) -> dict[str, str]:
+    """Return what the fields of a plug-in mean, by name: the docstrings below them."""
+    meanings = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in pairwise(definition.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
+                    meanings[name] = " ".join(text.split())
+    return meanings
+
+
 def resolve(
     kind: str, table: str, use: str, options: Mapping[str, Any], scheduled: bool = False
 ) -> Plugin:
@@ -190,7 +206,8 @@ def check_options(
     for name in options:
         if name not in known:
             hint = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
-            hint = f": {hint}" if hint else choices(name, known, OPTIONS)
+            all_of_them = None if "." in use else f"`tba list {use}` lists all options"
+            hint = f": {hint}" if hint else choices(name, known, all_of_them)
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source
     adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(

@@ -1,7 +1,7 @@
 """`Config`, the frozen and validated config of a run, and `load`, which reads one.
 
 `[task]`, `[engine]`, `[objective]`, `[strategy]` and `[selection]` name a plug-in by `use`; their
-other keys are its options. `docs/configuration.md` lists all keys. This module does not import
+other keys are its options. `tba list` lists all keys. This module does not import
 torch, so that a mistake is reported at once.
 """
 
@@ -403,5 +403,5 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
     if place := elsewhere(where):
         return f"unknown key {where!r}: {place}"
     known = [field.alias or key for key, field in table.model_fields.items()]
-    what = f"the keys of [{'.'.join(outer)}]" if outer else "all tables and keys"
-    return f"unknown key {where!r}{choices(name, known, f'docs/configuration.md lists {what}')}"
+    every = f"`tba list {tables[0]}` lists all keys" if tables else "`tba list` lists all tables"
+    return f"unknown key {where!r}{choices(name, known, every)}"

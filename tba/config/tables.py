@@ -66,7 +66,7 @@ def inner_table(field: FieldInfo) -> type[Table] | None:
 
 
 def key(default: Any, meaning: str) -> Any:
-    """Return a field with a default and a description for docs/configuration.md."""
+    """Return a field with a default and a description, which `tba list TABLE` prints."""
     return Field(default, description=meaning)
 
 
