@@ -7,13 +7,13 @@ from typing import Any
 project = html_title = "tba"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md"]
-exclude_patterns = [".*", "build", "runs"]
+include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md", "experiments/README.md"]
+exclude_patterns = [".*", "build", "runs", "SECURITY.md"]
 html_theme = "furo"
 highlight_language = "text"
 myst_heading_anchors = 4
 
-LINK = re.compile(r"\]\((docs/\w+|CHANGELOG)\.md\)")
+LINK = re.compile(r"\]\(((?:\w+/)?\w+)\.md\)")
 
 
 def setup(app: Any) -> None:
@@ -26,6 +26,7 @@ def add_navigation(app: Any, page: str, source: list[str]) -> None:
     The page of all keys, which `make docs` writes, comes last.
     """
     if page == root_doc:
-        pages = LINK.findall(source[0].partition("\n## Documentation\n")[2])
+        section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
+        pages = LINK.findall(section)
         pages += ["docs/keys"] * (Path(__file__).parent / "keys.md").is_file()
         source[0] += "\n".join(["\n```{toctree}", ":hidden:", *pages, "```\n"])

@@ -403,5 +403,5 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
     if place := elsewhere(where):
         return f"unknown key {where!r}: {place}"
     known = [field.alias or key for key, field in table.model_fields.items()]
-    every = f"`tba list {tables[0]}` lists all keys" if tables else "`tba list` lists all tables"
+    every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
     return f"unknown key {where!r}{choices(name, known, every)}"
