@@ -15,8 +15,8 @@ from toy import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
 
-KL_IN_THE_REWARD = ("tb", "tb_learned_z", "tba_prime", "rloo", "ppo")
-"""Their target is ref(y) exp(r(y) / beta) / Z. On policy, `proximal_rloo` computes as `rloo`."""
+KL_IN_THE_REWARD = ("tb_learned_z", "tba_prime", "rloo", "ppo")
+"""Their target is ref(y) exp(r(y) / beta) / Z; test_exactness.py shows the same for `tb`."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
@@ -52,9 +52,12 @@ def test_kl_in_the_reward_ends_at_the_tilted_reference(
         )
 
 
-@pytest.mark.parametrize("objective", names("objectives"))
+@pytest.mark.parametrize("objective", sorted({*names("objectives")} - {"tb", *KL_IN_THE_REWARD}))
 def test_the_expected_reward_rises(objective: str, shallow_toy_model: Path, tmp_path: Path) -> None:
-    """Default options lead from 0 to more than .45; the best answer has .6."""
+    """Default options lead from 0 to more than .45; the best answer has .6.
+
+    The other objectives end at their targets, as the test above shows.
+    """
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()), "run.steps=40")
     found = learned(shallow_toy_model, tmp_path, *settings)
     assert fmean((one.reference * one.reward).sum().item() for one in found) == pytest.approx(

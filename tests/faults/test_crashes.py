@@ -113,7 +113,7 @@ def begun(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-@cases(3, full=40, quick=1)
+@cases(3, full=40)
 def test_a_crash_at_any_change_of_a_save_or_a_prune_costs_nothing(
     case: Case, begun: Path, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
     assert tba.assemble
 
 
-@cases(22, full=25, quick=1)
+@cases(22, full=25)
 def test_one_of_several_runs_in_a_folder_wins(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     """Three at the same moment, new or resumed; the others are refused and write nothing."""
     folder, resumed = tmp_path / "run", case.index % 2 == 1

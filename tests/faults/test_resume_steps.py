@@ -59,7 +59,7 @@ def runs(
     return carried_out
 
 
-@cases(1, full=STEPS * len(CONFIGS), quick=3)
+@cases(1, full=STEPS * len(CONFIGS), quick=1)
 def test_a_run_resumes_exactly_from_every_step(
     case: Case, runs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
         assert one[name] == other[name], name
 
 
-@cases(7, full=10, quick=1)
+@cases(7, full=10)
 def test_a_clock_that_jumps_changes_nothing(
     case: Case, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_no_deadline_is_of_the_wall_clock(case: Case) -> None:
     assert users <= WALL_CLOCK.keys()
 
 
-@cases(26, full=16, quick=2, part=8)
+@cases(26, full=16, quick=1, part=8)
 def test_an_evaluation_never_touches_training(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     """Evaluated at every step or only at the ends: the same weights, buffer and prompts to come."""
     chosen = settings_of(list(CONFIGS)[case.index % len(CONFIGS)])

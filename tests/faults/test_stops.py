@@ -40,7 +40,7 @@ def goes_on_exactly(model: Path, folder: Path, step: int) -> None:
     assert steps(folder) == list(range(1, step + 3))
 
 
-@cases(10, full=50, quick=1)
+@cases(10, full=50)
 def test_a_signal_at_any_moment_saves_and_leaves(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_second_signal_leaves_at_once(case: Case, tiny_model: Path, tmp_path: 
     goes_on_exactly(tiny_model, folder, int(sound[-1].name.removeprefix("step-")))
 
 
-@cases(11, full=20, quick=1)
+@cases(11, full=20)
 def test_a_killed_local_run_goes_on_exactly(case: Case, tiny_model: Path, tmp_path: Path) -> None:
     """SIGKILL at a random moment, in most cases within a save."""
     folder = tmp_path / "run"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build import config, ray_config, resumes_exactly, run_and_keep
+from build import config, resumes_exactly, run_and_keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,6 @@ from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
 from tba.runs.log import METRICS, read
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import Place
 from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Trajectory
@@ -269,40 +268,24 @@ def test_the_local_runtime_searches_what_is_missing(tiny_model: Path, tmp_path: 
     assert 1.2 < most_reuse(rows) <= 1.6
 
 
-def test_on_ray_the_baseline_goes_first_and_a_resumed_run_waits_for_new_groups(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that is far slower than the trainer; evaluations of four pieces."""
-    bind_ray(None)
-    from tba.runtime.pool import Handle
-
-    sent: list[str] = []
-    for kind in ("search", "evaluate"):
-        method = getattr(Handle, kind)
-
-        def noting(self: Handle, *given: Any, kind: str = kind, method: Any = method) -> None:
-            sent.append(kind)
-            method(self, *given)
-
-        monkeypatch.setattr(Handle, kind, noting)
-    folder, slow = tmp_path / "run", ("engine=scripted", "engine.latency=0.5")
-    small = (*slow, "eval.prompts_per_task=1", "eval.every=0", "run.steps=20")
-    run_and_keep(ray_config(tiny_model, folder, *small))
-    assert sent[:5] == ["evaluate"] * 4 + ["search"]
+def test_on_ray_a_resumed_run_waits_for_new_groups(tiny_model: Path, tmp_path: Path) -> None:
+    """Of the searchers, which are far slower than the trainer; the run began in one process."""
+    folder, slow = tmp_path / "run", ("engine=scripted", "engine.latency=0.3")
+    run_and_keep(config(tiny_model, folder, *slow, "eval.prompts=0", "run.steps=6"))
     rows = [row for row in read(folder / METRICS) if "loss" in row]
-    assert most_reuse(rows) <= 4
-    with open_run(_config(["run.steps=24"], folder), folder) as resumed:
+    with open_run(_config(["run.steps=12", "runtime.use=ray"], folder), folder) as resumed:
         versions: list[int] = []
         step = resumed.trainer.step
 
         def stepping(batch: Any, number: int) -> dict[str, float]:
             columns = resumed.buffer.columns()
-            versions.append(int((columns.version[columns.arrived >= 20] >= 20).sum()))
+            versions.append(int((columns.version[columns.arrived >= 6] >= 6).sum()))
             if len(versions) == 1:
                 since = resumed.buffer.counts["added"] - rows[-1]["buffer/added"]
-                assert number == 20 and since >= 12 and versions[0] > 0
+                assert number == 6 and since >= 12 and versions[0] > 0
             return step(batch, number)
 
         resumed.trainer.step = stepping  # type: ignore[method-assign]
         resumed.train()
-    assert len(versions) == 4
+    assert len(versions) == 6
+    assert most_reuse([row for row in read(folder / METRICS) if "loss" in row]) <= 4

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from build import config, ray_config
+from build import config
 
 from tba.assemble import run
 from tba.runs.console import FIRST_LINE, Console
@@ -58,26 +58,6 @@ def test_a_run_in_one_process_tells_each_of_its_phases(
         *generating,
         *evaluating,
     ]
-
-
-def test_a_run_on_ray_tells_its_phases_in_plain_lines(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Searchers are processes, and standard output is no terminal."""
-    slow = ("engine=scripted", "engine.latency=0.5", "run.steps=2", "log.console=plain")
-    run(ray_config(tiny_model, tmp_path / "run", *slow))
-    lines = capsys.readouterr().out.splitlines()
-    expected = (
-        "starting Ray",
-        "loading the model",
-        "starting the searchers, which load the model",
-        "generating 0/3 prompts, evaluating 0 %",
-        "training",
-        "step 1/2  ",
-        "step 2/2  ",
-    )
-    places = [next(i for i, line in enumerate(lines) if line.startswith(e)) for e in expected]
-    assert places == sorted(places)
 
 
 def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,7 +383,7 @@ def hanging(asynchronous: bool) -> Callable[..., Any]:
     """Return a function that returns lengths; it hangs for "?" and is slow for "slow"."""
 
     def seconds(completions: list[str]) -> float:
-        return 60 * ("?" in completions) + 1.5 * ("slow" in completions)
+        return 60 * ("?" in completions) + 0.5 * ("slow" in completions)
 
     def score(completions: list[str]) -> list[float]:
         time.sleep(seconds(completions))
@@ -400,7 +400,7 @@ def hanging(asynchronous: bool) -> Callable[..., Any]:
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def hangs(request: pytest.FixtureRequest) -> Iterator[Scoring]:
-    guard = guard_of(hanging(request.param), deadline=1.0)
+    guard = guard_of(hanging(request.param), deadline=0.4)
     yield guard
     guard.close()
 
@@ -409,7 +409,7 @@ def test_a_call_has_the_deadline_for_each_of_its_answers(hangs: Scoring) -> None
     """Slower than the deadline of one answer, faster than the deadline of three."""
     assert judge(hangs, ["slow", "a", "b"]) == [[4.0, 1.0, 1.0]]
     ((verdict,),) = judge(hangs, ["slow"])
-    told = "scoring of 1 answers did not return within 1 s (reward.deadline = 1 s for each)"
+    told = "scoring of 1 answers did not return within 0.4 s (reward.deadline = 0.4 s for each)"
     assert verdict == Rejected("timeout", told)
 
 
@@ -437,16 +437,15 @@ def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs: Scoring) -> No
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_timeouts_among_calls_that_work_do_not_end_the_scoring(asynchronous: bool) -> None:
-    scoring = guard_of(hanging(asynchronous), deadline=2.5)  # a busy machine may pause for a second
-    verdicts = judge(scoring, ["?"], ["one"], ["?"], ["two"], ["?"], ["three"], ["four"])
+    scoring = guard_of(hanging(asynchronous))
+    verdicts = judge(scoring, ["?"], ["one"], ["?"], ["two"], ["three"])
     scoring.close()
-    expected = [["timeout"], [3.0], ["timeout"], [3.0], ["timeout"], [5.0], [4.0]]
-    assert reasons(verdicts) == expected
+    assert reasons(verdicts) == [["timeout"], [3.0], ["timeout"], [3.0], [5.0]]
 
 
 def test_searches_wait_for_each_other_and_that_time_does_not_count() -> None:
-    """Five calls of 1.5 s in a row, each with a deadline of 4 s, and one that hangs before them."""
-    guard = guard_of(hanging(False), deadline=4.0)
+    """Five calls of 0.5 s in a row, each with a deadline of 1.5 s, and one that hangs."""
+    guard = guard_of(hanging(False))
     guard.wait_until_ready()
     texts = ["?", *["slow"] * 5]
     with ThreadPoolExecutor(len(texts)) as threads:
@@ -521,7 +520,7 @@ def test_an_answer_that_hangs_after_the_group_has_raised_costs_itself() -> None:
 def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
     monkeypatch.setattr("tba.search.scoring.GRACE", 0.2)
-    guard = guard_of(asynchronous(), deadline=2.0)  # a busy machine is slow
+    guard = guard_of(asynchronous())
     verdicts = judge(guard, ["one"], ["sleep"], ["raise"], ["two"])
     first = verdicts[0][0]
     assert reasons(verdicts) == [[first], ["timeout"], ["raised"], [first]]
@@ -545,8 +544,7 @@ def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again() ->
         return [1.0] * len(completions)
 
     guard = guard_of(score, deadline=0.5)
-    for _ in range(3):
-        assert reasons(judge(guard, ["hold"] * 2, ["one"])) == [["timeout"] * 2, [1.0]]
+    assert reasons(judge(guard, ["hold"] * 2, ["one"])) == [["timeout"] * 2, [1.0]]
     guard.close()
 
 
@@ -588,12 +586,16 @@ def test_columns_of_any_type_arrive() -> None:
 
 REWARD = """
 import os
+import time
 from pathlib import Path
 
 def ones(completions, file, **columns):
-    once = Path(file[0])
-    if file[0] and not once.exists():
-        once.write_text("")
+    hung, exited = Path(f"{file[0]}-hung"), Path(f"{file[0]}-exited")
+    if file[0] and not hung.exists():
+        hung.write_text("")
+        time.sleep(60)
+    if file[0] and not exited.exists():
+        exited.write_text("")
         os._exit(1)
     with open(f"{__file__}.pids", "a") as pids:
         pids.write(f"{os.getpid()}\\n")
@@ -602,7 +604,7 @@ def ones(completions, file, **columns):
 
 
 def settings(folder: Path, once: str = "") -> list[str]:
-    """A data set and a reward function by its name; it exits if `once` is not there yet."""
+    """A data set and a reward function by its name; with `once`, it hangs and exits once."""
     (folder / "rewards.py").write_text(REWARD)
     rows = [f'{{"prompt": "{i}+1=", "file": "{once}"}}\n' for i in range(30)]
     (folder / "rows.jsonl").write_text("".join(rows))
@@ -659,28 +661,17 @@ class Noted(Judge):
 
 
 def test_a_searcher_on_ray_survives_its_reward_function(tiny_model: Path, tmp_path: Path) -> None:
-    task = settings(tmp_path, once=str(tmp_path / "exited"))
-    summary = tba.train(
-        ray_config(tiny_model, tmp_path / "run", *task, "reward.isolate=process", "run.steps=4")
-    ).summary
-    assert summary.finished and summary.searcher_restarts == 0
-    assert (tmp_path / "exited").exists() and set(summary.rejected) <= {"died"}
+    """It hangs in one group and exits in the next, each once.
+
+    The 4 answers of a group have 40 s by `reward.deadline`, and the search has 6 in all.
+    """
+    task = settings(tmp_path, once=str(tmp_path / "fault"))
+    more = ("reward.isolate=process", "runtime.task_deadline=6", "run.steps=4", "eval.prompts=0")
+    summary = tba.train(ray_config(tiny_model, tmp_path / "run", *task, *more)).summary
+    assert (summary.finished, summary.searcher_restarts) == (True, 0)
+    assert summary.rejected == {"timeout": 4, "died": 4}
     pids = {int(pid) for pid in (tmp_path / "rewards.py.pids").read_text().split()}
     assert pids and all(map(has_ended, pids))
-
-
-def test_a_reward_that_hangs_costs_its_group_and_not_its_searcher(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Its 4 answers have 40 s by `reward.deadline`, and the search has 12 in all."""
-    once = tmp_path / "hung"
-    task = settings(tmp_path, once=str(once))
-    file = tmp_path / "rewards.py"
-    file.write_text(file.read_text().replace("os._exit(1)", "__import__('time').sleep(60)"))
-    more = ("reward.isolate=process", "runtime.task_deadline=12", "run.steps=2", "eval.prompts=0")
-    summary = tba.train(ray_config(tiny_model, tmp_path / "run", *task, *more)).summary
-    assert once.exists() and (summary.finished, summary.searcher_restarts) == (True, 0)
-    assert summary.rejected == {"timeout": 4}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,13 @@ def test_the_two_studies_of_the_results_page_work():
     for name in ("rates", "study"):
         path = ROOT / "studies" / "off_policy" / f"{name}.toml"
         study = read_study(path, ["task.train_size=256"])
-        assert len(check_study(study)) == len(study.trials)
+        # one of the runs that differ in numbers only
+        different = {
+            (t.grid, *((k, v if isinstance(v, str) else "") for k, v in t.settings.items())): t
+            for t in study.trials
+        }
+        chosen = replace(study, trials=[*different.values()])
+        assert len(check_study(chosen)) == len(chosen.trials) > 0
 
 
 MISTAKES = {
