@@ -310,7 +310,7 @@ def test_a_restored_selection_goes_on_as_it_would_have(
 
 @pytest.fixture(params=[*names("objectives"), "mylab.huber_tb.HuberTB"])
 def objective(request: pytest.FixtureRequest) -> Any:
-    return resolve("objectives", "objective", request.param, {}, scheduled=True).at(0)
+    return resolve("objectives", "objective", request.param, {}).at(0)
 
 
 @pytest.fixture
@@ -424,7 +424,7 @@ OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
     name: str, options: dict[str, Any], batch: Batch, logp: torch.Tensor
 ) -> None:
-    objective: Any = resolve("objectives", "objective", name, options, scheduled=True).at(0)
+    objective: Any = resolve("objectives", "objective", name, options).at(0)
     head = torch.zeros(len(batch)) if name == "tb_learned_z" else torch.zeros_like(logp)
     noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(3)) * batch.mask
     near = replace(batch, behavior_logp=logp.detach() + 0.05 * noise)  # inside of any clip

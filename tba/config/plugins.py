@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Required, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
@@ -91,7 +91,8 @@ class Option:
 
 def names(kind: str) -> list[str]:
     """Return the plug-ins of a kind that this package ships."""
-    modules = pkgutil.iter_modules([str(_folder(kind))])
+    folder = Path(__file__).parents[1].joinpath(*kind.split("."))
+    modules = pkgutil.iter_modules([str(folder)])
     return sorted(m.name for m in modules if not (m.ispkg or m.name.startswith("_")))
 
 
@@ -103,10 +104,6 @@ def find(kind: str, name: str) -> type:
     module = importlib.import_module(f"tba.{kind}.{name}")
     own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
     return own[0]
-
-
-def _folder(kind: str) -> Path:
-    return Path(__file__).parents[1].joinpath(*kind.split("."))
 
 
 def check_name(kind: str, name: str) -> None:
@@ -133,16 +130,14 @@ def _on_path(name: str) -> type:
     if class_name not in values:
         known = [name for name, value in values.items() if is_plugin(value)]
         raise ValueError(f"{module_name} has no {class_name!r}{choices(class_name, known)}")
-    cls = values[class_name]
-    if not (inspect.isclass(cls) and dataclasses.is_dataclass(cls)):
+    if not is_plugin(values[class_name]):
         raise ValueError(f"{name!r} is not a dataclass; write @dataclass above it")
-    return cls
+    return values[class_name]
 
 
 def is_plugin(value: Any) -> bool:
     """Return whether a value is a public dataclass."""
-    is_class = inspect.isclass(value) and dataclasses.is_dataclass(value)
-    return is_class and not value.__name__.startswith("_")
+    return inspect.isclass(value) and dataclasses.is_dataclass(value) and value.__name__[0] != "_"
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
@@ -181,12 +176,10 @@ def meanings_of(cls: type) -> dict[str, str]:
     return meanings
 
 
-def resolve(
-    kind: str, table: str, use: str, options: Mapping[str, Any], scheduled: bool = False
-) -> Plugin:
-    """Find a class and check the options of `[table]`; if `scheduled`, numbers may be schedules."""
+def resolve(kind: str, table: str, use: str, options: Mapping[str, Any]) -> Plugin:
+    """Find a class and check the options of `[table]`; numbers of objectives may be schedules."""
     cls = find(kind, use)
-    return Plugin(cls, check_options(cls, table, use, options, scheduled))
+    return Plugin(cls, check_options(cls, table, use, options, scheduled=kind == "objectives"))
 
 
 def check_options(
@@ -198,21 +191,19 @@ def check_options(
 ) -> dict[str, Any]:
     """Return the options of `[table]` for the factory called `use`; ValueError if one is wrong."""
     known = options_of(factory)
+    for name in options:
+        if name not in known:
+            place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
+            all_of_them = None if "." in use else f"`tba list {use}` lists all options"
+            hint = f": {place}" if place else choices(name, known, all_of_them)
+            raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     kinds: dict[str, Any] = {}
     for name, option in known.items():
         is_schedule = scheduled and option.kind is float and isinstance(options.get(name), Mapping)
         kind = Schedule if is_schedule else option.kind
         kinds[name] = Required[kind] if option.required else NotRequired[kind]
-    for name in options:
-        if name not in known:
-            hint = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
-            all_of_them = None if "." in use else f"`tba list {use}` lists all options"
-            hint = f": {hint}" if hint else choices(name, known, all_of_them)
-            raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source
-    adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(
-        with_config(extra="forbid")(make("options", kinds))
-    )
+    adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(make("options", kinds))
     try:
         # as JSON, because strict validation of Python values would refuse lists for tuples
         return adapter.validate_json(to_json(options, inf_nan_mode="constants"), strict=True)
@@ -224,15 +215,13 @@ def _mistakes(
     table: str, use: str, options: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> str:
     """Return a message with a line for each wrong option, from the errors of pydantic."""
-    by_option: dict[str, dict[tuple[str, ...], list[ErrorDetails]]] = {}
-    for error in errors:
-        place = _place(options, error)
-        by_option.setdefault(place[0], {}).setdefault(place, []).append(error)
+    places = [_place(options, error) for error in errors]
     lines = []
-    for name, by_place in by_option.items():
+    for name in dict.fromkeys(place[0] for place in places):
         # a union has an error for each member: those of the member that fits best lie deepest
-        deepest = max(by_place, key=len)
-        message = explain(".".join([table, *deepest]), *by_place[deepest])
+        deepest = max((place for place in places if place[0] == name), key=len)
+        own = [error for place, error in zip(places, errors, strict=True) if place == deepest]
+        message = explain(".".join([table, *deepest]), *own)
         lines.append(message if name in options else f"{message}: {use!r} needs it")
     return "\n".join(lines)
 
@@ -266,7 +255,7 @@ def resolve_all(config: Config) -> Plugins:
         given: Use = getattr(config, table)
         with about(table):
             read_secrets(given.options)  # ValueError here, and not where the plug-in is built
-        plugins[table] = resolve(kind, table, given.use, given.options, table == "objective")
+        plugins[table] = resolve(kind, table, given.use, given.options)
     return Plugins(**plugins)
 
 

@@ -222,9 +222,7 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
     path.write_text("[objective.beta]\nstart = 0.014\nend = 0.004\nsteps = 500\n")
     config = load(path, ["objective.beta.end=0.006"])
     assert config.objective.options == {"beta": {"start": 0.014, "end": 0.006, "steps": 500}}
-    objective = resolve(
-        "objectives", "objective", config.objective.use, config.objective.options, scheduled=True
-    )
+    objective = resolve("objectives", "objective", config.objective.use, config.objective.options)
     assert [objective.at(step).beta for step in (0, 250, 500, 900)] == pytest.approx(
         [0.014, 0.010, 0.006, 0.006]
     )

@@ -185,7 +185,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_told_with_what_to_write(case: str) -> None:
     kind, use, options, told = WRONG[case]
     with pytest.raises(ValueError) as error:
-        resolve(kind, "objective", use, options, scheduled=kind == "objectives")
+        resolve(kind, "objective", use, options)
     assert told in str(error.value)
     assert "Value error" not in str(error.value)
 
@@ -203,7 +203,7 @@ def test_a_dotted_path_leads_to_any_class() -> None:
 def test_an_objective_follows_its_schedule() -> None:
     """The paper's for TL;DR."""
     beta = {"start": 1.0, "end": 0.05, "steps": 128, "cut_step": 31, "cut_to": 0.05}
-    plugin = resolve("objectives", "objective", "tb", {"beta": beta}, scheduled=True)
+    plugin = resolve("objectives", "objective", "tb", {"beta": beta})
     assert [plugin.at(step).beta for step in (0, 16, 30, 31, 256)] == pytest.approx(
         [1.0, 1 - 0.95 / 8, 1 - 0.95 * 30 / 128, 0.05, 0.05]
     )

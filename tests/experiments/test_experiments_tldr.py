@@ -83,7 +83,7 @@ def test_the_settings_are_the_papers(size: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
     objective = load(EXPERIMENTS / f"tldr_pythia{size}.toml").objective
-    plugin = resolve("objectives", "objective", objective.use, objective.options, scheduled=True)
+    plugin = resolve("objectives", "objective", objective.use, objective.options)
     betas = [plugin.at(step).beta for step in range(256)]
     assert (objective.use, betas[0], set(betas[31:])) == ("tb", 1.0, {0.05})
     assert betas[1] == pytest.approx(1.0 - 0.95 / 128) and betas[30] == pytest.approx(

@@ -142,7 +142,7 @@ def trainer(
     objective: str, options: dict[str, Any] | None = None, **settings: Any
 ) -> SingleTrainer:
     """Return a trainer of a small model, the same each time; gradients are not clipped."""
-    plugin = resolve("objectives", "objective", objective, options or {}, scheduled=True)
+    plugin = resolve("objectives", "objective", objective, options or {})
     first = plugin.at(0)
     policy = with_head(make("llama"), first.head)
     return SingleTrainer(
