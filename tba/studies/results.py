@@ -40,11 +40,6 @@ class Trial:
     status: Status = "pending"
     error: str | None = None
 
-    @property
-    def diverged(self) -> bool:
-        """Return whether a value was not finite: that is a result, not an error."""
-        return self.error is not None and self.error.startswith("NotFinite")
-
 
 @dataclass(frozen=True)
 class Ledger:

@@ -19,7 +19,7 @@ from tba.config.errors import about
 from tba.config.plugins import resolve_all
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table
-from tba.studies.results import SEED, Settings, Trial, phrase
+from tba.studies.results import SEED, Trial, phrase
 
 READ = ("policy", "task", "engine", "sampling", "eval", "selection")
 """Tables that decide which models and data are read from disk, and how prompts are chosen."""
@@ -36,12 +36,19 @@ class StudyTable(Table):
     published: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
+class VariantTable(Table):
+    """Settings of a grid that are changed together, and their name, if they have one."""
+
+    model_config = ConfigDict(extra="allow")
+    label: str | None = None
+
+
 class GridTable(Table):
     """Table [[grid]]. Its other keys are settings; those whose value is a list are axes."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-    variants: Annotated[list[dict[str, Any]], Field(min_length=1, default_factory=lambda: [{}])]
+    variants: list[VariantTable] = Field([VariantTable()], min_length=1)
 
 
 class StudyFile(Tables):
@@ -140,7 +147,11 @@ def _grid(grid: GridTable) -> Iterator[Trial]:
     """Yield a trial for each combination of the values of each axis, and of the variants."""
     where = f"grid {grid.name!r}"
     settings = _by_key(grid.model_extra or {}, where)
-    variants = _variants(grid.variants, where)
+    variants = [(each.label, _by_key(each.model_extra or {}, where)) for each in grid.variants]
+    if len({frozenset(bundle) if label is None else None for label, bundle in variants}) > 1:
+        raise ValueError(
+            f'{where}: give each variant a label = "...", or have all of them set the same keys'
+        )
     bundled = {key for _, bundle in variants for key in bundle}
     if "run.folder" in {*settings, *bundled}:
         raise ValueError(f"{where}: remove 'run.folder'; runs are written into study.folder")
@@ -152,39 +163,22 @@ def _grid(grid: GridTable) -> Iterator[Trial]:
     axes = {key: value for key, value in settings.items() if isinstance(value, list)}
     for *values, (label, bundle) in itertools.product(*axes.values(), variants):
         varied = dict(zip(axes, values, strict=True))
-        shown = {**varied, **bundle} if label is None else varied
-        yield _trial(grid.name, shown, {**settings, **varied, **bundle}, label)
-
-
-def _variants(
-    bundles: Sequence[dict[str, Any]], where: str
-) -> Sequence[tuple[str | None, Settings]]:
-    """Return settings that are changed together, with their label."""
-    variants = []
-    for bundle in bundles:
-        label = bundle.pop("label", None)
-        variants.append((None if label is None else str(label), _by_key(bundle, where)))
-    labelled = {label is not None for label, _ in variants}
-    keys = {frozenset(bundle) for _, bundle in variants}
-    if len(labelled) > 1 or (labelled == {False} and len(keys) > 1):
-        raise ValueError(
-            f'{where}: give each variant a label = "...", or have all of them set the same keys'
+        named = {**varied, **bundle} if label is None else varied
+        count = Counter(key.rpartition(".")[2] for key in named)
+        words = [] if label is None else [label]
+        slug = [_safe(word) for word in words]
+        for key, value in named.items():
+            last = key.rpartition(".")[2]
+            slug.append(f"{last if count[last] == 1 else key}={_safe(value)}")
+            if key != SEED:
+                words.append(phrase(key, value))
+        yield Trial(
+            grid=grid.name,
+            folder=f"{grid.name}/{','.join(slug) or 'run'}",
+            label=", ".join(words) or grid.name,
+            settings={**settings, **varied, **bundle},
+            axes=named if label is None else {**named, "variant": label},
         )
-    return variants
-
-
-def _trial(grid: str, axes: Settings, settings: Settings, label: str | None) -> Trial:
-    count = Counter(key.rpartition(".")[2] for key in axes)
-    words = [] if label is None else [label]
-    slug = [_safe(word) for word in words]
-    for key, value in axes.items():
-        last = key.rpartition(".")[2]
-        slug.append(f"{last if count[last] == 1 else key}={_safe(value)}")
-        if key != SEED:
-            words.append(phrase(key, value))
-    folder = f"{grid}/{','.join(slug) or 'run'}"
-    shown = axes if label is None else {**axes, "variant": label}
-    return Trial(grid, folder, ", ".join(words) or grid, settings, shown)
 
 
 def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -81,44 +82,64 @@ class Sweep:
     def collect(self, asked: bool) -> None:
         """Record the runs whose process has ended; `asked` if the sweep is to stop."""
         for number, (trial, child) in list(self.running.items()):
-            if child.status is not None:
-                child.kill()  # what it may have left
-                del self.running[number]
-                death = f"its process died (exit code {child.status}); see {self.log(number)}"
-                self.end(trial, death, asked)
+            if child.status is None:
+                continue
+            child.kill()  # what it may have left
+            del self.running[number]
+            run = self.study.path(trial)
+            if standing(run)[0] == "pending" and not asked:
+                log = self.log(number)
+                results.write_failed(run, f"its process died (exit code {child.status}); see {log}")
+            self.end(trial)
 
-    def end(self, trial: Trial, death: str, asked: bool) -> None:
-        """Record the outcome of a run; `death` is its error if it has written none."""
-        path = self.study.path(trial)
-        status, error = standing(path)
-        if status == "pending" and asked:
-            return
+    def end(self, trial: Trial) -> None:
+        """Record the outcome of a run, if it has one."""
+        run = self.study.path(trial)
+        status, error = standing(run)
         if status == "pending":
-            results.write_failed(path, death)
-            status = "failed"
-            error = death
+            return
         self.trials[trial.folder] = replace(trial, status=status, error=error)
         outcome = f"failed: {error}"
-        summary = results.finished(path)
-        if summary is not None:
-            known = results.scores(path)
+        if status == "finished":
+            known = results.scores(run)
             metric = results.metric_of(known, self.study.table.metric)
-            value = f"{known[metric]:.3f}" if known.get(metric) is not None else "–"
-            outcome = f"{metric.removeprefix('sampled_')} {value}  {summary['seconds']:.0f} s"
+            outcome = f"{metric.removeprefix('sampled_')} {known.get(metric, nan):.3f}"
         total = len(self.trials)
         print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
         if status == "finished" and not self.study.table.keep_checkpoints:
-            shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
+            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
         self.write()
 
     def log(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
 
     def write(self) -> None:
-        runs = list(self.trials.values())
-        table = self.study.table
-        ledger = Ledger(self.study.name, table.metric, runs, table.published)
+        ledger = Ledger(
+            name=self.study.name,
+            metric=self.study.table.metric,
+            runs=list(self.trials.values()),
+            published=self.study.table.published,
+        )
         ledger.write(self.study.folder)
+
+    def farewell(self, command: str) -> int:
+        """Print the outcome of the study, and return the exit status."""
+        folder = self.study.folder
+        failed = [trial for trial in self.trials.values() if trial.status == "failed"]
+        pending = len(self.pending())
+        total = len(self.trials)
+        print(f"{total - len(failed) - pending} of {total} runs finished, {len(failed)} failed")
+        print(f"draw them with `tba report {folder}`; rows: {folder / RESULTS}")
+        # a value that is not finite is a result, and no error
+        broken = [trial for trial in failed if not str(trial.error).startswith("NotFinite")]
+        for trial in broken:
+            print(f"failed: {folder / trial.folder}: {trial.error}")
+        if broken:
+            print(f"once the cause is fixed: `{command} --retry-failed`")
+        if pending:
+            print(f"stopped; continue with `{command}`", flush=True)
+            return INTERRUPTED
+        return 2 if broken else 0
 
 
 def sweep(
@@ -141,7 +162,7 @@ def sweep(
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
         carried.carry_out()
         results.write_results(study.folder)
-    return _farewell(carried, " ".join(["tba sweep", str(path), *settings]))
+    return carried.farewell(" ".join(["tba sweep", str(path), *settings]))
 
 
 def as_left(study: Study, trial: Trial, config: Config) -> Trial:
@@ -202,26 +223,6 @@ def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> 
             environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             output=file,
         )
-
-
-def _farewell(carried: Sweep, command: str) -> int:
-    """Print the outcome of the study, and return the exit status."""
-    folder = carried.study.folder
-    trials = carried.trials.values()
-    pending = carried.pending()
-    failed = [trial for trial in trials if trial.status == "failed"]
-    finished = len(trials) - len(pending) - len(failed)
-    print(f"{finished} of {len(trials)} runs finished, {len(failed)} failed: {folder / RESULTS}")
-    print(f"draw them with `tba report {folder}`")
-    broken = [trial for trial in failed if not trial.diverged]
-    for trial in broken:
-        print(f"failed: {folder / trial.folder}: {trial.error}")
-    if broken:
-        print(f"once the cause is fixed: `{command} --retry-failed`")
-    if pending:
-        print(f"stopped; continue with `{command}`", flush=True)
-        return INTERRUPTED
-    return 2 if broken else 0
 
 
 def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
