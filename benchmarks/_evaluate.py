@@ -54,7 +54,8 @@ def main() -> None:
 @torch.no_grad()
 def load(model: Any, path: Path) -> None:
     """Replace the weights, or those of the adapter, by the ones of a snapshot."""
-    own, given = model.state_dict(), {}
+    own = model.state_dict()
+    given = {}
     for name, tensor in load_file(str(path)).items():
         given[name.removeprefix(PEFT_PREFIX)] = tensor
     names = {name for name, _ in model.named_parameters()}

@@ -99,8 +99,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         import torch
 
-        self.options, self.device = options, options.device
-        self.tiny, self.started = options.tiny, time.perf_counter()
+        self.options = options
+        self.device = options.device
+        self.tiny = options.tiny
+        self.started = time.perf_counter()
         self.folder = Path(tempfile.mkdtemp(prefix="tba-gpu-"))
         self.shapes = ["tiny"] if self.tiny else ["0.5B", "1.5B"]
         cuda = self.device == "cuda"
@@ -187,7 +189,8 @@ class Bench:
     def config(self, shape: str, *settings: str) -> Any:
         from tba.config.schema import load
 
-        path, k = self.model(shape), 4 if self.tiny else 16
+        path = self.model(shape)
+        k = 4 if self.tiny else 16
         return load(
             None,
             [
@@ -286,7 +289,8 @@ class Bench:
         sampling = parts.search_setup().sampling
         policy = PolicyTable(model=str(self.model(shape)))
         engine = Transformers(policy, load_text(policy), self.device, True, sampling)
-        blocked, versions = [], iter(range(1, 100))
+        blocked = []
+        versions = iter(range(1, 100))
 
         def update() -> None:
             started = time.perf_counter()
@@ -319,7 +323,8 @@ class Bench:
 
     def asynchronous(self, shape: str) -> list[_measure.Row]:
         """Measure whole steps beside which a searcher works on the same card."""
-        steps, peer = self.steps(shape, "ray"), self.in_turns
+        steps = self.steps(shape, "ray")
+        peer = self.in_turns
         name = f"asynchronous training on one {self.card}, Qwen2.5-{shape} shape: seconds a step"
         if peer is None:
             return [_measure.row(name, steps.seconds, "s", note=steps.note())]

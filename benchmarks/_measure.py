@@ -211,7 +211,8 @@ def row(
     number stands for a figure that does not vary, such as a count of bytes. Runs that were measured
     earlier give the machine's speed of that time as `gflops`; else it is measured now.
     """
-    own, others = _measurements(ours), None if peer is None else _measurements(peer)
+    own = _measurements(ours)
+    others = None if peer is None else _measurements(peer)
     if not fewer and any(1 < len(m) < 5 for m in (own, others or [])):
         raise ValueError(f"{name}: fewer than 5 measurements; give more, or fewer=True and a note")
     cores, speed = machine()
@@ -286,7 +287,8 @@ def matmul_speed() -> int:
     """
     import torch
 
-    size, dtype = 2048, torch.bfloat16 if in_bf16() else torch.float32
+    size = 2048
+    dtype = torch.bfloat16 if in_bf16() else torch.float32
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     seconds: list[float] = []
     while len(seconds) < 10 and sum(seconds) < 1.0:

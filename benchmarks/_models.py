@@ -18,7 +18,10 @@ from tba.models import BUNDLED
 from tba.models.pretrained import load_config
 from tba.types import Batch
 
-PROMPTS, SAMPLES, PROMPT, RESPONSE = 4, 16, 100, 64
+PROMPTS = 4
+SAMPLES = 16
+PROMPT = 100
+RESPONSE = 64
 """Size of a batch: prompts, responses to each, and tokens of both."""
 
 SMOLLM2_135M = {
@@ -86,10 +89,13 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path, every: float, bf16: bool):
-        self.folder, self.every, self.bf16 = folder, every, bf16
+        self.folder = folder
+        self.every = every
+        self.bf16 = bf16
         self.rows: list[dict[str, float | str]] = []
         self._copies: list[dict[str, Tensor]] = []
-        self._started, self._paused = time.perf_counter(), 0.0
+        self._started = time.perf_counter()
+        self._paused = 0.0
         self._next = 0.0
 
     def seconds(self) -> float:

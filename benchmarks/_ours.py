@@ -95,7 +95,8 @@ class Recorder:
     """
 
     def __init__(self, job: Job, opened: Run):
-        self.job, self.opened = job, opened
+        self.job = job
+        self.opened = opened
         self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
         self.drawn: Counter[str] = Counter()
         self.arrived: Counter[str] = Counter()
@@ -143,7 +144,8 @@ def named_weights(opened: Run) -> dict[str, torch.Tensor]:
 
 
 def report(side: str, point: dict[str, float]) -> None:
-    step, seconds = int(point["step"]), point["seconds"]
+    step = int(point["step"])
+    seconds = point["seconds"]
     text = f"    {side} step {step}: {seconds:.1f} s, reward {point['reward']:.2f}"
     print(text, file=sys.stderr, flush=True)
 

@@ -111,7 +111,8 @@ class Recorder(TrainerCallback):
         )  # loading is not timed
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        seconds, step = self.snapshots.seconds(), state.global_step
+        seconds = self.snapshots.seconds()
+        step = state.global_step
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
         samples = step * per_step / args.num_iterations
         self.points.append({"step": step, "seconds": seconds, "samples": samples})

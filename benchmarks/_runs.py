@@ -75,7 +75,8 @@ class Laboratory:
     """Runs jobs, or finds them among those that have been run."""
 
     def __init__(self, options: argparse.Namespace, path: Path):
-        self.options, self.python = options, bench_python()
+        self.options = options
+        self.python = bench_python()
         self.scratch = Path(tempfile.mkdtemp(prefix="tba-bench-"))
         self.path = self.scratch / "runs.jsonl" if options.tiny else path
 
@@ -122,7 +123,8 @@ class Sums(Laboratory):
     """Runs of the reference run, which need its model and data."""
 
     def __init__(self, options: argparse.Namespace):
-        model, self.data = _measure.need_model(options), _measure.need_data(options)
+        model = _measure.need_model(options)
+        self.data = _measure.need_data(options)
         super().__init__(options, RUNS)
         if options.tiny:
             from _models import TINY, save_random  # with torch

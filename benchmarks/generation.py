@@ -23,7 +23,9 @@ from tba.models.pretrained import load_text
 from tba.runtime.placement import reuse_memory
 from tba.types import Sampling
 
-PROMPTS, SAMPLES, TOKENS = 8, 16, 8
+PROMPTS = 8
+SAMPLES = 16
+TOKENS = 8
 GOALS = {132: "ratio >= 5", 18: "ratio >= 2"}
 """By the tokens of a prompt."""
 NEVER = "\u2042:"
@@ -62,7 +64,8 @@ def with_stop(engine: Transformers, repeats: int) -> Row:
         "without": partial(ours, engine, ids),
     }
     seconds = alternate(sides, repeats)
-    own, other = seconds["with a stop string"], seconds["without"]
+    own = seconds["with a stop string"]
+    other = seconds["without"]
     return row(
         "transformers engine with a stop string",
         own,
@@ -91,7 +94,8 @@ def peers(engine: Transformers, ids: np.ndarray) -> None:
         eos_token_id=sorted(engine.text.eos_ids), pad_token_id=engine.text.pad_id,
         return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    model, mask = engine.model, torch.ones_like(repeated)
+    model = engine.model
+    mask = torch.ones_like(repeated)
     out = model.generate(input_ids=repeated, attention_mask=mask, generation_config=config)
     model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
 

@@ -23,7 +23,8 @@ from tba.runs.setup import check
 from tba.weights import trained
 
 PARTS = ("step", "memory", "bytes", "exact")
-FULL, LORA = "full fine-tuning", "LoRA"
+FULL = "full fine-tuning"
+LORA = "LoRA"
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
@@ -88,7 +89,8 @@ def published(model: str, options: argparse.Namespace) -> _measure.Row:
 @torch.no_grad()
 def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
     """Return the row of log-probs with adapters disabled beside those of the model itself."""
-    adapted, batch = trainer(model, LORA, options.rank).policy, random_batch(model)
+    adapted = trainer(model, LORA, options.rank).policy
+    batch = random_batch(model)
     for parameter in trained(adapted.model).values():
         parameter.add_(0.1)
     base = trainer(model, FULL, options.rank).policy
@@ -100,7 +102,8 @@ def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
 
 def alone(model: str, side: str, rank: int) -> dict[str, int]:
     """Take two steps and return the peak memory of this process, or of its GPU."""
-    own, batch = trainer(model, side, rank), random_batch(model)
+    own = trainer(model, side, rank)
+    batch = random_batch(model)
     for step in range(2):
         own.step(batch, step)
     if DEVICE != "cpu":

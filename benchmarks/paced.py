@@ -29,14 +29,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _measure
 from _models import SMALL, save_random
 
-GROUPS, SAMPLES = 32, 16
+GROUPS = 32
+SAMPLES = 16
 SEARCHERS = 4
 SLOWER = 3
 """Seconds of decoding for each second of a training step."""
 TAIL = 0.5
 """Standard deviation of the logarithm of the decoding time."""
 NAME = f"scripted engine, decoding {SLOWER} times as long as a training step, {SEARCHERS} searchers"
-WARMUP, STEPS, CALIBRATION = 5, 50, 15
+WARMUP = 5
+STEPS = 50
+CALIBRATION = 15
 PARTS = 5
 
 
@@ -100,7 +103,9 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
     from tba.run import train
 
     torch.set_num_threads(1)
-    samples, times, generated = [], [], []
+    samples = []
+    times = []
+    generated = []
     with (
         tempfile.TemporaryDirectory() as folder,
         open_run(config(side, model, latency, folder)) as opened,

@@ -83,7 +83,8 @@ class Arithmetic(Laboratory):
         self.tiny = options.tiny
         from tba.models import model_path
 
-        self.model, self.rows = model_path("bundled:arithmetic"), self.scratch / "rows"
+        self.model = model_path("bundled:arithmetic")
+        self.rows = self.scratch / "rows"
         write_sums(self.rows)
 
     def job_of(self, case: str, rate: float, seed: int, options: tuple[str, ...]) -> Job:
@@ -129,7 +130,8 @@ def search(lab: Arithmetic, case: str) -> Best:
     for variant in () if lab.tiny else VARIANTS.get(case, ()):
         seconds = measure(best, (*options, *variant))
         if seconds < times[best]:
-            options, times[best] = (*options, *variant), seconds
+            options = (*options, *variant)
+            times[best] = seconds
     return Best(best, options)
 
 

@@ -125,7 +125,8 @@ def search(lab: Sums, side: Side, lora: bool) -> tuple[Best, float]:
         times[rate] = measure(rate)
     for _ in range(EDGES):
         best = min(times, key=times.__getitem__)
-        lowest, highest = min(times), max(times)
+        lowest = min(times)
+        highest = max(times)
         if fixed or lowest < best < highest:
             break
         further = best / 2 if best == lowest else best * 2

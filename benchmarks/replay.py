@@ -32,7 +32,8 @@ SHAPES = ("10x100", "100x100", "1000x100", "10000x100", "1x150000", "200000x1")
 DEADLINE = 600.0
 """Seconds that one shape may take."""
 TOKENS = 64
-GROUPS, SIZE = 32, 16
+GROUPS = 32
+SIZE = 16
 LIMITS = {
     "sample ms": ("sampling 32 groups of 16", "ms", "value <= 5"),
     "adds/s": ("trajectories added", "1/s", "value >= 50000"),

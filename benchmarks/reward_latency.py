@@ -94,7 +94,8 @@ def main() -> None:
 
 def windows(lab: Sums, latencies: list[float]) -> None:
     """Measure the windows of each side at each latency that has not been measured."""
-    newest, searches = lab.options.newest, lab.options.searches
+    newest = lab.options.newest
+    searches = lab.options.searches
     path = lab.scratch / "rates.jsonl" if lab.options.tiny else (NEWEST if newest else RATES)
     path.parent.mkdir(exist_ok=True)
     for latency in latencies:
@@ -155,7 +156,8 @@ def chosen(side: Side) -> Best:
 
 def times_of(points: list[dict[str, Any]]) -> list[float]:
     """Return the seconds of each window of 256 samples but the first, interpolated in a step."""
-    marks, done = [], {"samples": 0.0, "seconds": 0.0}
+    marks = []
+    done = {"samples": 0.0, "seconds": 0.0}
     for point in points:
         while point["samples"] >= (len(marks) + 1) * WINDOW:
             wanted = (len(marks) + 1) * WINDOW - done["samples"]
@@ -190,7 +192,8 @@ def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
                 continue
             name = f"{latency:g} s of reward latency: {WINDOW} samples"
             name += f" generated, scored, trained on{kind}"
-            ours, other = measured[latency, "asynchronous"], measured[latency, peer]
+            ours = measured[latency, "asynchronous"]
+            other = measured[latency, peer]
             goal = GOALS.get(latency) if peer == "trl" else None
             note = f"{WINDOWS} windows of one run"
             for side, run in (("ours", ours), (peer_is, other)):
@@ -210,7 +213,8 @@ def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
 
 
 def score_rows() -> list[_measure.Row]:
-    runs, rows = read_runs(), []
+    runs = read_runs()
+    rows = []
     for latency in LATENCIES:
         own = {}
         for side in SIDES:
@@ -219,7 +223,8 @@ def score_rows() -> list[_measure.Row]:
         for peer, peer_is in PEERS.items():
             if {"asynchronous", peer} <= own.keys():
                 name = f"{latency:g} s of reward latency: time to sampled .50"
-                ours, other = own["asynchronous"], own[peer]
+                ours = own["asynchronous"]
+                other = own[peer]
                 note = "one seed; a run's length where it stays below"
                 told = with_speeds(note, [ours], [other])
                 times = time_or_length(ours), "s", time_or_length(other)

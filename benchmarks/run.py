@@ -85,10 +85,8 @@ def run(script: Script) -> str:
     if python is None:
         return f"skipped: there is no {script.environment}; `make test-vllm` builds it"
     print(f"\n{script.name}: about {script.minutes:g} minutes", flush=True)
-    started, command = (
-        time.perf_counter(),
-        [str(python), str(HERE / f"{script.name}.py"), *script.arguments],
-    )
+    started = time.perf_counter()
+    command = [str(python), str(HERE / f"{script.name}.py"), *script.arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=common_variables()
     )

@@ -26,12 +26,15 @@ import _measure
 import numpy as np
 import psutil
 
-GROUPS, SAMPLES = 8, 16
+GROUPS = 8
+SAMPLES = 16
 LATENCY = 0.25
 """Seconds that the single searcher takes for a task."""
-WARMUP, STEPS = 20, 200
+WARMUP = 20
+STEPS = 200
 MOST = 64
-ACTOR_MB, RESERVE_MB = 300, 4000
+ACTOR_MB = 300
+RESERVE_MB = 4000
 """Memory that a searcher needs of its own, and that everything else needs."""
 
 
@@ -97,7 +100,8 @@ def measure(count: int, steps: int) -> dict:
     arrived: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, open_run(config(count, folder)) as opened:
         wait_for_all(opened, count)
-        log, add = opened.log, opened.buffer.add
+        log = opened.log
+        add = opened.buffer.add
         process = psutil.Process()
         started = {}
 
@@ -114,7 +118,8 @@ def measure(count: int, steps: int) -> dict:
                 arrived[group.prompt.id] += len(group.trajectories)
             add(groups, now)
 
-        opened.log, opened.buffer.add = recorded, counted
+        opened.log = recorded
+        opened.buffer.add = counted
         with opened.tracker.clock():
             train(opened)
         seconds = time.perf_counter() - started["at"]
@@ -129,7 +134,8 @@ def measure(count: int, steps: int) -> dict:
 
 def account(opened, arrived: Counter[str]) -> tuple[int, int]:
     """Return how many samples were lost and doubled: each prompt was handed out once at most."""
-    stats, cursor = opened.searchers.stats, opened.searchers.state().cursor
+    stats = opened.searchers.stats
+    cursor = opened.searchers.state().cursor
     handed_out = cursor["state"]["chosen"] - len(cursor["outstanding"])
     lost = max(0, handed_out * SAMPLES - sum(arrived.values()))
     doubled = sum(max(0, n - SAMPLES) for n in arrived.values())
@@ -147,7 +153,8 @@ def wait_for_all(opened, count: int) -> None:
 
 def memory_of_actors() -> tuple[float, float]:
     """Return the median memory in MB of the searcher processes: their own, and with shares."""
-    uss, pss = [], []
+    uss = []
+    pss = []
     for process in psutil.Process().children(recursive=True):
         if "SearcherActor" in " ".join(process.cmdline()):
             memory = process.memory_full_info()

@@ -55,11 +55,14 @@ def main() -> None:
 def compare(model: str, options: Any) -> None:
     """Measure each side in a process of its own, one after the other, and record the rows."""
     python = bench_python()
-    seconds, start, peak = {}, {}, {}
+    seconds = {}
+    start = {}
+    peak = {}
     for side in (*OURS, "trl"):
         command = [python, __file__, "--model", model, "--alone", side]
         result = _measure.run_json(command, 1800, common_variables())
-        seconds[side], start[side] = result["seconds"], result["start"]
+        seconds[side] = result["seconds"]
+        start[side] = result["start"]
         peak[side] = result["bytes"] / 1e9
         _measure.progress(side, 1, 1, sum(result["seconds"]))
 
@@ -104,7 +107,8 @@ def alone(side: str, model: str) -> dict[str, Any]:
     """Take steps; return the seconds of each but the first, those of the start, and peak memory."""
     started = time.perf_counter()
     step = trl(model) if side == "trl" else ours(model, OURS[side])
-    start, seconds = time.perf_counter() - started, []
+    start = time.perf_counter() - started
+    seconds = []
     for _ in range(STEPS):
         started = time.perf_counter()
         step()

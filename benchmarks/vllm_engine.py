@@ -53,7 +53,9 @@ def main() -> None:
     options = parser.parse_args()
     if find_spec("vllm") is None:
         skip("vLLM is not installed here; run this with .venv-vllm/bin/python")
-    model, device, tiny = need_model(options), options.device, options.tiny
+    model = need_model(options)
+    device = options.device
+    tiny = options.tiny
     os.environ.update(ENVIRONMENT)
     if "raw" in options.parts:
         rows = beside_raw(model, device, 8 if tiny else 64, 8 if tiny else 64, options.repeats)
@@ -153,7 +155,8 @@ def searcher(model: str, engine: str, device: str, folder: Path, tokens: int) ->
 def beside_transformers(model: str, device: str, tokens: int, repeats: int) -> Row:
     """Search 8 prompts with 16 responses each, in two tasks at once."""
     with tempfile.TemporaryDirectory() as folder:
-        engines, place = ("vllm", "transformers"), Path(folder)
+        engines = ("vllm", "transformers")
+        place = Path(folder)
         both = {engine: searcher(model, engine, device, place, tokens) for engine in engines}
         prompts = check_prompts(Path(folder))
         seeds = iter(range(10**9))
@@ -207,7 +210,8 @@ def untied(model: str, folder: str) -> str:
 
 def gap(kind: str, table: PolicyTable, device: str) -> Row:
     """Return the row of the mean |difference| of the probe, and of 2 x 8 generated responses."""
-    text, rng = load_text(table), np.random.default_rng(0)
+    text = load_text(table)
+    rng = np.random.default_rng(0)
     lora = table.lora is not None
     moved = load_adapted(table, bf16=False) if lora else load_model(table, torch.float32)
     generator = torch.Generator().manual_seed(1)

@@ -37,7 +37,8 @@ def divide(rows: list[Row], seed: int) -> dict[str, list[Row]]:
     random.Random(seed).shuffle(posts)
     parts = {}
     for name, size in PARTS.items():
-        own, posts = set(posts[:size]), posts[size:]
+        own = set(posts[:size])
+        posts = posts[size:]
         parts[name] = [row for row in rows if row["id"] in own]
     return parts
 
@@ -110,7 +111,8 @@ def train(
         processing_class=tokenizer,
     )
     trainer.train()
-    accuracy, n = trainer.evaluate()["eval_accuracy"], len(pairs(test))
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    n = len(pairs(test))
     trainer.save_model(str(out))
     return {
         "model": model,
@@ -151,7 +153,8 @@ def main() -> None:
         ("proxy", o.proxy, o.proxy_layers),
         ("gold", o.gold, o.gold_layers),
     ):
-        test, out = parts["validation"], o.out / name
+        test = parts["validation"]
+        out = o.out / name
         judges[name] = train(model, layers or None, parts[name], test, out, options)
         print(name, judges[name], flush=True)
     (o.out / "judges.json").write_text(json.dumps(judges, indent=1) + "\n")

@@ -34,8 +34,10 @@ from tba.types import Batch, collate
 
 Row = dict[str, float | str]
 
-RESPONSES, FOLDS = 64, 10
-KS, LENGTHS = (2, 4, 8, 16, 32), (1, 2, 3, 4, 5)
+RESPONSES = 64
+FOLDS = 10
+KS = (2, 4, 8, 16, 32)
+LENGTHS = (1, 2, 3, 4, 5)
 OBJECTIVES = {
     "tb": ".beta=0.1",
     "rloo": ".beta=0.1",

@@ -105,7 +105,8 @@ def tables(rows: Sequence[Row], gradients: Sequence[Row]) -> dict[str, str]:
         own = [r for r in rows if r["grid"] in names]
         return pd.DataFrame([{**r, **r["settings"]} for r in own])
 
-    lag, use = "runtime.lag", "objective.use"
+    lag = "runtime.lag"
+    use = "objective.use"
     noise = pd.DataFrame(gradients)
     compared = grid("lags", "correction").query("grid != 'lags' or objective in ('tb', 'rloo')")
     compared["label"] = compared["label"].str.split(", lag").str[0]
