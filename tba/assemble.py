@@ -137,17 +137,23 @@ def open_run(
         else:
             recover(folder / log.CHECKPOINTS)
             stored, note = checkpoint.choose_resumed(setup, folder, drop_replay)
-        run = _assemble(setup, folder, stored, drop_replay, closing)
+        stop = closing.enter_context(Stop())
+        with stop.starting():
+            run = _assemble(setup, folder, stored, drop_replay, stop, closing)
         run.begin(note, run.trainer.model)
         yield run
 
 
 def _assemble(
-    setup: RunSetup, folder: Path, stored: Path | None, drop_replay: bool, closing: ExitStack
+    setup: RunSetup,
+    folder: Path,
+    stored: Path | None,
+    drop_replay: bool,
+    stop: Stop,
+    closing: ExitStack,
 ) -> Run:
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = setup.config
-    stop = closing.enter_context(Stop())
     console = open_console(c, stop.print)
     closing.callback(console.close)
     console.note(f"run folder: {folder}")

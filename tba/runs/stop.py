@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -14,11 +15,13 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Stop:
     """Context manager in which a signal sets `requested`.
 
-    The second signal ends the process at once. What it has started then ends by itself.
+    The second signal ends the process at once. What it has started then ends by itself. Inside of
+    `starting`, the first one is a KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._starting = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -28,6 +31,13 @@ class Stop:
             self._before = {n: h for n, h in handlers.items() if h is not signal.SIG_IGN}
             self.install()
         return self
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Surround what leads to the first step, before which there is nothing to save."""
+        self._starting = True
+        yield
+        self._starting = False
 
     def install(self) -> None:
         """Install the signal handlers; again after a library has installed its own."""
@@ -59,4 +69,7 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
+        if self._starting:
+            print("\nstopped before the first step", file=sys.stderr, flush=True)
+            raise KeyboardInterrupt
         self._request("stopping: finishing this step and saving; interrupt again to stop at once")

@@ -5,8 +5,8 @@ import logging
 import os
 import secrets
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tba.child import MARK, Child, clean_up
 from tba.config.tables import RuntimeTable
 from tba.engines import EngineError
 from tba.runtime import placement
-from tba.runtime.deadline import Calls, ClusterLostError, Health
+from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.weights import Sent, Weights
@@ -68,22 +68,34 @@ class Reservation:
 
 
 class Connection:
-    """The Ray that this process has started or joined, with all that watches over it."""
+    """The Ray that this process has joined or started, and the calls to it.
+
+    A Ray that it starts is private: on loopback, in a folder that only this user enters. Its
+    processes inherit a mark. A watcher ends them after a kill, which Ray's agents outlive.
+    """
 
     def __init__(self, settings: RuntimeTable):
         self.calls = Calls(settings.cluster_deadline)
-        self._health: Health | None = None
-        self._private = PrivateRay(settings.searchers) if settings.address is None else None
-        start: partial[Any] = partial(ray.init, address=settings.address, **QUIET)
-        if self._private is not None:
-            start = partial(self._private.start)
+        self._watcher: Child | None = None
+        self._clean_up: Callable[[], None] = lambda: None
+        start: partial[Any] = partial(ray.init, settings.address, **QUIET)
+        if settings.address is None:
+            mark = secrets.token_hex(8)
+            home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+            folder = Path(home).absolute() / f"tba-{secrets.token_hex(4)}"
+            self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
+            folder.mkdir(mode=0o700)
+            self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
+            start = partial(_start_private, settings.searchers, mark, folder)
         try:
             context: Any = self.calls.within(settings.start_deadline, "start", start)
             info = context.address_info
-            self._health = Health(self.calls, info["session_dir"], info["raylet_socket_name"])
+            processes = processes_of_ray(info["session_dir"], info["raylet_socket_name"])
+            self.calls.watch(processes)
         except BaseException as error:
+            self.calls.lose("it has not started")
             self.close()
-            if isinstance(error, ClusterLostError) and settings.address is None:
+            if isinstance(error, ClusterLostError) and self._watcher is not None:
                 raise TimeoutError(
                     f"Ray did not start within runtime.start_deadline = {settings.start_deadline:g}"
                     " s: this machine is too busy; end other programs and try again, or set"
@@ -93,67 +105,43 @@ class Connection:
 
     def close(self) -> None:
         """Leave a cluster, or end the private Ray with all of its processes."""
-        if self._health is not None:
-            self._health.close()
-        with ExitStack() as closing:
-            closing.callback(self.calls.close)
-            if self._private is not None:
-                closing.callback(self._private.remove)  # Ray makes its folder anew while it leaves
-                if self.calls.lost:
-                    self._private.kill()  # what does not answer is killed first
-            seconds = LEAVING_LOST if self.calls.lost else LEAVING
-            if not self.calls.attempt(seconds, ray.shutdown):
-                atexit.unregister(ray.shutdown)  # it would be waited for again
+        self.calls.look(patience=0.0)  # a process that is stopped cannot end Ray
+        lost = self.calls.lost
+        if lost:
+            self._clean_up()  # what does not answer is killed first
+        left = self.calls.attempt(LEAVING_LOST if lost else LEAVING, ray.shutdown)
+        if lost or not left:
+            atexit.unregister(ray.shutdown)  # it would be waited for again
+        self._clean_up()  # Ray makes its folder anew while it leaves
+        if self._watcher is not None and left and not lost:
+            self._watcher.kill()  # else it cleans up again when this process has ended
+        self.calls.close()
 
 
-class PrivateRay:
-    """Ray on loopback, in a folder that only this user enters. A watcher ends it after a kill.
-
-    Ray's agents outlive a driver that ended by SIGKILL.
-    """
-
-    def __init__(self, searchers: int):
-        self._searchers = searchers
-        self._mark = secrets.token_hex(8)
-        home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-        self._folder = Path(home).absolute() / f"tba-{secrets.token_hex(4)}"
-        watched = self._mark, str(self._folder), os.getpid()
-        self._watcher = Child("tba.child:clean_up_after_parent", *watched)  # a kill may come now
-        self._folder.mkdir(mode=0o700)
-
-    def start(self) -> Any:
-        """Start Ray, whose processes inherit a mark, and return its context."""
-        # searchers choose their device themselves: Ray must not hide the GPUs from them
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # at Ray's default of 15, any other program on its core starves a searcher
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        before = os.environ.get(MARK, "")
-        os.environ[MARK] = self._mark
-        try:
-            return ray.init(
-                "local",
-                num_cpus=self._searchers,
-                include_dashboard=False,
-                _temp_dir=str(self._folder / "ray"),  # Ray lets everybody enter this one
-                # when the object store dies, it ends every process that waits for it, and nothing
-                # is saved
-                _system_config={
-                    "max_direct_call_object_size": INLINE,
-                    "task_rpc_inlined_bytes_limit": INLINE,
-                },
-                **QUIET,
-            )
-        finally:
-            os.environ[MARK] = before
-
-    def kill(self) -> None:
-        """Kill all processes of this Ray."""
-        clean_up(self._mark, self._folder, spared=os.getpid())
-
-    def remove(self) -> None:
-        """Kill what is left of this Ray, and remove its folder."""
-        self.kill()
-        self._watcher.kill()
+def _start_private(searchers: int, mark: str, folder: Path) -> Any:
+    """Start a private Ray and return its context."""
+    # searchers choose their device themselves: Ray must not hide the GPUs from them
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # at Ray's default of 15, any other program on its core starves a searcher
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    before = os.environ.get(MARK, "")
+    os.environ[MARK] = mark
+    try:
+        return ray.init(
+            "local",
+            num_cpus=searchers,
+            include_dashboard=False,
+            _temp_dir=str(folder / "ray"),  # Ray lets everybody enter this one
+            # when the object store dies, it ends every process that waits for it, and nothing
+            # is saved
+            _system_config={
+                "max_direct_call_object_size": INLINE,
+                "task_rpc_inlined_bytes_limit": INLINE,
+            },
+            **QUIET,
+        )
+    finally:
+        os.environ[MARK] = before
 
 
 @dataclass
@@ -182,35 +170,39 @@ def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
     On a cluster with GPUs, an engine runs on `each` of them.
     """
     connection = Connection(settings)
-    store = ObjectStore(settings.task_deadline)
     try:
-        if settings.address is None:
-            transport = SharedMemory() if sys.platform == "linux" else store
-            return Cluster(connection, transport, *placement.places_on_one_machine(settings))
-        seconds = 2 * settings.start_deadline  # of two waits
-        shared = connection.calls.within(seconds, "share its GPUs", _share, settings, each)
-        return Cluster(connection, store, *shared)
+        if settings.address is not None:
+            seconds = 2 * settings.start_deadline  # of two waits
+            what = "share its GPUs"
+            return connection.calls.within(seconds, what, _share, connection, settings, each)
     except BaseException:
         connection.close()
         raise
+    trainer, searchers = placement.places_on_one_machine(settings)
+    on_linux = sys.platform == "linux"
+    transport = SharedMemory() if on_linux else ObjectStore(settings.task_deadline)
+    return Cluster(connection, transport, trainer, searchers)
 
 
-def _share(settings: RuntimeTable, each: int) -> tuple[Place, list[Place], float, Any]:
-    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's.
-
-    Return what `Cluster` holds of it.
-    """
+def _share(connection: Connection, settings: RuntimeTable, each: int) -> Cluster:
+    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
     node_id = ray.get_runtime_context().get_node_id()
     gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
     sees_gpu = placement.gpu_count() > 0
-    trainer = int(sees_gpu and gpus[node_id] > 0)
-    reserved, share = placement.share_gpus(sum(gpus.values()), trainer, settings.searchers)
+    own = int(sees_gpu and gpus[node_id] > 0)
+    reserved, share = placement.share_gpus(sum(gpus.values()), own, settings.searchers)
     if share and each > 1:
         gpus[node_id] -= reserved
         share = placement.whole_gpus(list(gpus.values()), settings.searchers, each)
-    searchers = [Place("cuda:0" if share else "cpu")] * settings.searchers
+    cluster = Cluster(
+        connection=connection,
+        transport=ObjectStore(settings.task_deadline),
+        trainer=Place("cuda:0" if sees_gpu else "cpu"),
+        searchers=[Place("cuda:0" if share else "cpu")] * settings.searchers,
+        searcher_gpus=share,
+    )
     if not reserved:
-        return Place("cuda:0" if sees_gpu else "cpu"), searchers, share, None
+        return cluster
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
     reservation: Any = request.remote()
@@ -222,4 +214,4 @@ def _share(settings: RuntimeTable, each: int) -> tuple[Place, list[Place], float
             f" {settings.start_deadline:g} s; end the job that has it"
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Place(device), searchers, share, reservation
+    return replace(cluster, trainer=Place(device), reservation=reservation)

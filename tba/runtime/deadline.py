@@ -1,4 +1,4 @@
-"""Watch over Ray: its environment, calls to it with a deadline, and the health of its processes.
+"""Calls to Ray with a deadline, the watch over Ray's processes, and its environment.
 
 A call to Ray may never return, because its processes have been stopped or killed. Python cannot
 interrupt such a call, and while the main thread is in it, signals have no effect. Another thread
@@ -9,7 +9,9 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,13 +25,10 @@ from tba.engines import SearchError
 T = TypeVar("T")
 
 EVERY = 0.5
-"""Seconds between two looks."""
+"""Seconds between two looks at Ray's processes."""
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
-TOKEN = secrets.token_hex(32)
-"""Key to a private Ray. Without one, Ray writes its own to the home folder, which may be
-read-only or may show it to others."""
 
 
 class NoAnswerError(TimeoutError):
@@ -51,16 +50,7 @@ def search_errors(problem: str) -> Iterator[None]:
     except (SearchError, NoAnswerError):
         raise
     except Exception as error:
-        raise search_error(problem, error) from error
-
-
-def search_error(problem: str, error: Exception) -> Exception:
-    """Return an error as one before which the run is saved; `problem` begins it."""
-    if isinstance(error, SearchError | NoAnswerError):
-        return error
-    found = SearchError(f"{problem} ({type(error).__name__}): {error}")
-    found.__cause__ = error
-    return found
+        raise SearchError(f"{problem} ({type(error).__name__}): {error}") from error
 
 
 class Calls:
@@ -68,12 +58,14 @@ class Calls:
 
     def __init__(self, deadline: float):
         self.deadline = deadline  # seconds of a call that needs no time of its own
-        self.diagnose: Callable[[], None] = lambda: None
-        """Called after a call has failed; it tells `lose` if the reason is that Ray has died."""
         self._lost: Future[str] = Future()
-        self._idle: list[SimpleQueue[Any]] = []
-        """Of the threads that wait for a call. They stay: Linux kills what a thread has started
-        when that thread ends (PR_SET_PDEATHSIG), and one of them has started Ray."""
+        self._waiting: SimpleQueue[Any] = SimpleQueue()  # calls; None ends the threads
+        self._idle = threading.Semaphore(0)
+        """Threads that wait for a call. They stay: Linux kills what a thread has started when that
+        thread ends (PR_SET_PDEATHSIG), and one of them has started Ray."""
+        self._processes: Mapping[str, psutil.Process] = {}
+        self._stopped: Counter[str] = Counter()
+        """Looks at which each process was seen stopped."""
 
     @property
     def lost(self) -> bool:
@@ -87,10 +79,7 @@ class Calls:
     def check(self) -> None:
         """Raise ClusterLostError if Ray is lost."""
         if self.lost:
-            raise self._error()
-
-    def _error(self) -> ClusterLostError:
-        return ClusterLostError(f"Ray is lost: {self._lost.result()}")
+            raise ClusterLostError(f"Ray is lost: {self._lost.result()}")
 
     def __call__(self, what: str, function: Callable[..., T], *args: Any) -> T:
         """Return the result of a call, which has `runtime.cluster_deadline` seconds."""
@@ -104,9 +93,9 @@ class Calls:
         wait(either, seconds, FIRST_COMPLETED)
         if not future.done():
             self.lose(f"it did not {what} within {seconds:g} s")
-            raise self._error()
+            self.check()
         if future.exception() is not None:
-            self.diagnose()
+            self.look(self.deadline)  # the call may have failed because Ray has died
             self.check()
         return future.result()
 
@@ -116,78 +105,59 @@ class Calls:
         wait([future], seconds)
         return future.done()
 
+    def watch(self, processes: Mapping[str, psutil.Process]) -> None:
+        """Lose Ray as soon as one of its processes, by name, has died or is stopped too long."""
+        self._processes = processes
+        threading.Thread(target=self._watch, daemon=True, name="watch over ray").start()
+
+    def look(self, patience: float) -> None:
+        """Lose Ray if a process of it has died, or is stopped for so many seconds."""
+        for name, process in self._processes.items():
+            status = _status(process)
+            if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+                self.lose(f"its {name} (process {process.pid}) has died")
+            elif status != psutil.STATUS_STOPPED:
+                self._stopped[name] = 0
+            elif self._stopped[name] * EVERY >= patience:
+                self.lose(f"its {name} (process {process.pid}) is stopped")
+            else:  # not by the clock: this process may have been stopped as well, as by Ctrl-Z
+                self._stopped[name] += 1
+
     def close(self) -> None:
         """End the threads that wait for a call; the others have been abandoned."""
         self.lose("this process has left it")
-        for calls in self._idle:
-            calls.put(None)
+        self._waiting.put(None)
+
+    def _watch(self) -> None:
+        while not self.lost:
+            time.sleep(EVERY)
+            self.look(self.deadline)
 
     def _begin(self, function: Callable[[], T]) -> "Future[T]":
         """Let a thread call the function: one that waits, or else a new one."""
         future: Future[T] = Future()
-        try:
-            calls = self._idle.pop()
-        except IndexError:
-            calls = SimpleQueue()
-            threading.Thread(target=self._work, args=[calls], daemon=True, name="ray call").start()
-        calls.put((future, function))
+        self._waiting.put((future, function))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, daemon=True, name="ray call").start()
         return future
 
-    def _work(self, calls: "SimpleQueue[Any]") -> None:
-        while (call := calls.get()) is not None:
+    def _work(self) -> None:
+        while (call := self._waiting.get()) is not None:
             future, function = call
             try:
-                result = function()
-                error = None
-            except BaseException as raised:  # of Ray: whoever waits raises it
-                result = None
-                error = raised
-            self._idle.append(calls)  # first: whoever waits may call again at once
-            if error is None:
-                future.set_result(result)
-            else:
+                future.set_result(function())
+            except BaseException as error:  # of Ray: whoever waits raises it
                 future.set_exception(error)
-            del call, future, function, result, error  # they may keep weights alive
+            del call, future, function  # they may keep weights alive
+            self._idle.release()
+        self._waiting.put(None)  # for the next thread
 
 
-class Health:
-    """Thread that tells `calls` when a process of Ray has died or has been stopped too long."""
-
-    def __init__(self, calls: Calls, session: str, raylet: str):
-        self._calls = calls
-        self._processes = processes_of_ray(session, raylet)
-        self._stopped: dict[str, float] = {}
-        """Seconds for which each process has been seen stopped, by its name."""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
-        self._thread.start()
-        calls.diagnose = self.check
-
-    def check(self) -> None:
-        """Look whether the processes run."""
-        self._look(self._calls.deadline)
-
-    def close(self) -> None:
-        """End the thread, and look a last time: a process that is stopped cannot end Ray."""
-        self._closing.set()
-        self._thread.join(10)
-        self._look(patience=0.0)
-
-    def _watch(self) -> None:
-        while not self._closing.wait(EVERY):
-            self.check()
-
-    def _look(self, patience: float) -> None:
-        for name, process in self._processes.items():
-            status = _status(process)
-            if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-                self._calls.lose(f"its {name} (process {process.pid}) has died")
-            elif status != psutil.STATUS_STOPPED:
-                self._stopped.pop(name, None)
-            elif self._stopped.setdefault(name, 0.0) >= patience:
-                self._calls.lose(f"its {name} (process {process.pid}) is stopped")
-            else:  # not by the clock: this process may have been stopped as well, as by Ctrl-Z
-                self._stopped[name] += EVERY
+def _status(process: psutil.Process) -> Any:
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            return process.status()
+    return psutil.STATUS_DEAD
 
 
 def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
@@ -205,13 +175,6 @@ def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
     return found
 
 
-def _status(process: psutil.Process) -> Any:
-    with suppress(psutil.NoSuchProcess):
-        if process.is_running():
-            return process.status()
-    return psutil.STATUS_DEAD
-
-
 def bind_ray(address: str | None) -> None:
     """Prepare the environment for a private Ray on loopback, or for the cluster at `address`."""
     wanted = "0" if address is None else "1"
@@ -222,9 +185,9 @@ def bind_ray(address: str | None) -> None:
         )
     os.environ[VARIABLE] = wanted
     if address is None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
-    elif os.environ.get("RAY_AUTH_TOKEN") == TOKEN:
-        del os.environ["RAY_AUTH_TOKEN"]
+        # without a token, Ray writes its own to the home folder, which may be read-only or may
+        # show it to others
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a driver without its GCS ends after a minute, before a large model can be saved
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")

@@ -1,23 +1,30 @@
-"""The searcher processes of a run on Ray, the calls to them, and the weights that they get."""
+"""The searcher processes of a run on Ray, the calls to them, and what they are given to do."""
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice, takewhile
 from math import inf
 from typing import Any, Literal
 
 import ray
 
-from tba.config.tables import RuntimeTable
 from tba.prompt import Prompt
 from tba.runtime import SearchJob
+from tba.runtime.actor import SearcherActor
+from tba.runtime.cluster import Cluster
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
-from tba.search.evaluate import Piece
-from tba.weights import Sent, Transport
+from tba.search.evaluate import EvaluatedPiece, join, pieces
+from tba.search.result import Evaluation
+from tba.search.searcher import SearchSetup
+from tba.weights import Sent
+
+log = logging.getLogger(__name__)
 
 SEARCH = "search"
 CONTROL = "control"
@@ -30,11 +37,13 @@ PUBLICATIONS = 20
 """Most publications a second to all searchers together: each takes time of two processes."""
 
 PUBLISHED = 4
-REFERENCES = 2
-"""Most versions of the weights, and of the reference, that are on their way to searchers at once.
+"""Most versions of the weights that are on their way to searchers at once.
 
 Each keeps a copy for as long as a slow searcher needs to take it.
 """
+
+UNDER_WAY = 2
+"""Most evaluations that have begun and not ended; each keeps a copy of the weights."""
 
 BACKOFF = 1.0
 LONGEST_BACKOFF = 60.0
@@ -43,15 +52,22 @@ LONGEST_BACKOFF = 60.0
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 
-def deadlines(settings: RuntimeTable) -> dict[Kind, float]:
-    """Return the seconds that each kind of call may take."""
-    task = settings.task_deadline
-    return {
-        "start": settings.start_deadline,
-        "search": task,
-        "evaluate": task,
-        "publish": 3 * task,  # it may be behind a piece of an evaluation that waits for a search
-    }
+@dataclass(eq=False)
+class Evaluating:
+    """Evaluation of these weights that has not ended."""
+
+    weights: Sent
+    step: int  # at which it was requested
+    waiting: deque[int]  # numbers of the pieces to hand out
+    results: dict[int, EvaluatedPiece] = field(default_factory=dict)  # by number of the piece
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Piece of an evaluation; any searcher can do it."""
+
+    number: int
+    evaluation: Evaluating
 
 
 @dataclass(eq=False)
@@ -68,11 +84,6 @@ class Task:
     began: float | None = None  # when it could begin and its deadline started
     order: int = field(default_factory=count().__next__)  # of all calls, as they were made
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that go with it."""
-        return 0 if self.weights is None else self.weights.version
-
     def is_like(self, other: "Task") -> bool:
         """Return whether a searcher may work on both at once."""
         return (self.kind, self.reference) == (other.kind, other.reference)
@@ -87,18 +98,14 @@ class Handle:
     version: int  # version of the newest weights that it was sent
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
     calls: Calls  # that start them
-    sent: float = -inf
-    """Time of the last publication to it."""
     failures: int = 0
     """Searchers in a row that have failed in its place, and have delivered nothing before."""
+    sent: float = -inf
+    """Time of the last publication to it."""
 
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""
         return [task for task in self.tasks if task.kind != "publish"]
-
-    def searching(self) -> list[Prompt]:
-        """Return the prompts of the searches that it may have begun."""
-        return [p for task in self.tasks if task.began is not None for p in task.prompts]
 
     def has(self, *kinds: Kind) -> bool:
         return any(task.kind in kinds for task in self.tasks)
@@ -126,7 +133,8 @@ class Handle:
         self.tasks.append(Task("search", ref, tuple(prompts), weights=weights, reference=reference))
 
     def evaluate(self, piece: Piece, reference: Sent | None) -> None:
-        ref = self._call(SEARCH, self.actor.evaluate, piece.number, piece.weights, reference)
+        weights = piece.evaluation.weights
+        ref = self._call(SEARCH, self.actor.evaluate, piece.number, weights, reference)
         self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
@@ -149,15 +157,6 @@ class Handle:
         if task.kind in ("search", "evaluate"):
             self.failures = 0
 
-    def late(self, deadlines: Mapping[Kind, float]) -> str | None:
-        """Return which deadline the searcher has missed, if any."""
-        now = time.monotonic()
-        for task in self.tasks:
-            limit = deadlines[task.kind]
-            if task.began is not None and now - task.began > limit:
-                return f"did not finish `{task.kind}` in {limit:g} s"
-        return None
-
 
 def ended(refs: list[Any]) -> list[Any]:
     """Return those of the calls that have ended, after some time if there are none."""
@@ -175,60 +174,53 @@ def received(ref: Any) -> Any:
     return deepcopy(ray.get(ref))
 
 
-@dataclass(frozen=True)
-class Starter:
-    """Settings from which every searcher process is started."""
-
-    actor: type  # class of the searcher in its process
-    job: SearchJob
-    bf16: bool
-    gpus: float  # GPUs that a searcher requests of Ray
-    transport: Transport
-    calls: Calls
-
-    def start(self, place: Place, newest: Sent | None) -> Handle:
-        """Start a searcher with these weights, or with the initial ones."""
-        actor, ref = self.calls("start a searcher", self._begin, place, newest)
-        version = 0 if newest is None else newest.version
-        start = Task("start", ref, weights=newest)
-        return Handle(place, actor, version, [start], self.calls)
-
-    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
-        """Return a searcher that starts, and Ray's reference to what it says once it has."""
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self.gpus, "max_restarts": 0}
-        options["concurrency_groups"] = {SEARCH: self.job.settings.concurrent_searches, CONTROL: 2}
-        start: Any = ray.remote(**options)(self.actor)
-        actor = start.remote(self.job.setup, place, self.bf16, sys.path, self.transport, newest)
-        return actor, actor.pid.options(concurrency_group=CONTROL).remote()
-
-
-@dataclass(frozen=True)
-class Vacancy:
-    """Place of a searcher that has ended."""
-
-    place: Place
-    at: float  # time at which another one may start
-    failures: int  # in a row
-
-
 class Pool:
     """All searchers. Whoever calls a method holds the lock of the collector."""
 
     def __init__(
-        self, starter: Starter, settings: RuntimeTable, clock: Callable[[], float] = time.monotonic
+        self,
+        job: SearchJob,
+        cluster: Cluster,
+        bf16: bool,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._starter = starter
-        self._settings = settings
+        self._job = job
+        self._cluster = cluster
+        self._bf16 = bf16
         self._clock = clock
-        self._vacancies: list[Vacancy] = []
+        self._calls = cluster.connection.calls
+        task = job.settings.task_deadline
+        self._deadlines: dict[Kind, float] = {
+            "start": job.settings.start_deadline,
+            "search": task,
+            "evaluate": task,
+            "publish": 3 * task,  # it may be behind a piece of an evaluation, and that one a search
+        }
+        # places of searchers that have ended, with the time of the restart, and failures in a row
+        self._vacancies: list[tuple[Place, float, int]] = []
         self.handles: list[Handle] = []
         self.newest: Sent | None = None  # weights that were published last
         self.published = 0.0  # time at which they were
         self.newest_reference: Sent | None = None
-        self.restarts_left = settings.max_restarts
+        self.restarts_left = job.settings.max_restarts
 
-    def start(self, place: Place) -> None:
-        self.handles.append(self._starter.start(place, self.newest))
+    def start(self, place: Place, failures: int = 0) -> None:
+        """Start a searcher with the newest weights, or with the initial ones."""
+        newest = self.newest
+        actor, ref = self._calls("start a searcher", self._begin, place, newest)
+        version = 0 if newest is None else newest.version
+        tasks = [Task("start", ref, weights=newest)]
+        self.handles.append(Handle(place, actor, version, tasks, self._calls, failures))
+
+    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
+        """Return a searcher that starts, and Ray's reference to what it says once it has."""
+        gpus = self._cluster.searcher_gpus
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0}
+        options["concurrency_groups"] = {SEARCH: self._job.settings.concurrent_searches, CONTROL: 2}
+        start: Any = ray.remote(**options)(SearcherActor)
+        transport = self._cluster.transport
+        actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
+        return actor, actor.pid.options(concurrency_group=CONTROL).remote()
 
     def replace(self, handle: Handle) -> float:
         """End a searcher; return the seconds until `restart` starts another in its place.
@@ -238,19 +230,19 @@ class Pool:
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
-        failures = handle.failures + 1
         wait = 0.0
-        if failures > 1:
-            wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (failures - 2))
-        self._vacancies.append(Vacancy(handle.place, self._clock() + wait, failures))
+        if handle.failures > 0:
+            wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (handle.failures - 1))
+        self._vacancies.append((handle.place, self._clock() + wait, handle.failures + 1))
         return wait
 
     def restart(self) -> None:
         """Start the searchers that need not wait any longer."""
-        for vacancy in [v for v in self._vacancies if v.at <= self._clock()]:
-            self._vacancies.remove(vacancy)
-            self.start(vacancy.place)
-            self.handles[-1].failures = vacancy.failures
+        for vacancy in [*self._vacancies]:
+            (place, at, failures) = vacancy
+            if at <= self._clock():
+                self._vacancies.remove(vacancy)
+                self.start(place, failures)
 
     def forget(self) -> None:
         """Drop all searchers, and the copies of weights that were kept for them."""
@@ -265,44 +257,98 @@ class Pool:
     def tasks(self) -> dict[Any, tuple[Handle, Task]]:
         """Return all open calls by their Ray reference, and start the deadlines that are due."""
         for handle in self.handles:
-            handle.begin(self._settings.concurrent_searches)
+            handle.begin(self._job.settings.concurrent_searches)
         return {task.ref: (handle, task) for handle in self.handles for task in handle.tasks}
 
-    def late(self, deadlines: Mapping[Kind, float]) -> list[tuple[Handle, str]]:
+    def late(self) -> dict[Handle, str]:
         """Return the searchers that have missed a deadline, and which it was."""
-        whys = [(handle, handle.late(deadlines)) for handle in self.handles]
-        return [(handle, why) for handle, why in whys if why is not None]
+        late = {}
+        for handle in self.handles:
+            for task in handle.tasks:
+                limit = self._deadlines[task.kind]
+                if task.began is not None and time.monotonic() - task.began > limit:
+                    late[handle] = f"did not finish `{task.kind}` in {limit:g} s"
+        return late
 
     def send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
         newest = self.newest
-        if newest is None or self._settings.lag is not None:
+        if newest is None or self._job.settings.lag is not None:
             return
-        on_their_way = {task.version for task in self._all_tasks() if task.kind == "publish"}
-        if newest.version not in on_their_way and len(on_their_way) >= PUBLISHED:
+        tasks = [task for handle in self.handles for task in handle.tasks]
+        on_their_way = {task.weights for task in tasks if task.kind == "publish"}
+        if newest not in on_their_way and len(on_their_way) >= PUBLISHED:
             return
         for handle in self.handles:
             if handle.version != newest.version and handle.accepts_weights(len(self.handles)):
                 handle.publish(newest, self.published)
 
-    def reference(self) -> Sent | None:
-        """Return the reference for the next task.
+    def phase(self, evaluations: "Evaluations", arrived: int, wanted: int) -> str:
+        """Return in words what the trainer waits for: groups if any are wanted, or evaluations."""
+        if all(handle.has("start") for handle in self.handles):
+            return "starting the searchers, which load the model"
+        phases = [f"generating {arrived}/{wanted} prompts"] if wanted else []
+        phases += [f"evaluating {evaluations.percent()} %"] if evaluations.open else []
+        return ", ".join(phases) or "waiting for the searchers"
 
-        It is the newest one, unless searchers are so slow that too many others are in use. In
-        lockstep, tasks end before there is another reference.
-        """
-        newest = self.newest_reference
-        used = {t.reference.version: t.reference for t in self._all_tasks() if t.reference}
-        if newest is None or newest.version in used or len(used) < REFERENCES:
-            return newest
-        return newest if self._settings.lag is not None else used[max(used)]
 
-    def copies(self, evaluated: Iterable[Sent]) -> int:
-        """Return how many copies of weights exist, with those that evaluations need."""
-        kept = {self.newest, self.newest_reference, *evaluated}
-        for task in self._all_tasks():
-            kept |= {task.weights, task.reference}
-        return len(kept - {None})
+class Evaluations:
+    """Divides evaluations into pieces, which may end in any order, and joins their results.
 
-    def _all_tasks(self) -> Iterable[Task]:
-        return (task for handle in self.handles for task in handle.tasks)
+    They are handed out in order. A newer one replaces the one before it, which then ends without
+    scores, if that has not begun and is not the only one.
+    """
+
+    def __init__(self, setup: SearchSetup):
+        self._count = len(pieces(setup))
+        self.open: list[Evaluating] = []  # in the order in which they were requested
+        self._ended: list[Evaluation] = []
+        self.left_out = 0  # evaluations that were replaced
+
+    def request(self, weights: Sent, step: int) -> None:
+        if len(self.open) > 1 and len(self.open[-1].waiting) == self._count:
+            replaced = self.open.pop()
+            self._ended.append(Evaluation(replaced.weights.version, {}, [], replaced.step))
+            self.left_out += 1
+            if self.left_out == 1:
+                log.warning(
+                    "searchers are slower than eval.every: an evaluation that has not begun is left"
+                    " out when the next one is due"
+                )
+        self.open.append(Evaluating(weights, step, deque(range(self._count))))
+
+    def handed_out(self) -> bool:
+        """Return whether searchers have, or have had, all pieces of what was requested."""
+        return not any(evaluation.waiting for evaluation in self.open)
+
+    def percent(self) -> int:
+        """Return how much of the evaluations that are open has been done."""
+        done = sum(len(evaluation.results) for evaluation in self.open)
+        return 100 * done // max(1, len(self.open) * self._count)
+
+    def take(self) -> Piece | None:
+        """Return a piece to hand out, if there is one."""
+        for evaluation in self.open[:UNDER_WAY]:
+            if evaluation.waiting:
+                return Piece(evaluation.waiting.popleft(), evaluation)
+        return None
+
+    def put_back(self, piece: Piece) -> None:
+        """Hand this piece out again, because its searcher was lost."""
+        piece.evaluation.waiting.appendleft(piece.number)
+
+    def done(self, piece: Piece, result: EvaluatedPiece) -> None:
+        """Record the result of a piece; the last one ends its evaluation."""
+        evaluation = piece.evaluation
+        evaluation.results[piece.number] = result
+        if len(evaluation.results) == self._count:
+            in_order = [evaluation.results[number] for number in range(self._count)]
+            scored = join(evaluation.weights.version, in_order)
+            self._ended.append(replace(scored, requested=evaluation.step))
+            self.open.remove(evaluation)
+
+    def collect(self) -> list[Evaluation]:
+        """Return the evaluations that have ended since the last call."""
+        ended = self._ended
+        self._ended = []
+        return ended

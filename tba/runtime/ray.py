@@ -28,8 +28,10 @@ One lock, `_changed`, guards pool, stream, results and evaluations. Every call t
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from queue import Empty, Queue
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
@@ -37,11 +39,9 @@ from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
-from tba.runtime.deadline import NoAnswerError, search_error, search_errors
-from tba.runtime.evaluations import Evaluations
-from tba.runtime.pool import POLL, Handle, Pool, Starter, Task, deadlines, ended, received
+from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.runtime.pool import POLL, Evaluations, Handle, Pool, Task, ended, received
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
@@ -70,11 +70,8 @@ class RaySearchers:
         self._stopping = stopping
         self._in_flight = job.settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
-        self._deadlines = deadlines(job.settings)
         self._calls = cluster.connection.calls
         self._transport = cluster.transport
-        gpus = cluster.searcher_gpus
-        starter = Starter(SearcherActor, job, bf16, gpus, self._transport, self._calls)
         self._changed = threading.Condition()  # guards everything below, and the stream
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
@@ -85,7 +82,7 @@ class RaySearchers:
         self._closing = False
         self._failure: Exception | None = None
         self._reference = state.reference
-        self._pool = Pool(starter, job.settings)
+        self._pool = Pool(job, cluster, bf16)
         if newest is not None:
             self._pool.newest = self._sent(newest)
         if self._reference is not None:
@@ -109,7 +106,6 @@ class RaySearchers:
     def stats(self) -> SearchStats:
         """Return a copy, because the collector keeps counting."""
         with self._changed:
-            self._stats.counts["sync/copies"] = self._pool.copies(self._evaluations.weights)
             self._stats.counts["searchers/evaluations_left_out"] = self._evaluations.left_out
             return deepcopy(self._stats)
 
@@ -185,10 +181,10 @@ class RaySearchers:
         with self._changed:
             if finish:
                 self._searching = False  # until the next call of `gather`
-                limit = self._job.setup.evaluation.deadline * max(1, self._evaluations.running)
+                limit = self._job.setup.evaluation.deadline * max(1, len(self._evaluations.open))
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
                 what = "eval.deadline: an evaluation"
-                self._wait(lambda: self._evaluations.running == 0, limit, what)
+                self._wait(lambda: not self._evaluations.open, limit, what)
             return self._evaluations.collect()
 
     def state(self) -> SearchState:
@@ -213,10 +209,9 @@ class RaySearchers:
         while not enough() and not self._stopping():
             if time.monotonic() > deadline:
                 raise NoAnswerError(f"{what} did not come within {seconds:g} s; raise that setting")
-            self._job.tell(
-                phase(self._handles, self._evaluations, self._arrived(), self._requested)
-            )
-            self._changed.wait(0.2)
+            arrived = self._arrived()
+            self._job.tell(self._pool.phase(self._evaluations, arrived, self._requested))
+            self._changed.wait(POLL)
             self._raise_failure()
 
     def _arrived(self) -> int:
@@ -226,30 +221,35 @@ class RaySearchers:
         """Run the collector thread. An exception ends the run: whoever waits next raises it."""
         try:
             while not self._closing:
-                with self._changed:
-                    self._pool.restart()
-                    self._hand_out_evaluations()
-                    self._hand_out_searches()
-                    self._pool.send_newest()
-                    tasks = self._pool.tasks()
-                    if not tasks:
-                        self._changed.wait(POLL)
-                        continue
-                for ref in self._calls("wait for results", ended, list(tasks)):
-                    handle, task = tasks[ref]
-                    if handle in self._handles:  # else its tasks have been issued again
-                        self._receive(handle, task)
-                with self._changed:
-                    for handle, why in self._pool.late(self._deadlines):
-                        self._restart(handle, why)
+                with search_errors("the search failed"):
+                    self._turn()
         except Exception as error:
-            self._fail(search_error("the search failed", error))
+            self._fail(error)
+
+    def _turn(self) -> None:
+        """Hand out work, and receive the results that come within a moment."""
+        with self._changed:
+            self._pool.restart()
+            self._hand_out_evaluations()
+            self._hand_out_searches()
+            self._pool.send_newest()
+            tasks = self._pool.tasks()
+            if not tasks:
+                self._changed.wait(POLL)
+                return
+        for ref in self._calls("wait for results", ended, list(tasks)):
+            (handle, task) = tasks[ref]
+            if handle in self._handles:  # else its tasks have been issued again
+                self._receive(handle, task)
+        with self._changed:
+            for handle, why in self._pool.late().items():
+                self._restart(handle, why)
 
     def _hand_out_evaluations(self) -> None:
         """Give each searcher one piece of an evaluation at a time, between its searches."""
         for handle in self._pool.least_busy_first():
             if not handle.has("evaluate") and (piece := self._evaluations.take()):
-                handle.evaluate(piece, self._pool.reference())
+                handle.evaluate(piece, self._pool.newest_reference)
 
     def _hand_out_searches(self) -> None:
         """Give searches to the least busy searchers: all work on what the trainer waits for."""
@@ -257,13 +257,11 @@ class RaySearchers:
             handle = self._pool.least_busy_first()[0]
             if len(handle.work()) >= self._in_flight:
                 return
-            prompts, seed = (
-                self._stream.take(count),
-                seed_of(self._job.seed, Use.SEARCH, self._number),
-            )
+            prompts = self._stream.take(count)
+            seed = seed_of(self._job.seed, Use.SEARCH, self._number)
             self._number += 1
             weights = None if self._settings.lag is None else self._pool.newest  # exactly these
-            handle.search(prompts, seed, weights, self._pool.reference())
+            handle.search(prompts, seed, weights, self._pool.newest_reference)
 
     def _due(self) -> int:
         """Return the prompts of the next search; in lockstep, a share of those still owed."""
@@ -309,7 +307,8 @@ class RaySearchers:
     def _restart(self, handle: Handle, why: str) -> None:
         """Replace a searcher and issue its tasks again; late results of the old one are lost."""
         with self._changed:
-            self._stats.counts["searchers/quarantined"] += self._stream.died(handle.searching())
+            searching = [p for task in handle.tasks if task.began is not None for p in task.prompts]
+            self._stats.counts["searchers/quarantined"] += self._stream.died(searching)
             if self._pool.restarts_left == 0:
                 raise EngineError(
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
@@ -330,7 +329,7 @@ class Publisher:
 
     At most two copies of the weights exist: the one that is being sent, and the next. `send` gets
     the weights and the time at which they were published; their arrays are only valid inside of it.
-    `fail` gets the error that has ended the thread.
+    `fail` gets an error of the thread, after which nothing is published.
     """
 
     def __init__(
@@ -342,75 +341,51 @@ class Publisher:
         self._send = send
         self._fail = fail
         self._deadline = deadline
-        self._changed = threading.Condition()  # guards everything below
-        self._next: tuple[Callable[[], Weights], float] | None = None
+        self._waiting: Queue[tuple[Callable[[], Weights], float] | None] = Queue()  # at most one
         self._sending_since: float | None = None
-        self._failed = False
-        self._closing = False
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def publish(self, trainer: Trainer, version: int) -> None:
         """Copy the weights and return; they are sent in the background."""
         started = time.monotonic()
-        with self._changed:
-            since = self._sending_since
-            if since is not None and time.monotonic() - since > self._deadline:
-                raise self._late()
-            self._next = None  # first: its memory is free for the new copy
-        copy = trainer.copy(version)
-        with self._changed:
-            self._next = copy, started
-            self._changed.notify_all()
+        since = self._sending_since
+        if since is not None and started - since > self._deadline:
+            raise self._late()
+        self._drop()  # first: its memory is free for the new copy
+        self._waiting.put((trainer.copy(version), started))
 
     def finish(self) -> None:
-        """Wait until everything that was published has been sent, or the thread has failed."""
-        with self._changed:
-            if not self._changed.wait_for(self._idle, self._deadline):
+        """Wait until everything that was published has been sent."""
+        done = self._waiting.all_tasks_done
+        with done:
+            if not done.wait_for(lambda: self._waiting.unfinished_tasks == 0, self._deadline):
                 raise self._late()
 
     def close(self) -> None:
         """End the thread; what has not been sent is dropped."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._drop()
+        self._waiting.put(None)
         self._thread.join(timeout=10)
+
+    def _drop(self) -> None:
+        with suppress(Empty):
+            self._waiting.get_nowait()
+            self._waiting.task_done()
 
     def _late(self) -> NoAnswerError:
         limit = f"runtime.task_deadline = {self._deadline:g} s"
         return NoAnswerError(f"the weights were not sent within {limit}; raise that setting")
 
-    def _idle(self) -> bool:
-        return self._failed or (self._next is None and self._sending_since is None)
-
     def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    while self._next is None and not self._closing:
-                        self._changed.wait(1.0)
-                    if self._closing or self._next is None:
-                        return
-                    (copy, since) = self._next
-                    self._next = None
-                    self._sending_since = time.monotonic()
+        while (publication := self._waiting.get()) is not None:
+            (copy, published) = publication
+            self._sending_since = time.monotonic()
+            try:
                 with search_errors("the weights could not be published"):
-                    self._send(copy(), since)
-                del copy
-                with self._changed:
-                    self._sending_since = None
-                    self._changed.notify_all()
-        except Exception as error:  # the train loop raises it when it next waits or publishes
-            self._fail(error)
-            with self._changed:
-                self._failed = True
-                self._changed.notify_all()
-
-
-def phase(handles: Sequence[Handle], evaluations: Evaluations, arrived: int, wanted: int) -> str:
-    """Return in words what the trainer waits for: groups if any are `wanted`, or evaluations."""
-    if all(handle.has("start") for handle in handles):
-        return "starting the searchers, which load the model"
-    phases = [f"generating {arrived}/{wanted} prompts"] if wanted else []
-    phases += [f"evaluating {evaluations.percent()} %"] if evaluations.running else []
-    return ", ".join(phases) or "waiting for the searchers"
+                    self._send(copy(), published)
+            except Exception as error:  # the train loop raises it when it next waits or publishes
+                self._fail(error)
+            del copy, publication  # first: their memory is free for a new copy
+            self._sending_since = None
+            self._waiting.task_done()

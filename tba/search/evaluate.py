@@ -26,7 +26,6 @@ from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of
 from tba.tasks import Itemized
 from tba.types import Sampling
-from tba.weights import Sent
 
 EXAMPLES = 8
 """Prompts that are kept with an answer, for a person to read."""
@@ -79,16 +78,6 @@ class Answers:
     """`reward` and the task's measures by name; NaN where an answer was rejected."""
     verdicts: list[list[Verdict]]
     """Verdicts of the reward."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Piece of an evaluation of these weights; any searcher can do it."""
-
-    number: int
-    weights: Sent
-    step: int  # at which the evaluation was requested
-    results: dict[int, EvaluatedPiece]  # by number, of all pieces of the evaluation
 
 
 def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
