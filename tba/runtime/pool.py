@@ -1,7 +1,6 @@
 """The searcher processes of a run on Ray, the calls to them, and what they are given to do."""
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,10 +12,8 @@ from typing import Any, Literal
 
 import ray
 
+from tba.config.tables import RuntimeTable
 from tba.prompt import Prompt
-from tba.runtime import SearchJob
-from tba.runtime.actor import SearcherActor
-from tba.runtime.cluster import Cluster
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece, join, pieces
@@ -179,19 +176,18 @@ class Pool:
 
     def __init__(
         self,
-        job: SearchJob,
-        cluster: Cluster,
-        bf16: bool,
+        begin: Callable[[Place, Sent | None], tuple[Any, Any]],
+        settings: RuntimeTable,
+        calls: Calls,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._job = job
-        self._cluster = cluster
-        self._bf16 = bf16
+        self._begin = begin  # a searcher with these weights: it, and the reference to its start
+        self._settings = settings
+        self._calls = calls
         self._clock = clock
-        self._calls = cluster.connection.calls
-        task = job.settings.task_deadline
+        task = settings.task_deadline
         self._deadlines: dict[Kind, float] = {
-            "start": job.settings.start_deadline,
+            "start": settings.start_deadline,
             "search": task,
             "evaluate": task,
             "publish": 3 * task,  # it may be behind a piece of an evaluation, and that one a search
@@ -202,7 +198,7 @@ class Pool:
         self.newest: Sent | None = None  # weights that were published last
         self.published = 0.0  # time at which they were
         self.newest_reference: Sent | None = None
-        self.restarts_left = job.settings.max_restarts
+        self.restarts_left = settings.max_restarts
 
     def start(self, place: Place, failures: int = 0) -> None:
         """Start a searcher with the newest weights, or with the initial ones."""
@@ -211,16 +207,6 @@ class Pool:
         version = 0 if newest is None else newest.version
         tasks = [Task("start", ref, weights=newest)]
         self.handles.append(Handle(place, actor, version, tasks, self._calls, failures))
-
-    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
-        """Return a searcher that starts, and Ray's reference to what it says once it has."""
-        gpus = self._cluster.searcher_gpus
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0}
-        options["concurrency_groups"] = {SEARCH: self._job.settings.concurrent_searches, CONTROL: 2}
-        start: Any = ray.remote(**options)(SearcherActor)
-        transport = self._cluster.transport
-        actor = start.remote(self._job.setup, place, self._bf16, sys.path, transport, newest)
-        return actor, actor.pid.options(concurrency_group=CONTROL).remote()
 
     def replace(self, handle: Handle) -> float:
         """End a searcher; return the seconds until `restart` starts another in its place.
@@ -257,7 +243,7 @@ class Pool:
     def tasks(self) -> dict[Any, tuple[Handle, Task]]:
         """Return all open calls by their Ray reference, and start the deadlines that are due."""
         for handle in self.handles:
-            handle.begin(self._job.settings.concurrent_searches)
+            handle.begin(self._settings.concurrent_searches)
         return {task.ref: (handle, task) for handle in self.handles for task in handle.tasks}
 
     def late(self) -> dict[Handle, str]:
@@ -273,7 +259,7 @@ class Pool:
     def send_newest(self) -> None:
         """Send the newest weights to the searchers that have older ones and accept them now."""
         newest = self.newest
-        if newest is None or self._job.settings.lag is not None:
+        if newest is None or self._settings.lag is not None:
             return
         tasks = [task for handle in self.handles for task in handle.tasks]
         on_their_way = {task.weights for task in tasks if task.kind == "publish"}

@@ -26,22 +26,27 @@ One lock, `_changed`, guards pool, stream, results and evaluations. Every call t
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from queue import Empty, Queue
+from typing import Any
 
+import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.runtime.pool import POLL, Evaluations, Handle, Pool, Task, ended, received
+from tba.runtime.placement import Place
+from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
 from tba.search.rejections import RejectionMonitor
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
@@ -72,6 +77,8 @@ class RaySearchers:
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
         self._calls = cluster.connection.calls
         self._transport = cluster.transport
+        self._bf16 = bf16
+        self._gpus = cluster.searcher_gpus
         self._changed = threading.Condition()  # guards everything below, and the stream
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
@@ -82,7 +89,7 @@ class RaySearchers:
         self._closing = False
         self._failure: Exception | None = None
         self._reference = state.reference
-        self._pool = Pool(job, cluster, bf16)
+        self._pool = Pool(self._begin, job.settings, self._calls)
         if newest is not None:
             self._pool.newest = self._sent(newest)
         if self._reference is not None:
@@ -96,6 +103,15 @@ class RaySearchers:
     @property
     def _handles(self) -> list[Handle]:
         return self._pool.handles
+
+    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
+        """Return a searcher that starts, and Ray's reference to what it says once it has."""
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_restarts": 0}
+        options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
+        start: Any = ray.remote(**options)(SearcherActor)
+        setup = self._job.setup
+        actor = start.remote(setup, place, self._bf16, sys.path, self._transport, newest)
+        return actor, actor.pid.options(concurrency_group=CONTROL).remote()
 
     def _sent(self, weights: Weights) -> Sent:
         """Make the weights available to all searchers."""

@@ -33,7 +33,6 @@ from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks import within
 from tba.tasks.custom import Custom
-from tba.weights import Sent
 
 MARGIN = 2.0
 """Most seconds past its deadline after which a hang is noticed."""
@@ -165,10 +164,10 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     """Ray answers, and no search ends."""
     bind_ray(None)
     from tba.runtime import ray
-    from tba.runtime.pool import Handle
+    from tba.runtime.pool import Handle, Pool
 
-    def start(starter: ray.Starter, place: Place, newest: Sent | None) -> Handle:
-        return Handle(place, MagicMock(), 0, [], calls)
+    def start(pool: Pool, place: Place) -> None:
+        pool.handles.append(Handle(place, MagicMock(), 0, [], calls))
 
     def none_ended(refs: list[Any]) -> list[Any]:
         time.sleep(0.01)
@@ -185,7 +184,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     )  # fmt: skip
     state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.Starter, "start", start)
+        patch.setattr(Pool, "start", start)
         patch.setattr(ray, "ended", none_ended)
         searchers = ray.RaySearchers(job, cluster, False, lambda: False, state, None)
         try:

@@ -10,7 +10,7 @@ import pytest
 from toy import toy_config
 
 from tba.runs.setup import RunSetup, check
-from tba.runtime.evaluations import Evaluations
+from tba.runtime.pool import Evaluations
 from tba.search.evaluate import Score, evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
@@ -48,20 +48,20 @@ def test_scores_do_not_depend_on_who_does_which_piece(
     taken = []
     while piece := evaluations.take():
         taken.append(piece)
-    assert [(p.weights.version, p.number) for p in taken] == [
+    assert [(p.evaluation.weights.version, p.number) for p in taken] == [
         (version, number) for version in (7, 9) for number in range(PIECES)
     ]
     evaluations.put_back(taken.pop(2))
     taken = [*reversed(taken), evaluations.take()]
     for i, piece in enumerate(taken):
-        assert evaluations.running == (2 if i < PIECES else 1)
+        assert len(evaluations.open) == (2 if i < PIECES else 1)
         evaluations.done(piece, evaluate_piece(searchers[i % 2], piece.number))
     newer, older = evaluations.collect()
     assert (newer.version, older.version) == (9, 7)
     assert (newer.requested, older.requested) == (10, 8)
     assert scores(newer) == scores(older) == scores(whole)
     assert newer.examples == older.examples == whole.examples
-    assert (evaluations.running, evaluations.take(), evaluations.collect()) == (0, None, [])
+    assert (evaluations.open, evaluations.take(), evaluations.collect()) == ([], None, [])
 
 
 def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: RunSetup) -> None:
@@ -71,17 +71,17 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: RunSetup) -> 
     def request(versions: range) -> list[int]:
         for version in versions:
             evaluations.request(Sent(version, None), version)
-        return [weights.version for weights in evaluations.weights]
+        return [evaluation.weights.version for evaluation in evaluations.open]
 
     assert request(range(1, 6)) == [1, 5]
     taken = [evaluations.take() for _ in range(2 * PIECES)]
-    assert [p.weights.version for p in taken if p] == [1] * PIECES + [5] * PIECES
+    assert [p.evaluation.weights.version for p in taken if p] == [1] * PIECES + [5] * PIECES
     assert request(range(6, 10)) == [1, 5, 9]
     assert evaluations.take() is None  # two are under way
     left_out = evaluations.collect()
     assert [e.version for e in left_out] == [2, 3, 4, 6, 7, 8]
     assert all(not e.scores for e in left_out) and evaluations.left_out == 6
-    assert evaluations.running == 3
+    assert len(evaluations.open) == 3
 
 
 def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(

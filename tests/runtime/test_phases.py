@@ -12,8 +12,9 @@ import pytest
 from build import config
 
 from tba.assemble import run
+from tba.config.tables import RuntimeTable
 from tba.runs.console import FIRST_LINE, Console
-from tba.runtime.evaluations import Evaluations
+from tba.runtime.deadline import Calls, bind_ray
 from tba.search.result import Evaluation
 
 FIRST_OUTPUT = """
@@ -61,19 +62,24 @@ def test_a_run_in_one_process_tells_each_of_its_phases(
 
 
 def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tba.runtime import evaluations as module
-    from tba.runtime.ray import phase
+    bind_ray(None)
+    from tba.runtime import pool as module
 
     nothing: Any = SimpleNamespace(version=1)
     monkeypatch.setattr(module, "pieces", lambda setup: [None] * 5)
     monkeypatch.setattr(module, "join", lambda version, results: Evaluation(version, {}, []))
-    own, idle = Evaluations(nothing), SimpleNamespace(has=lambda kind: False)
-    starting = SimpleNamespace(has=lambda kind: kind == "start")
+    own = module.Evaluations(nothing)
+    pool = module.Pool(lambda place, newest: (None, None), RuntimeTable(), Calls(1.0))
+    idle: Any = SimpleNamespace(has=lambda kind: False)
+    starting: Any = SimpleNamespace(has=lambda kind: kind == "start")
+    pool.handles = [idle]
     own.request(nothing, 1)
     seen = []
     while piece := own.take():
-        seen.append(phase([idle], own, 0, 0))
+        seen.append(pool.phase(own, 0, 0))
         own.done(piece, nothing)
     assert seen == [f"evaluating {percent} %" for percent in (0, 20, 40, 60, 80)]
-    assert phase([idle, starting], own, 3, 8) == "generating 3/8 prompts"
-    assert phase([starting], own, 0, 8) == "starting the searchers, which load the model"
+    pool.handles = [idle, starting]
+    assert pool.phase(own, 3, 8) == "generating 3/8 prompts"
+    pool.handles = [starting]
+    assert pool.phase(own, 0, 8) == "starting the searchers, which load the model"

@@ -18,6 +18,7 @@ import pytest
 from suite import until
 from toy import toy_config
 
+from tba.config.tables import RuntimeTable
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
@@ -35,7 +36,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError  # noq
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
 from tba.runtime.cluster import ObjectStore  # noqa: E402
-from tba.runtime.pool import PUBLISHED, REFERENCES, Handle, Pool, Starter  # noqa: E402
+from tba.runtime.pool import PUBLISHED, Handle, Pool  # noqa: E402
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""
@@ -89,15 +90,30 @@ def clock() -> Clock:
     return Clock()
 
 
+def start(pool: Pool, place: Place, failures: int = 0) -> None:
+    """Start a searcher that is ready at once."""
+    pool.handles.append(Handle(place, Actor(place), 0, [], pool._calls, failures))
+
+
 @pytest.fixture
-def pool(tiny_model: Path, tmp_path: Path, calls: Calls, clock: Clock) -> Pool:
-    starter: Any = SimpleNamespace(
-        start=lambda place, newest: Handle(place, Actor(place), 0, [], calls),
-    )
-    pool = Pool(starter, toy_config(tiny_model, tmp_path).runtime, clock)
+def pool(
+    tiny_model: Path,
+    tmp_path: Path,
+    calls: Calls,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Pool:
+    monkeypatch.setattr(Pool, "start", start)
+    pool = Pool(lambda place, newest: (None, None), RuntimeTable(), calls, clock)
     for core in range(12):
         pool.start(Place("cpu", (core,)))
     return pool
+
+
+def sent(pool: Pool) -> set[int]:
+    """Return the versions of the weights that are on their way."""
+    tasks = [task for one in pool.handles for task in one.tasks]
+    return {task.weights.version for task in tasks if task.weights is not None}
 
 
 def test_slow_searchers_keep_few_versions_of_the_weights(pool: Pool) -> None:
@@ -107,26 +123,14 @@ def test_slow_searchers_keep_few_versions_of_the_weights(pool: Pool) -> None:
         for one in pool.handles:
             one.sent = -np.inf
         pool.send_newest()
-        assert pool.copies([]) <= PUBLISHED + 1
+        assert len(sent(pool)) <= PUBLISHED
         pool.handles[version % 12].tasks.clear()
     assert {h.version for h in pool.handles if h.has("publish")} <= set(range(1, 40))
     for one in pool.handles:
         one.tasks.clear()
         one.sent = -np.inf
     pool.send_newest()
-    assert {one.version for one in pool.handles} == {39} and pool.copies([]) == 1
-
-
-def test_slow_searchers_keep_few_references(pool: Pool) -> None:
-    used = []
-    for version, one in zip(range(1, 13), pool.handles, strict=True):
-        pool.newest_reference = Sent(version, None)
-        one.search([], 0, None, pool.reference())
-        used.append(one.tasks[0].reference)
-        assert pool.copies([]) <= REFERENCES + 1
-    assert [sent.version for sent in used if sent] == [1] + [2] * 11
-    pool.handles[0].tasks.clear()
-    assert pool.reference() == pool.newest_reference  # there is room again
+    assert {one.version for one in pool.handles} == {39} and sent(pool) == {39}
 
 
 def test_restarts_in_a_row_wait_ever_longer(
@@ -165,9 +169,6 @@ def opens(
     """A function that opens searchers on a Ray whose calls end as two other functions say."""
     opened: list[ray_module.RaySearchers] = []
 
-    def start(self: Starter, place: Place, newest: Sent | None) -> Handle:
-        return Handle(place, Actor(place), 0, [], calls)
-
     def open_searchers(
         ended: Callable[[list[Call]], list[Call]],
         received: Callable[[Call], SearchResult],
@@ -175,7 +176,7 @@ def opens(
         searchers: int = 1,
     ) -> ray_module.RaySearchers:
         monkeypatch.setattr(Handle, "kill", lambda self: None)
-        monkeypatch.setattr(Starter, "start", start)
+        monkeypatch.setattr(Pool, "start", start)
         monkeypatch.setattr(ray_module, "ended", ended)
         monkeypatch.setattr(ray_module, "received", received)
         parts = check(toy_config(tiny_model, tmp_path, "runtime.use=ray", *settings))
