@@ -175,7 +175,7 @@ def export(
         print(export_responses(run, out, step))
         return
     check_export(run, out, adapter, push_to_hub, private)
-    from tba.runs.share import share
+    from tba.runs.offline import share
 
     print(share(run, out, adapter, step, push_to_hub, private))
 

@@ -17,8 +17,7 @@ import tba
 from tba.assemble import run as carry_out
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
-from tba.runs.offline import Result, evaluate_run, export_responses
-from tba.runs.share import share
+from tba.runs.offline import Result, evaluate_run, export_responses, share
 from tba.runs.summary import Summary
 from tba.tasks._data import rows as read_rows
 from tba.tasks._memory import to_rows

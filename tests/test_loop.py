@@ -34,9 +34,8 @@ from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_run
+from tba.runs.offline import evaluate_run, share
 from tba.runs.setup import check
-from tba.runs.share import share
 from tba.search.result import Evaluation
 from tba.types import Group
 

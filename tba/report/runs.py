@@ -1,32 +1,32 @@
 """The page of runs: the facts of each, read from the files in its folder, and their charts."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from math import ceil
+from math import ceil, isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from tba.report.charts import AXES, OTHERS, Charts, columns, reward_chart
 from tba.report.page import MODES, duration, fitted, measures_of, names, score, script, write_page
-from tba.runs.log import (
-    CONFIG,
-    METRICS,
-    SAMPLES,
-    SESSIONS,
-    SUMMARY,
-    Row,
-    flat,
-    read,
-    read_optional,
-    read_warnings,
-)
+from tba.runs import log
+from tba.runs.log import Row, flat, read, read_optional, read_warnings
+from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 
+AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
+"""Columns that the chart of rewards is drawn over, and their names on the switch."""
+POINTS = 1000
+"""Largest number of points of a line. The points of a longer run are means over several steps."""
+OTHERS = SECTIONS[-1].title
+SCORE = re.compile(r"eval/(?:(.+)/)?(sampled|greedy)_(.+)")
+"""Name of a score: its subset, how answers were generated, and what is measured."""
+SHARES = {"pass@1", "win_rate", "finished", "rejected"}
+"""Scores that are shares."""
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
 """The metric of each step for the shares of `summary.json`."""
@@ -34,6 +34,147 @@ WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wai
 
 Span = tuple[int, int, Mapping[str, str]]
 """First and last step of a part of a run, and its settings as JSON, by `table.key`."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a few metrics, each with its dashes, and ± its `spread`.
+
+    The axis of `number` fits the values; others begin at 0. Metrics of steps are smoothed, unless
+    they are counts. Evaluations are points. `shares` have a second axis.
+    """
+
+    title: str
+    metrics: Sequence[str]
+    form: Literal["number", "positive", "share", "count"] = "number"
+    labels: Sequence[str] = ()
+    spread: Sequence[str] = ()
+    shares: Sequence[str] = ()
+    note: str = ""
+    flat: bool = False
+    """Whether there are no values, or only 0."""
+
+
+def reward_chart() -> Chart:
+    """Return the chart of rewards, of training batches and of held-out prompts."""
+    values, stderrs = zip(*(names("reward", mode) for mode in MODES), strict=True)
+    labels = ("training batches", *(f"held-out, {mode}" for mode in MODES))
+    return Chart("reward", ("reward", *values), "number", labels, ("", *stderrs))
+
+
+class Charts:
+    """Charts as JSON of the metrics that some runs have, in the order of their tables."""
+
+    def __init__(self, tables: Sequence[pd.DataFrame]):
+        ends = pd.concat([table.agg(["min", "max"]).T for table in tables]).dropna()
+        self._least = {
+            str(name): float(v) for name, v in ends["min"].groupby(level=0).min().items()
+        }
+        self._filled = {str(name) for name in ends.index[(ends != 0).any(axis=1)]}
+
+    def panels(self) -> list[dict[str, Any]]:
+        """Return a chart for each panel of the first screen."""
+        charts = (self._chart(p.title, p.metrics, f"healthy: {p.healthy}") for p in PANELS)
+        return [asdict(chart) for chart in charts]
+
+    def sections(self) -> dict[str, tuple[str, list[dict[str, Any]]]]:
+        """Return for each section a sentence and the charts that have values.
+
+        The last section has each metric that no other shows.
+        """
+        charts = {
+            "Reward functions": ("Each reward function alone, before its weight.", self._rewards()),
+            "Held-out prompts": ("Evaluations, ± standard errors over prompts.", self._scores()),
+        }
+        for section in SECTIONS[:-1]:
+            by_title: dict[str, list[Metric]] = {}
+            for metric in section.metrics:
+                by_title.setdefault(metric.chart or metric.name, []).append(metric)
+            drawn = [self._chart(title, metrics) for title, metrics in by_title.items()]
+            charts[section.title] = section.about, drawn
+        used = {*AXES, "requested", "samples_trained", *reward_chart().metrics}
+        for panel in PANELS:
+            used.update(*(metric.labels(self._least) for metric in panel.metrics))
+        for _, drawn in charts.values():
+            used.update(*({*chart.metrics, *chart.spread} for chart in drawn))
+        left = (name for name in sorted(self._least) if name not in used)
+        others = [Chart(name, (name,)) for name in left if not name.endswith("stderr")]
+        charts[OTHERS] = SECTIONS[-1].about, others
+        shown = {}
+        for title, (about, drawn) in charts.items():
+            known = [chart for chart in drawn if not self._least.keys().isdisjoint(chart.metrics)]
+            # a count that is always 0 has nothing to show
+            kept = [asdict(chart) for chart in known if not (chart.form == "count" and chart.flat)]
+            if kept:
+                shown[title] = about, kept
+        return shown
+
+    def _chart(self, title: str, metrics: Sequence[Metric], note: str = "") -> Chart:
+        """Return a chart of what there is of these metrics.
+
+        Only a metric that has been negative needs an axis that does not begin at 0.
+        """
+        labels: dict[str, str] = {}
+        shares: list[str] = []
+        form: Any = "positive"
+        for metric in metrics:
+            present = metric.labels(self._least)
+            labels |= present
+            if metric.axis == "share":
+                shares += present
+            elif metric.axis == "count":
+                form = "count"
+            elif metric.axis == "number" or any(self._least[name] < 0 for name in present):
+                form = "number"
+        if len(shares) == len(labels):
+            form = "share"
+            shares = []
+        return Chart(
+            title=title,
+            metrics=tuple(labels),
+            form=form,
+            labels=tuple(labels.values()),
+            shares=tuple(shares),
+            note=note,
+            flat=self._filled.isdisjoint(labels),
+        )
+
+    def _rewards(self) -> list[Chart]:
+        """Return a chart for each reward function."""
+        charts = []
+        for name in sorted(self._least):
+            if match := EACH_REWARD.fullmatch(name):
+                title = f"{match[1]}, mean ± standard deviation"
+                charts.append(Chart(title, (name,), spread=(f"rewards/{match[1]}/std",)))
+        return charts
+
+    def _scores(self) -> list[Chart]:
+        """Return a chart for each score of evaluations, of sampled and of greedy answers."""
+        of_k = [name for name in sorted(self._least) if re.fullmatch(r"eval/(pass|avg)@\d+", name)]
+        labels = [name.removeprefix("eval/") for name in of_k]
+        charts = [Chart("pass@k and avg@k", of_k, "share", labels, [f"{n}_stderr" for n in of_k])]
+        measured: dict[tuple[str, str], None] = {}
+        for name in self._least:
+            match = SCORE.fullmatch(name)
+            if match and not name.endswith("stderr"):
+                measured[match[1] or "", match[3]] = None
+        for subset, measure in sorted(measured):
+            values, stderrs = zip(*(names(measure, mode, subset) for mode in MODES), strict=True)
+            title = f"{subset} {measure.replace('_', ' ')}".strip()
+            form: Any = "share" if measure in SHARES else "number"
+            charts.append(Chart(title, values, form, MODES, stderrs))
+        return charts
+
+
+def columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
+    """Return the columns of a table that have values, with at most `POINTS` rows."""
+    if len(table) > POINTS:
+        table = table.groupby(np.arange(len(table)) * POINTS // len(table)).mean()
+    filled = table.dropna(axis=1, how="all")
+    return {
+        str(name): [None if isnan(v) else float(f"{v:.6g}") for v in values.tolist()]
+        for name, values in filled.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -119,15 +260,15 @@ class Record:
 
 def read_record(path: Path, name: str, colour: str) -> Record | None:
     """Return the record of a run, None before its first step; ValueError if it is no run."""
-    config = read_optional(path / CONFIG)
+    config = read_optional(path / log.CONFIG)
     if config is None:
-        near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
+        near = sorted(str(p.parent) for p in path.glob(f"*/{log.CONFIG}"))
         raise ValueError(
-            f"{path} is not a run folder: it has no {CONFIG}; type"
+            f"{path} is not a run folder: it has no {log.CONFIG}; type"
             f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed"
         )
     needed = ["step", "samples_generated", "searchers/rejected", *LAG, *WAITS.values()]
-    metrics = pd.DataFrame(read(path / METRICS), dtype=float)
+    metrics = pd.DataFrame(read(path / log.METRICS), dtype=float)
     metrics = metrics.reindex(columns=metrics.columns.union(needed, sort=False))
     is_step = metrics["samples_generated"].notna()
     steps = metrics[is_step]
@@ -139,7 +280,7 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
     evaluations["samples_generated"] = np.interp(
         evaluations["step"], [0, *steps["step"]], generated
     )
-    sessions = read(path / SESSIONS)
+    sessions = read(path / log.SESSIONS)
     spans = _spans(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
     changed = _changed(spans)
     return Record(
@@ -148,7 +289,7 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         config=config,
         steps=steps,
         evaluations=evaluations,
-        samples=read(path / SAMPLES),
+        samples=read(path / log.SAMPLES),
         totals=_totals(path, steps),
         sessions=sessions,
         warnings=list(read_warnings(path).values()),  # the summary has them only at the end
@@ -189,7 +330,7 @@ def _changed(spans: Sequence[Span]) -> dict[str, str]:
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
     """Return the contents of `summary.json`; while a run is not at its end, what its steps tell."""
     newest = steps.iloc[-1].to_dict()
-    summary = read_optional(path / SUMMARY)
+    summary = read_optional(path / log.SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
     waits = {name: steps[metric].mean() for name, metric in WAITS.items()}

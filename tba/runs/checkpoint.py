@@ -28,7 +28,6 @@ from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.checks import check_resumed, config_of
-from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -57,9 +56,6 @@ REFERENCE = "reference.safetensors"
 BEST = "best"
 
 FORMAT = 8  # version of a generation's files; another version is not resumed
-
-GRACE = 1.0
-"""Seconds that a save has at least, once it is waited for."""
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +123,7 @@ class Checkpoints:
         target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         name = f"checkpoint of step {progress.step}"
-        own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
+        self._folder.mkdir(exist_ok=True)  # without parents: a run may be moved away
         remove(aside)
         aside.mkdir()
         write_trainer = trainer.save(aside)
@@ -159,8 +155,7 @@ class Checkpoints:
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
-        # if this process has been stopped, the thread has had no time either
-        self._thread.join(max(GRACE, self._until - time.monotonic()))
+        self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive():
             limit = f"checkpoint.deadline = {self._deadline:g} s"
             raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")

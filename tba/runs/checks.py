@@ -108,9 +108,12 @@ def check_evaluated(model: str, config: Config) -> None:
             f"{model} is not the folder of a run, and a model needs a config with [task]:"
             f" type `tba eval {model} run.toml`"
         )
-    if not (Path(model).expanduser() / "adapter_config.json").is_file():
-        policy = config.policy.model_copy(update={"model": model})
-        check_config(config.model_copy(update={"policy": policy}))
+    if (Path(model).expanduser() / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{model} is an adapter; evaluate the whole model, which `tba export RUN FOLDER` writes"
+        )
+    policy = config.policy.model_copy(update={"model": model})
+    check_config(config.model_copy(update={"policy": policy}))
 
 
 def check_export(

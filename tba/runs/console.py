@@ -63,7 +63,6 @@ class Console:
         self._since = 0.0
         self._stepped = False
         self._held_out: dict[str, float] = {}  # scores of the latest evaluation
-        self._followed: str | None = None  # held-out prompt whose answers are shown
 
     def phase(self, text: str) -> None:
         """Show what the run is doing. The same phase may come again, with other numbers.
@@ -102,15 +101,12 @@ class Console:
         self.note(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
     def evaluation(self, evaluation: "Evaluation") -> None:
-        """Show the scores, and the answer to the prompt that had the lowest reward at first."""
+        """Show the scores, and the answer to the first held-out prompt."""
         self._held_out = {f"eval/{name}": value for name, value in evaluation.scores.items()}
         for name, scores in evaluation.by_set().items():
             self.scores(evaluation.version, f"{name}  {in_a_line(scores)}".lstrip())
-        rewards = {x.prompt: x.reward for x in evaluation.examples if x.reward is not None}
-        if self._followed is None and rewards:
-            self._followed = min(rewards, key=rewards.__getitem__)
-        for x in evaluation.examples:
-            if x.prompt == self._followed and x.reward is not None:
+        for x in evaluation.examples[:1]:
+            if x.reward is not None:
                 self.sample(x.prompt, x.completion, x.reward)
 
     def scores(self, version: int, line: str) -> None:
@@ -178,7 +174,6 @@ class LiveConsole(Console):
         self._evaluations: list[str] = []
         self._sample = ""
         self._terminal = Terminal()
-        self._size = self._terminal.size
         self._live = live.Live(get_renderable=self._view, console=self._terminal)
         self._live.start()
         self._terminal.show_cursor(True)  # a second signal ends the process at once
@@ -202,9 +197,6 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _view(self) -> Panel:
-        if self._size != self._terminal.size:  # the lines of the last panel may be broken now
-            self._size = self._terminal.size
-            self._terminal.clear()
         values = self._values(self._metrics)
         cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in values]
         seconds = f"{time.monotonic() - self._since:.0f} s" if self._phase else ""

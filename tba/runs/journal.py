@@ -7,12 +7,14 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tba.config.schema import Config
-from tba.runs.files import open_plain, own_folder, write_whole
+from tba.config.tables import LogTable
+from tba.runs.files import write_whole
 from tba.runs.log import METRICS, SAMPLES, WARNINGS
 from tba.runs.metrics import first_screen, tensorboard_layout
 
@@ -22,8 +24,17 @@ LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
 
 
-def check_wandb() -> None:
-    """Raise ValueError if Weights & Biases refuses. On a terminal, it asks for a missing key."""
+def check_log(table: LogTable) -> None:
+    """Raise ValueError for a service that is not installed, or that refuses.
+
+    On a terminal, Weights & Biases asks for a missing key.
+    """
+    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
+        if wanted and find_spec(name) is None:
+            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
+            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
+    if not table.wandb:
+        return
     import wandb
 
     try:
@@ -43,8 +54,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = start + 1 if start else None  # drops the steps that are repeated
-        events = own_folder(folder / "tensorboard")
-        self._writer: Any = SummaryWriter(str(events), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
         self._writer.add_custom_scalars(tensorboard_layout())
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -112,7 +122,7 @@ def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
     if config.log.wandb:
         import wandb
 
-        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
+        place = {"id": _identity(folder), "dir": str(folder)}
         sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
     if config.log.trackio:
         import trackio
@@ -200,7 +210,8 @@ class Journal:
         for key, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 row[key] = None  # JSON has no NaN
-        _append(self._folder / name, f"{json.dumps(row)}\n".encode())
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _readable(value: Any) -> Any:
@@ -209,16 +220,3 @@ def _readable(value: Any) -> Any:
     if len(text) > LONGEST_VALUE:
         return f"{text[:LONGEST_VALUE]} …"
     return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file, all of it or nothing."""
-    with open(path, "ab", buffering=0, opener=open_plain) as file:
-        end = file.tell()
-        rest = line
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            file.truncate(end)  # else the next line would follow a part of this one
-            raise

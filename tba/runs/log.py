@@ -9,7 +9,6 @@ from typing import Any
 
 from tba.config.schema import Config, read_json
 from tba.runs.files import write_whole
-from tba.runs.generations import generations
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -70,16 +69,10 @@ def is_run(folder: Path) -> bool:
 
 def check_unused(run: Path) -> None:
     """Raise ValueError if a folder holds a run already."""
-    if generations(run / CHECKPOINTS):
-        raise ValueError(
-            f"run.folder = {str(run)!r} holds a run already;"
-            f" continue it with --resume {run}, or choose another folder"
-        )
     if is_run(run):
         raise ValueError(
-            f"run.folder = {str(run)!r} holds a run that ended before its first checkpoint was"
-            f" complete, so that it cannot be resumed; remove it (`rm -r {run}`), or choose another"
-            " folder"
+            f"run.folder = {str(run)!r} holds a run already; continue it with --resume {run},"
+            f" remove it (`rm -r {run}`), or choose another folder"
         )
 
 

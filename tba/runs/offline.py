@@ -1,35 +1,51 @@
-"""What a run leaves behind: its tables, its model, the scores of a checkpoint, its responses."""
+"""What a run leaves behind: its tables, its model with a card, its scores, its responses."""
 
 import json
+import re
+import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import indent
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelCardData, RepoUrl, constants, get_token
+from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
 from torch import Tensor
 
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
 from tba.learn.state import MODEL, read_model
-from tba.models.lora import SETTINGS, merged
+from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE, choose, chosen
-from tba.runs.checks import check_evaluated, check_responses, config_of, stored_config
-from tba.runs.files import open_plain, write_whole
+from tba.runs.checks import check_evaluated, check_export, check_responses, config_of, stored_config
+from tba.runs.files import write_whole
 from tba.runs.generations import step_of
-from tba.runs.log import METRICS, SAMPLES, read
+from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative_paths
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
+from tba.tasks._data import SUFFIXES
 from tba.weights import Weights, as_array, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
+TEMPLATE = Path(__file__).with_name("card.md")
+SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
+"""Tables of the config that a card shows."""
+
+SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
+"""Part of the path of a model in the hub's cache."""
+PLACE = re.compile(r"(~|\.\.|/[^/\s]+)/\S+$")
+"""Beginning of a path from the root, from a home, or from a folder above."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +106,17 @@ def evaluate_run(
         raise ValueError("--reference evaluates the model before training; leave out --step")
     config = stored_config(run, settings)
     model = config.policy.model
-    weights = None
+    tensors = None
     changed = None
+    version = 0
     with nullcontext() if reference else chosen(run, step) as generation:
         parts = _checked(config, completions)
         if generation is not None:
             model = str(generation / MODEL)
-            weights = _rounded(read_model(generation), parts.config, step_of(generation))
+            tensors = read_model(generation)
+            version = step_of(generation)
             changed = read_weights(generation / REFERENCE)
-    scores = _evaluate(parts, weights, changed, completions)
+    scores = _evaluate(parts, completions, tensors, version, changed)
     return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
 
 
@@ -107,14 +125,10 @@ def evaluate_model(model: str, config: Config, completions: Path | None = None) 
 
     A model is its own reference, and has no KL.
     """
-    if (Path(model).expanduser() / SETTINGS).is_file():
-        raise ValueError(
-            f"{model} is an adapter; evaluate the whole model, which `tba export RUN FOLDER` writes"
-        )
     check_evaluated(model, config)
     policy = config.policy.model_copy(update={"model": model, "lora": None})
     parts = _checked(config.model_copy(update={"policy": policy}), completions)
-    scores = _evaluate(parts, None, None, completions)
+    scores = _evaluate(parts, completions)
     kept = {name: v for name, v in scores.items() if not name.endswith("_log_ratio")}
     return {"model": model, "prompts": len(parts.held_out), **kept}
 
@@ -130,32 +144,27 @@ def _checked(config: Config, completions: Path | None) -> RunSetup:
     return parts
 
 
-def _place(config: Config) -> tuple[str, bool]:
-    """Return the device, and whether to compute in bf16 there."""
-    device = "cuda:0" if gpu_count() else "cpu"
-    return device, computes_in_bf16(config.policy, device)
-
-
-def _rounded(tensors: Mapping[str, Tensor], config: Config, version: int) -> Weights:
-    """Return weights as the engine computes."""
-    bf16 = engine_in_bf16(config.engine, _place(config)[1])
-    arrays = {name: as_array(tensor.detach(), bf16) for name, tensor in tensors.items()}
-    return Weights(version, arrays)
-
-
 def _evaluate(
-    parts: RunSetup, weights: Weights | None, reference: Weights | None, completions: Path | None
+    parts: RunSetup,
+    completions: Path | None,
+    tensors: Mapping[str, Tensor] | None = None,
+    version: int = 0,
+    reference: Weights | None = None,
 ) -> dict[str, float]:
     """Evaluate these weights, or policy.model's own; append all answers to `completions`."""
+    device = "cuda:0" if gpu_count() else "cpu"
+    bf16 = computes_in_bf16(parts.config.policy, device)
 
     def write(answers: Sequence[EvaluatedAnswer]) -> None:
         if completions is not None:
-            with open(completions, "a", encoding="utf-8", opener=open_plain) as file:
+            with completions.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
-    with closing(parts.search_setup().build(*_place(parts.config))) as searcher:
-        if weights is not None:
-            searcher.engine.load_weights(weights)
+    with closing(parts.search_setup().build(device, bf16)) as searcher:
+        if tensors is not None:
+            rounded = engine_in_bf16(parts.config.engine, bf16)
+            arrays = {name: as_array(tensor.detach(), rounded) for name, tensor in tensors.items()}
+            searcher.engine.load_weights(Weights(version, arrays))
         if reference is not None:
             searcher.reference.load_weights(reference)
         return evaluate_held_out(searcher, write).scores
@@ -182,3 +191,138 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
         rows.setdefault(json.dumps(row), row | more)
     write_whole(out, "".join(json.dumps(row) + "\n" for row in rows.values()))
     return out
+
+
+def share(
+    run: Path,
+    out: Path | None,
+    adapter: bool = False,
+    step: int | str | None = None,
+    name: str | None = None,
+    private: bool = False,
+) -> str:
+    """Write a checkpoint's model and its card to a new folder, and upload them as `name`.
+
+    Return the path of the folder, or the address of the repository. Without `out`, the folder is
+    removed after the upload. ValueError, before anything is written, if something is wrong.
+    """
+    policy = check_export(run, out, adapter, name, private)
+    # before a model is merged, because the hub may refuse
+    repository = None if name is None else _create(name, private)
+    with ExitStack() as closing:
+        generation = closing.enter_context(chosen(run, step))
+        if out is None:
+            aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
+            out = Path(closing.enter_context(aside)) / "model"
+        if policy.lora is None or adapter:
+            shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
+        else:
+            merged(policy, generation / MODEL).save_pretrained(out)
+            load_text(policy).tokenizer.save_pretrained(out)
+        title = out.name if repository is None else repository.repo_id
+        (out / "README.md").write_text(card(run, step_of(generation), title, adapter), "utf-8")
+        for file in out.iterdir():
+            file.chmod(0o644)  # safetensors writes files for their owner only
+        if repository is None:
+            return str(out)
+        message = f"Checkpoint of step {step_of(generation)}"
+        HfApi().upload_folder(repo_id=title, folder_path=out, commit_message=message)
+    return str(repository)
+
+
+def _create(name: str, private: bool) -> RepoUrl:
+    """Create the repository unless it exists; ValueError, which says what to type, if refused."""
+    if get_token() is None:
+        raise ValueError(
+            "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
+            " HF_TOKEN"
+        )
+    try:
+        url = HfApi().create_repo(name, private=private or None, exist_ok=True)
+        is_public = not HfApi().model_info(url.repo_id).private
+    except ValueError:  # of the name
+        raise
+    except Exception as error:  # no connection, no permission, a timeout: the class varies
+        why = str(error).strip().rpartition("\n")[2]
+        raise ValueError(
+            f"{constants.ENDPOINT} refuses {name!r}: {why}; type `hf auth login`, with a token that"
+            " may write there"
+        ) from error
+    if private and is_public:
+        raise ValueError(
+            f"{url} exists and is public; make it private on its settings page, choose another"
+            " name, or leave out --private"
+        )
+    return url
+
+
+def card(run: Path, step: int, name: str, adapter: bool) -> str:
+    """Return the model card for a step of a run; `name` is where others load the model."""
+    config = with_relative_paths(config_of(run).nested())
+    model = _model_name(config["policy"]["model"])
+    config = _without_places(config)
+    config["policy"]["model"] = model
+    by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
+    before = _texts(by_step.get(0, {}))
+    metadata = ModelCardData(
+        base_model=model if _on_hub(model) else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "trajectory-balance", "tba"],
+    )
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["code"] = _code
+    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+        metadata=metadata.to_yaml(),
+        config=config,
+        name=name,
+        step=step,
+        adapter=adapter,
+        version=version("tba"),
+        counts=[r for r in read(run / METRICS) if "loss" in r and r["step"] == step],
+        scores=[(s, before.get(s, "–"), v) for s, v in _texts(by_step.get(step, {})).items()],
+        settings=indent(json.dumps({table: config[table] for table in SHOWN}, indent=1), "    "),
+    )
+
+
+def _texts(scores: Mapping[str, float]) -> dict[str, str]:
+    """Return each score that has a standard error, as `0.921 ± 0.007`."""
+    texts = {}
+    for error in scores:
+        name = error.removesuffix("_stderr")
+        if name != error:
+            name = name if name in scores else f"{name}_pass@1"  # the score of `sampled_stderr`
+            texts[name] = f"{scores[name]:.3f} ± {scores[error]:.3f}"
+    return texts
+
+
+def _model_name(model: str) -> str:
+    """Return the name of a model on the hub if its path tells it, or its folder's."""
+    if cached := SNAPSHOT.search(model):
+        return cached[1].replace("--", "/")
+    folder = Path(model).expanduser()
+    return f"./{folder.resolve().name}" if folder.is_dir() else model
+
+
+def _without_places(value: Any) -> Any:
+    """Return settings in which paths of this machine are the names of their files."""
+    if isinstance(value, Mapping):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    is_place = isinstance(value, str) and PLACE.match(value) is not None
+    return Path(value).name if is_place else value
+
+
+def _on_hub(name: str) -> bool:
+    """Return whether a model is named as on the hub, and not by a path."""
+    is_path = name.startswith(("bundled:", ".", "/", "~")) or name.endswith(SUFFIXES)
+    return bool(name) and not is_path and name.count("/") <= 1 and not Path(name).exists()
+
+
+def _code(value: Any) -> str:
+    """Return text, or another value as JSON, as code within a line of Markdown."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"

@@ -1,17 +1,19 @@
 """The setup of a run: everything that its config names, resolved and checked before the start."""
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib.util import find_spec
 from textwrap import shorten
 
 import numpy as np
 import torch
 
+from tba.config.errors import about
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
-from tba.config.tables import OFF, LogTable
+from tba.config.tables import OFF
 from tba.engines import Engine, engine_in_bf16
 from tba.learn.policy import Policy, warm_up
 from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
@@ -25,6 +27,7 @@ from tba.models.cache import (
 from tba.models.lora import check_adapter, load_placed
 from tba.models.pretrained import (
     EAGER_TOKENS,
+    Encode,
     Tokenizer,
     check_model,
     computes_in_bf16,
@@ -32,9 +35,8 @@ from tba.models.pretrained import (
     load_text,
 )
 from tba.prompt import Prompt
-from tba.runs.journal import check_wandb
-from tba.runs.prompt_sets import evaluation_sets, log_doubled_bos, read_prompts
-from tba.search.chat import identity
+from tba.runs.journal import check_log
+from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -42,10 +44,17 @@ from tba.selections._interleaved import Interleaved
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Answered, Task
-from tba.tasks._memory import Functions, build_task, to_send
-from tba.tasks._rendering import with_chat
+from tba.tasks._memory import Functions, build_task, named_task, to_send
+from tba.tasks._rendering import Rendering, with_chat
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
+
+DUPLICATES = 0.01
+"""Largest share of the training prompts that may be held out as well."""
+
+Encoded = tuple[Prompt, np.ndarray]
+"""A prompt with its tokens."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,6 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     encoded += of_sets
-    log_doubled_bos(text, encoded)
     lengths = sorted((ids for _, ids in encoded), key=len)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     setup = RunSetup(
@@ -232,16 +240,6 @@ def _check_policy(config: Config) -> list[str]:
     if config.trainer.compile:
         check_compiler()
     return [] if config.policy.lora is None else [check_adapter(config.policy)]
-
-
-def check_log(table: LogTable) -> None:
-    """Raise ValueError for a service that is not installed, or that refuses."""
-    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
-        if wanted and find_spec(name) is None:
-            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
-            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
-    if table.wandb:
-        check_wandb()
 
 
 def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
@@ -322,3 +320,127 @@ def _check_stop(config: Config, text: Tokenizer) -> None:
                 f"sampling.stop has {stop!r}, but the text of a response has no special tokens;"
                 f" set policy.eos_token={special[0]!r} to end responses with it"
             )
+
+
+def read_prompts(
+    config: Config, task: Task, text: Tokenizer
+) -> tuple[list[Prompt], list[Prompt], list[Encoded]]:
+    """Return the prompts to train on, those held out, and all of these with their tokens."""
+    encode = encoder(text, task)
+    seen: set[bytes] = set()
+    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
+    held_out = kept_back[: config.eval.prompts]
+    prompts = kept("training", task, task.prompts(), encode, seen)
+    if not prompts:
+        raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
+    used = [*prompts, *held_out]
+    tokens = text.encode_all(used, config.sampling.max_tokens, encode)
+    together = list(zip(used, tokens, strict=True))
+    encoded = together[: len(prompts)]
+    evaluated = together[len(prompts) :]
+    if not task.samples_again:
+        apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
+        apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
+        encoded = _without_held_out(task, encoded, apart)
+    return [prompt for prompt, _ in encoded], held_out, encoded + evaluated
+
+
+def _without_held_out(
+    task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
+) -> list[Encoded]:
+    """Return the training prompts whose identity is not held out.
+
+    Large data sets have a few that are. Raise ValueError if there are more, which is a mistake.
+    """
+    shared = []
+    left = []
+    for prompt, ids in encoded:
+        if identity(task, prompt, ids) in held_out:
+            shared.append(prompt)
+        else:
+            left.append((prompt, ids))
+    told = f"{len(shared):,} of {len(encoded):,} training prompts are also held out"
+    if len(shared) > DUPLICATES * len(encoded):
+        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
+        raise ValueError(
+            f"{told}, so that evaluations would not measure what was learned: {examples}. Remove"
+            " them from one of the two, name another file for one, or set eval.prompts=0"
+        )
+    if shared:
+        log.warning("%s, and not trained on", told)
+    return left
+
+
+def kept(
+    what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
+) -> list[Prompt]:
+    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
+
+    `seen` is added to. ValueError if none is left of the task, or of a part of it.
+    """
+    left: list[Prompt] = []
+    why: Counter[str] = Counter()
+    for prompt in prompts:
+        part, own = task.part(prompt)
+        if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
+            ids = encode(prompt)
+            known = part.encode() + b"/" + identity(task, prompt, ids)
+            if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
+                why[f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"] += 1
+                continue
+            if own.drop_duplicates and known in seen:
+                why["duplicates (task.drop_duplicates)"] += 1
+                continue
+            seen.add(known)
+        left.append(prompt)
+    for reason, count in why.items():
+        log.warning("%d of %d %s prompts are left out: %s", count, len(prompts), what, reason)
+    if lost := {task.part(p)[0] for p in prompts} - {task.part(p)[0] for p in left}:
+        of_part = "".join(f" of task.parts.{name}" for name in sorted(lost) if name)
+        raise ValueError(
+            f"all {what} prompts{of_part} are {' or '.join(why)}; raise it, or drop it"
+        )
+    return left
+
+
+def evaluation_sets(
+    config: Config,
+    functions: Functions | None,
+    task: Task,
+    text: Tokenizer,
+    trained_on: Set[bytes],
+) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
+    """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.
+
+    Prompts whose identity is trained on are left out, unless the task samples from these again.
+    `task` is the task of the run.
+    """
+    sets: dict[str, EvaluationSet] = {}
+    encoded: list[Encoded] = []
+    for name, table in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        if name in task.part_weights:
+            raise ValueError(f"[{key}]: a part of the task has this name, too; rename one of them")
+        options = table.options if table.use else config.task.options | table.options
+        use = table.use or config.task.use
+        own = named_task(key, use, options, functions)
+        with about(f"[{key}]"):  # errors speak of `task.`
+            own.check()
+            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
+        tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
+        encoded += zip(prompts, tokens, strict=True)
+        fresh = []
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            if own.samples_again or identity(own, prompt, ids) not in trained_on:
+                fresh.append(prompt)
+        if not fresh:
+            why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
+            raise ValueError(f"[{key}]: {why}; give it data of its own, or remove it")
+        if left_out := len(prompts) - len(fresh):
+            told = "%s: %d of %d prompts are trained on, and left out"
+            log.warning(told, key, left_out, len(prompts))
+        if own.tools is not None:
+            check_tools(own.tools, fresh[0], config.reward.isolate)
+        chosen = fresh[: table.prompts or config.eval.prompts]
+        sets[name] = EvaluationSet(type(config.task)(use=use, **options), tuple(chosen))
+    return sets, encoded

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from math import nan, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.files import open_plain, write_json
+from tba.runs.files import write_json
 from tba.runs.log import SESSIONS, SUMMARY
 from tba.search.result import SearchStats
 from tba.tasks import Task
@@ -250,12 +250,14 @@ def record_session(
     """
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     memory = psutil.virtual_memory().total / 2**30
+    installed = {package.name: package.version for package in distributions()}
+    versions = {name: installed[name] for name in PACKAGES if name in installed}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     session = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "step": step,
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version()} | versions,
         "system": platform.platform(),
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
         "config": config,
@@ -263,7 +265,7 @@ def record_session(
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }
-    with open(run / SESSIONS, "a", encoding="utf-8", opener=open_plain) as file:
+    with (run / SESSIONS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(session) + "\n")
 
 
@@ -275,13 +277,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ended.stdout.strip() or None
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -17,7 +17,7 @@ from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
 from tba.config.tables import Use
 from tba.report import report
-from tba.runs.share import share
+from tba.runs.offline import share
 from tba.search.verdicts import rejection
 from tba.tasks.custom import reward_function
 

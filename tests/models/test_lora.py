@@ -38,9 +38,8 @@ from tba.models.lora import (
 from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.runs.checkpoint import newest
-from tba.runs.offline import evaluate_run
+from tba.runs.offline import evaluate_run, share
 from tba.runs.setup import check
-from tba.runs.share import share
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate
 from tba.weights import as_tensor, trained

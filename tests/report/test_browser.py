@@ -20,7 +20,7 @@ import pytest
 from tba.assemble import run
 from tba.config.schema import DEFAULT, load
 from tba.report import report
-from tba.report.charts import AXES
+from tba.report.runs import AXES
 from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.metrics import PANELS
 from tba.studies.results import Ledger, Trial

@@ -16,7 +16,7 @@ from build import data
 
 from tba.config.schema import Config
 from tba.report import report
-from tba.report.charts import OTHERS, POINTS, Charts, columns
+from tba.report.runs import OTHERS, POINTS, Charts, columns
 from tba.runs.journal import Journal
 from tba.runs.log import CONFIG, SAMPLES, SESSIONS, SUMMARY, WARNINGS
 from tba.runs.metrics import PANELS

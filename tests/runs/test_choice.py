@@ -18,8 +18,7 @@ from tba.config.schema import load
 from tba.runs.checkpoint import best_step, choose, kept_beside
 from tba.runs.generations import generations, path_of, step_of
 from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_model, evaluate_run, export_responses
-from tba.runs.share import share
+from tba.runs.offline import evaluate_model, evaluate_run, export_responses, share
 from tba.runtime.local import LocalSearchers
 from tba.search.result import Evaluation
 

@@ -16,7 +16,7 @@ from tba.cli import _config
 from tba.config.schema import load, read_json
 from tba.runs.journal import Journal
 from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations, rewind
-from tba.runs.share import share
+from tba.runs.offline import share
 
 LINES: dict[str, Callable[[bytes], bytes]] = {
     "bad byte": lambda line: line[:9] + b"\xff" + line[10:],

@@ -59,7 +59,7 @@ def test_a_run_killed_in_its_first_save_says_how_to_start_again(
     remove = re.escape(f"`rm -r {folder}`")
     with pytest.raises(ValueError, match=f"nothing to resume; .*remove its folder .{remove}"):
         run(_config([], folder), folder)
-    with pytest.raises(ValueError, match=f"before its first checkpoint .*; remove it .{remove}"):
+    with pytest.raises(ValueError, match=f"holds a run already; .* remove it .{remove}"):
         run(chosen)
     shutil.rmtree(folder)
     assert run(chosen).finished

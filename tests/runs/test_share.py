@@ -24,7 +24,7 @@ import tba
 from tba.assemble import run
 from tba.runs.checkpoint import generations
 from tba.runs.log import METRICS, read
-from tba.runs.share import _model_name, _texts, _without_places, share
+from tba.runs.offline import _model_name, _texts, _without_places, share
 
 TOKEN = "hf_of_the_test"
 

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from tba.config.schema import Config, load
-from tba.report.charts import OTHERS, Charts
+from tba.report.runs import OTHERS, Charts
 from tba.runs.journal import Journal
 from tba.runs.log import METRICS as METRICS_FILE
 from tba.runs.log import SAMPLES, SUMMARY, read
@@ -187,7 +187,7 @@ def test_all_twelve_panels_reach_each_service(
 def test_a_service_that_is_not_installed_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("tba.runs.journal.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"log\.{name} = true needs the package {name}: pip"):
         check(config(f"log.{name}=true"))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import EOS, PAD
 from talk import CHARACTERS
@@ -19,7 +18,6 @@ from tba.models.pretrained import load_text
 from tba.prompt import Answer, Message, Prompt
 from tba.runs.checks import check_resumed
 from tba.runs.log import SAMPLES, read
-from tba.runs.prompt_sets import log_doubled_bos
 from tba.runs.setup import check
 from tba.tasks.custom import Custom
 
@@ -145,18 +143,6 @@ def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, 
     assert not isinstance(held_out.text, str)
 
 
-def test_the_advice_about_bos_is_given_once_for_all_prompts(
-    model: Model, data: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those to train on, the held-out ones, and those of an evaluation set of the same task."""
-    doubled = {**data, "prompt": BOS + "{prompt}"}
-    again = {"prompts": 1, "sets": {"b": {"prompt": BOS + "b: {prompt}"}}}
-    check(config(model(bos=True), doubled, eval=again))
-    assert [text for text in caplog.messages if "two BOS tokens" in text] == [
-        "7 of 7 prompts begin with two BOS tokens; remove <bos> from their text"
-    ]
-
-
 def test_plain_text_for_want_of_a_template_is_noted(model: Model, data: dict[str, Any]) -> None:
     """Once for all tasks, and not where there is a template, or nothing to decide."""
     asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}
@@ -188,22 +174,6 @@ def test_arguments_of_the_chat_template(model: Model) -> None:
     assert now.policy.chat_template_kwargs == {"enable_thinking": True}
     with pytest.raises(ValueError, match=r"chat_template_kwargs = .*leave it unchanged"):
         check_resumed(now, before)
-
-
-def test_a_prompt_with_two_bos_tokens_is_warned_of(
-    model: Model, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = load_text(PolicyTable(model=model(bos=True)))
-    once, twice = Prompt("0", "Hi"), Prompt("1", f"{BOS}Hi")
-    assert text.encode(once)[0] == text.tokenizer.bos_token_id
-    np.testing.assert_array_equal(text.encode(twice)[1:], text.encode(once))
-    encoded = [(prompt, text.encode(prompt)) for prompt in (once, twice)]
-    log_doubled_bos(text, encoded[:1])
-    assert not caplog.records
-    log_doubled_bos(text, encoded)
-    assert caplog.messages == [
-        "1 of 2 prompts begin with two BOS tokens; remove <bos> from their text"
-    ]
 
 
 def test_a_chat_is_written_in_one_way(model: Model, data: dict[str, Any], tmp_path: Path) -> None:
