@@ -12,7 +12,7 @@ from conftest import EOS, PAD
 from talk import CHARACTERS
 
 from tba.assemble import run
-from tba.config.schema import Config, load, parse
+from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.prompt import Answer, Message, Prompt
@@ -75,7 +75,7 @@ def config(model: str, task: dict[str, Any], **tables: Any) -> Config:
     small = {"batch_size": 8, "group_size": 4}
     sampling = {"samples": 4, "max_tokens": 8}
     whole = {"task": {"use": "custom", **task}, "trainer": small, "sampling": sampling, **tables}
-    return parse({"policy": {"model": model}, **whole})
+    return Config(**{"policy": {"model": model}, **whole})
 
 
 def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(
