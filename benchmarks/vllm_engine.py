@@ -32,7 +32,7 @@ from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.engines.vllm import ENVIRONMENT, VLLM
 from tba.learn.policy import Policy
-from tba.learn.probe import answer
+from tba.learn.publish import answer
 from tba.models.lora import load_adapted
 from tba.models.pretrained import load_model, load_text
 from tba.prompt import Prompt

@@ -64,7 +64,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
-        self.most, self.failing, self.aborted, self.closed = 0, False, list[str](), 0
+        self.most, self.failing, self.closed = 0, False, 0
         self.added: list[str] = []
         self.allowed = threading.Event()
         self.allowed.set()
@@ -86,11 +86,6 @@ class Steps:
             del self.left[key]
         empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return [(key, Output(*empty, True, 0.0, ())) for key in ended]
-
-    def abort(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.left.pop(key, None)
-            self.aborted.append(key)
 
     def close(self) -> None:
         self.closed += 1

@@ -4,7 +4,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -52,9 +51,6 @@ class Stepper(Protocol):
     def step(self) -> Sequence[tuple[str, Output]]:
         """Generate a token of each running request; return those that have ended."""
 
-    def abort(self, keys: Sequence[str]) -> None:
-        """End these requests without a result; one may have ended, or never begun."""
-
     def close(self) -> None:
         """Free what the engine holds."""
 
@@ -96,8 +92,8 @@ class Batch:
     full as long as there is work. An update waits until nothing runs, and nothing starts while it
     waits or is verified, so that each request sees one state of the engine; with `in_flight` it is
     applied at once. A ValueError about a request is raised in its call. Any other exception of the
-    engine ends it, and is raised in every call, now and later, as EngineError; so are missed
-    deadlines.
+    engine and a missed deadline end it, and are raised in every call, now and later, as
+    EngineError.
     """
 
     def __init__(self, start: Callable[[], Stepper], slots: int, in_flight: bool, deadline: float):
@@ -110,7 +106,6 @@ class Batch:
         self._waiting: deque[tuple[_Call, int]] = deque()
         self._running: dict[str, tuple[_Call, int]] = {}
         self._updates: deque[_Update] = deque()
-        self._aborted: list[str] = []
         self._count = 0
         self._failure: BaseException | None = None
         self._engine: Stepper | None = None
@@ -124,11 +119,7 @@ class Batch:
         with self._changed:
             self._waiting.extend((call, place) for place in range(len(requests)))
             self._changed.notify_all()
-        try:
-            self._wait(lambda: call.ended)
-        except EngineError:
-            self._give_up(call)
-            raise
+        self._wait(lambda: call.ended)
         if call.refused is not None:
             raise call.refused
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
@@ -145,12 +136,7 @@ class Batch:
         with self._changed:
             self._updates.append(update)
             self._changed.notify_all()
-        try:
-            self._wait(lambda: update.outputs is not None)
-        except EngineError:
-            with self._changed, suppress(ValueError):  # or nobody would verify it
-                self._updates.remove(update)
-            raise
+        self._wait(lambda: update.outputs is not None)
         assert update.outputs is not None
         return update.waited, update.outputs
 
@@ -161,28 +147,22 @@ class Batch:
             return done() or self._failure is not None
 
         with self._changed:
-            in_time = self._changed.wait_for(over, self._deadline)
+            if not self._changed.wait_for(over, self._deadline):
+                limit = f"engine.deadline = {self._deadline:g} s"
+                self._fail(TimeoutError(f"no answer within {limit}; raise that setting"))
             failure = self._failure
         if failure is not None:
             raise EngineError(f"vLLM failed: {failure}") from failure
-        if not in_time:
-            limit = f"engine.deadline = {self._deadline:g} s"
-            raise EngineError(f"vLLM did not answer within {limit}; raise that setting")
 
     def close(self, deadline: float = 10.0) -> None:
         """End the engine, and with it every call that waits. It may be called twice."""
-        with self._changed:
-            self._failure = self._failure or RuntimeError("it was closed")
-            self._changed.notify_all()
+        self._fail(RuntimeError("it was closed"))
         self._thread.join(deadline)
 
-    def _give_up(self, call: _Call) -> None:
+    def _fail(self, error: BaseException) -> None:
+        """End the engine after its step, and every call that waits, with the first error."""
         with self._changed:
-            self._waiting = deque(item for item in self._waiting if item[0] is not call)
-            keys = [key for key, (owner, _) in self._running.items() if owner is call]
-            self._aborted += keys
-            for key in keys:
-                del self._running[key]
+            self._failure = self._failure or error
             self._changed.notify_all()
 
     def _run(self, start: Callable[[], Stepper]) -> None:
@@ -196,9 +176,7 @@ class Batch:
             while self._failure is None:
                 self._turn(engine)
         except BaseException as error:  # whoever waits must learn of it
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self._fail(error)
         if engine is not None:
             engine.close()
 
@@ -206,13 +184,10 @@ class Batch:
         """Wait for work, apply an update or start requests, and make a step."""
         with self._changed:
             self._changed.wait_for(self._has_work)
-            aborted = self._aborted
-            self._aborted = []
             update = None
             if self._updates and (self._in_flight or not self._running):
                 update = self._updates.popleft()
             begun = [] if update or self._updates else self._begin()
-        engine.abort(aborted)
         if update is not None:
             self._apply(engine, update)
             return
@@ -220,7 +195,10 @@ class Batch:
             try:
                 engine.add(key, request)
             except ValueError as error:
-                self._refuse(key, error)
+                with self._changed:
+                    call, _ = self._running.pop(key)
+                    call.refused = error
+                    self._changed.notify_all()
         if self._running:
             self._deliver(engine.step())
 
@@ -246,17 +224,8 @@ class Batch:
             self._deliver(ended)
         return [outputs[key] for key in keys]
 
-    def _refuse(self, key: str, error: ValueError) -> None:
-        """End the call of a request that the engine did not accept; others go on."""
-        with self._changed:
-            if key in self._running:  # else its call has ended by now
-                call, _ = self._running[key]
-                call.refused = error
-                self._give_up(call)
-
     def _has_work(self) -> bool:
-        work = (self._waiting, self._running, self._updates, self._aborted, self._failure)
-        return any(work)
+        return any((self._waiting, self._running, self._updates, self._failure))
 
     def _begin(self) -> list[tuple[str, Request]]:
         """Give the free slots to the requests that have waited longest."""
@@ -273,7 +242,7 @@ class Batch:
     def _deliver(self, ended: Sequence[tuple[str, Output]]) -> None:
         with self._changed:
             for key, output in ended:
-                if key in self._running:  # else it was given up, or is a check
+                if key in self._running:  # else it is a check
                     call, place = self._running.pop(key)
                     call.outputs[place] = output
             self._changed.notify_all()

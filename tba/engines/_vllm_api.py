@@ -5,7 +5,7 @@ It is imported in the process that generates, once the environment is prepared.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,6 @@ class Engine:
             results = self._engine.step()
         ended = [each for each in results if each.finished]
         return [(each.request_id, self._output(each)) for each in ended]
-
-    def abort(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._engine.abort_request(list(keys))
-        for key in keys:
-            self._requests.pop(key, None)  # it may have ended, or never begun
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable, decay_of
-from tba.learn import NotFinite, WrongReference, plan, probe, state
-from tba.learn.copies import Copy
+from tba.learn import NotFinite, WrongReference, plan, publish, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import Loss, Objective
 from tba.objectives._terms import kl_k3, total
@@ -37,14 +36,13 @@ class SingleTrainer:
     steps: int
     bf16_weights: bool  # whether searchers get weights in bf16
     context: int  # maximum number of tokens of a prompt and its response together
-    probe_prompt: int = probe.PROMPT  # tokens of the prompt of probes
-    first_probe: TokenBatch | None = None  # probe before the first step, if any
+    probe_prompt: int = publish.PROMPT  # tokens of the prompt of probes
+    probe: TokenBatch | None = None  # probe of the next publication, if any
     most_at_first: float = math.inf  # mean |log(pi / ref)| a token that step 0 may have, in nats
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
-    _probe: TokenBatch | None = field(default=None, init=False)
-    _free: list[Copy] = field(default_factory=list, init=False)
+    _free: list[publish.Copy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         s = self.settings
@@ -73,8 +71,8 @@ class SingleTrainer:
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
-        sequences = probe.sequences_of(batch)
-        self._probe = probe.probe_tokens(sequences, self.context, self.probe_prompt)
+        sequences = publish.sequences_of(batch)
+        self.probe = publish.probe_tokens(sequences, self.context, self.probe_prompt)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
@@ -93,9 +91,9 @@ class SingleTrainer:
         return size * sum(p.numel() for p in trained(self.policy.model).values())
 
     def copy(self, version: int) -> Callable[[], Weights]:
-        copy = self._free.pop() if self._free else Copy(self.policy, self.bf16_weights)
-        copy.fill(self.policy, version, self.first_probe if self._probe is None else self._probe)
-        return partial(copy.weights, self._free)
+        copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
+        copy.fill(self.policy)
+        return partial(copy.weights, version, self.probe, self._free)
 
     def reference(self, version: int) -> Weights:
         return pack(self.policy.model, version, bf16=False)

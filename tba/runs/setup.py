@@ -16,7 +16,7 @@ from tba.config.schema import Config
 from tba.config.tables import OFF
 from tba.engines import Engine, engine_in_bf16
 from tba.learn.policy import Policy, warm_up
-from tba.learn.probe import RESPONSE, probe_tokens, prompt_length
+from tba.learn.publish import RESPONSE, probe_tokens, prompt_length
 from tba.learn.trainer import SingleTrainer
 from tba.models.cache import (
     check_compiler,
@@ -141,7 +141,7 @@ class RunSetup:
             context=self.text.context,
             probe_prompt=prompt_length(block),
             most_at_first=limit if is_new and not apart else math.inf,
-            first_probe=probe_tokens(
+            probe=probe_tokens(
                 self.extremes, self.text.context, max(longest, prompt_length(block))
             ),
         )

@@ -13,7 +13,7 @@ from conftest import VOCABULARY
 
 from tba.engines import Engine
 from tba.engines.transformers import Transformers
-from tba.learn.probe import RESPONSE, probe_tokens, prompt_length, sequences_of
+from tba.learn.publish import RESPONSE, probe_tokens, prompt_length, sequences_of
 from tba.types import Batch, Group, collate
 
 PROMPT = prompt_length(block=128)

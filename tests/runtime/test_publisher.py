@@ -15,7 +15,7 @@ from build import trainer
 from toy import Given
 
 from tba.engines import SearchError
-from tba.learn.probe import answer, probe_tokens, sequences_of
+from tba.learn.publish import answer, probe_tokens, sequences_of
 from tba.runtime.deadline import bind_ray
 from tba.types import Batch
 from tba.weights import Weights, as_tensor, pack

@@ -17,7 +17,7 @@ from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.learn.plan import Layout, chunks, first_alike
 from tba.learn.policy import Policy
-from tba.learn.probe import probe_tokens, sequences_of
+from tba.learn.publish import probe_tokens, sequences_of
 from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
 from tba.objectives.tb import TrajectoryBalance

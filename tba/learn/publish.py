@@ -1,0 +1,99 @@
+"""What a trainer publishes: its weights, and a probe, which shows whether an engine has them."""
+
+import weakref
+from collections.abc import Sequence
+from copy import deepcopy
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.learn.policy import Policy
+from tba.types import Batch, TokenBatch, collate_tokens
+from tba.weights import Probe, Weights, as_view, trained
+
+PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts
+RESPONSE = 16
+
+
+def prompt_length(block: int) -> int:
+    """Return the tokens of a probe's prompt: more than a block, which is 0 without a cache."""
+    return max(PROMPT, block + 1)
+
+
+def probe_tokens(sequences: Sequence[np.ndarray], context: int, length: int = PROMPT) -> TokenBatch:
+    """Return the tokens of a probe: the last ones of these sequences, which repeat if they are few.
+
+    The prompt has `length` tokens, or fewer if the context is short.
+    """
+    backwards = np.concatenate(sequences)[::-1]
+    tokens = np.resize(backwards, min(length + RESPONSE, context))[::-1]
+    end = max(1, len(tokens) - RESPONSE)
+    return collate_tokens([tokens[:end]], [[tokens[end:]]])
+
+
+def sequences_of(batch: Batch) -> list[np.ndarray]:
+    """Return the longest response of each group behind its prompt, the longest of all last."""
+    lengths = batch.present.sum(-1)
+    longest = lengths.argmax(1)
+    sequences = []
+    for b in lengths.amax(1).argsort(stable=True).tolist():
+        k = longest[b]
+        prompt = batch.prompt_tokens[b][batch.prompt_mask[b]]
+        response = batch.tokens[b, k][batch.present[b, k]]
+        sequences.append(torch.cat([prompt, response]).numpy())
+    return sequences
+
+
+@torch.no_grad()
+def answer(policy: Policy, tokens: TokenBatch) -> Probe:
+    """Return the probe of these tokens, with the policy's log-probs."""
+    logp = policy.logp(tokens)[0, 0].float().cpu().numpy()
+    return Probe(
+        prompt_tokens=tokens.prompt_tokens[0].int().numpy(),
+        tokens=tokens.tokens[0, 0].int().numpy(),
+        logp=logp,
+        temperature=policy.temperature,
+    )
+
+
+class Copy:
+    """Policy with weights of its own, but for frozen ones, which it shares with the trainer's.
+
+    Only `fill` reads the trainer's weights. The rest may run in another thread.
+    """
+
+    def __init__(self, policy: Policy, bf16: bool):
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        self._policy = deepcopy(policy, dict(frozen))
+        on_gpu = policy.device.type == "cuda"
+        self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
+        self._sent: dict[str, Tensor] = {}
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        for name, own in trained(self._policy.model).items():
+            is_sent = own.dtype == dtype and own.device.type == "cpu" and own.is_contiguous()
+            self._sent[name] = own.detach() if is_sent else torch.empty(own.shape, dtype=dtype)
+
+    @torch.no_grad()
+    def fill(self, policy: Policy) -> None:
+        """Copy the weights of the trainer's policy."""
+        for own, newest in zip(self._policy.parameters(), policy.parameters(), strict=True):
+            if newest.requires_grad:
+                own.copy_(newest)
+        if self._stream is not None:  # `weights` computes in a stream of its own
+            torch.cuda.current_stream(policy.device).synchronize()
+
+    @torch.no_grad()
+    def weights(self, version: int, asked: TokenBatch | None, free: "list[Copy]") -> Weights:
+        """Return the weights with their probe; the copy is put into the list once they are gone."""
+        with torch.cuda.stream(self._stream):  # nothing changes if there is none
+            probe = None if asked is None else answer(self._policy, asked)
+            arrays: dict[str, np.ndarray] = {}
+            for name, own in trained(self._policy.model).items():
+                sent = self._sent[name]
+                if sent.data_ptr() != own.data_ptr():
+                    sent.copy_(own)
+                arrays[name] = as_view(sent)
+        weights = Weights(version, arrays, probe)
+        weakref.finalize(weights, free.append, self)  # its memory is allocated once
+        return weights
