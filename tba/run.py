@@ -12,7 +12,7 @@ from torch import nn
 
 from tba.config.schema import Config
 from tba.engines import SearchError
-from tba.learn import Trainer, WrongReference
+from tba.learn import Trainer
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.console import Console
@@ -271,8 +271,6 @@ class Run:
                 complete = complete or ended != ""
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
-        except WrongReference:
-            raise
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         except (OSError, RuntimeError) as error:

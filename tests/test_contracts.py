@@ -26,9 +26,8 @@ from conftest import VOCABULARY
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
-from tba.engines._decoding import choose
 from tba.engines.scripted import Scripted
-from tba.engines.transformers import Transformers
+from tba.engines.transformers import Transformers, choose
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import Loss

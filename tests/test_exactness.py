@@ -23,7 +23,7 @@ from toy import (
 from tba.config.schema import Config
 from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.objectives._terms import importance
+from tba.objectives import importance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
 from tba.runs.log import METRICS, read

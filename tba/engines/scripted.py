@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from tba.engines import Engine
-from tba.engines._decoding import length_to_stop
+from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -65,3 +65,13 @@ class Scripted(Engine):
         logp = np.zeros(len(tokens), np.float32)
         logp[0] = math.log(self.answers.count(answer) / len(self.answers))
         return Completion(tokens, logp, end <= sampling.max_tokens, version)
+
+
+def length_to_stop(text: Tokenizer, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
+    """Return the number of tokens up to the one that completes a stop string, if there is one."""
+    if not stop:
+        return None
+    for length in range(1, len(tokens) + 1):
+        if text.answer(tokens[:length], False, stop).finished:
+            return length
+    return None

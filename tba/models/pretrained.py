@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
-from tba.models import model_path
 from tba.models.template import render
 from tba.prompt import Answer, Message, Prompt
 from tba.types import Completion, Trajectory
 
+BUNDLED = Path(__file__).parent
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
@@ -27,11 +27,9 @@ HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_ma
 
 RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
 """Types of layers that keep a state in place of keys and values."""
-PARTS = {"text_config", "text_encoder"}
-"""Configs within the config of a model for images or sound."""
 LARGEST = {
-    "config.json": 2**20, "generation_config.json": 2**20, "*.jinja": 2**20,
-    "*token*.json": 2**26, "vocab.*": 2**26, "merges.txt": 2**26, "*.model": 2**26,
+    "*config.json": 2**22, "*.jinja": 2**20, "*token*.json": 2**26, "vocab.*": 2**26,
+    "merges.txt": 2**26, "*.model": 2**26,
 }  # fmt: skip
 """Bytes of files that are parsed whole, by a pattern of their names."""
 
@@ -148,6 +146,27 @@ class Tokenizer:
         return tokens
 
 
+def model_path(name: str, key: str = "policy.model") -> str:
+    """Return the path or name for `from_pretrained`; ValueError if a path has no model."""
+    bundled = name.startswith("bundled:")
+    path = BUNDLED / name.removeprefix("bundled:") if bundled else Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return str(path)
+    if bundled:
+        shipped = sorted(f"bundled:{p.parent.name}" for p in BUNDLED.glob("*/config.json"))
+        problem = f"no such bundled model; known: {', '.join(shipped)}"
+    elif path.is_dir():
+        problem = "the folder has no config.json; give a folder that save_pretrained wrote"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        problem = (
+            "no such folder; give one that save_pretrained wrote, or a name on the hub, such as"
+            " HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    else:
+        return name
+    raise ValueError(f"{key} = {name!r}: {problem}")
+
+
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
     """Load the tokenizer and the config.json of a model; ValueError, which names the key."""
     from transformers import AutoConfig, AutoTokenizer
@@ -232,11 +251,6 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     declared = _declared_eos(model_path(policy.model), config)
     eos_ids = frozenset({eos, *(i for i in declared if i < vocabulary)})
     template = str(tokenizer.chat_template)
-    if len(template) > LARGEST["*.jinja"]:
-        raise ValueError(
-            f"the chat template of {policy.model!r} has {size(len(template))}, and the limit is"
-            f" {size(LARGEST['*.jinja'])}; give another model"
-        )
     for name in policy.chat_template_kwargs:
         if name not in template:  # a template ignores what it does not know
             raise ValueError(
@@ -316,43 +330,39 @@ def check_model(policy: PolicyTable) -> None:
     from transformers import AutoModelForCausalLM
 
     named = f"policy.model = {policy.model!r}"
-    remote_code = policy.trust_remote_code
-    _check_causal(load_config(policy), named)
-    model = load_empty_model(policy)
-    needed = sum(p.numel() * 4 for p in model.parameters())
+    config = load_config(policy)
+    if not _is_causal(config):
+        raise ValueError(
+            f"{named} is a {config.model_type!r}, by its config.json: an encoder, a model with a"
+            " recurrent state, or a part of a larger model; give a causal language model with"
+            " attention alone"
+        )
+    needed = sum(p.numel() * 4 for p in load_empty_model(policy).parameters())
     memory = psutil.virtual_memory().total
     if needed > memory:
         raise ValueError(
             f"{named}: by its config.json it needs at least {size(needed)} of memory in fp32, but"
             f" this machine has {size(memory)}; give a smaller model"
         )
-    check_files(AutoModelForCausalLM, policy.model, "policy.model", remote_code)
-    if model._is_stateful:
-        kind = type(model).__name__
-        raise ValueError(f"{named}: {kind} keeps a recurrent state; use a model with attention")
+    check_files(AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code)
 
 
-def _check_causal(config: Any, named: str) -> None:
-    """Raise ValueError unless a config describes a causal LM with attention, and nothing else.
-
-    Models with code of their own are not known here.
-    """
+def _is_causal(config: Any) -> bool:
+    """Return whether a config is a causal LM's with attention alone, or one with its own code."""
     from transformers.models.auto import modeling_auto as known
 
     kind = type(config)
     plain = config.to_dict()
+    classes: Any = known.MODEL_FOR_CAUSAL_LM_MAPPING
     if "AutoModelForCausalLM" in plain.get("auto_map", {}):
-        return
+        return True
+    if kind not in classes or config.is_encoder_decoder:
+        return False
     encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
     recurrent = RECURRENT & set(plain.get("layer_types") or ())
-    larger = PARTS & config.sub_configs.keys()
-    causal = kind in known.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
-    if encoder or recurrent or larger or not causal:
-        raise ValueError(
-            f"{named} is a {config.model_type!r}, by its config.json: an encoder, a model with a"
-            " recurrent state, or a part of a larger model; give a causal language model with"
-            " attention alone"
-        )
+    stateful = classes[kind]._is_stateful
+    larger = config.get_text_config() is not config
+    return not (encoder or recurrent or stateful or larger)
 
 
 def load_model(policy: PolicyTable, dtype: Any) -> Any:

@@ -1,7 +1,6 @@
 from dataclasses import dataclass
 
-from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import centred, penalised
+from tba.objectives import Loss, Objective, PerToken, centred, penalised
 from tba.types import Batch
 
 

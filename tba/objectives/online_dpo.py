@@ -2,8 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import total
+from tba.objectives import Loss, Objective, PerToken, total
 from tba.types import Batch
 
 

@@ -2,8 +2,17 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import Head, Loss, Objective, PerToken
-from tba.objectives._terms import clipped, log_ratio, outside, ratio, total
+from tba.objectives import (
+    Head,
+    Loss,
+    Objective,
+    PerToken,
+    clipped,
+    log_ratio,
+    outside,
+    ratio,
+    total,
+)
 from tba.types import Batch
 
 

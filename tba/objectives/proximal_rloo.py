@@ -1,7 +1,6 @@
 from dataclasses import dataclass
 
-from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import clipped, leave_one_out, log_ratio, ratio
+from tba.objectives import Loss, Objective, PerToken, clipped, leave_one_out, log_ratio, ratio
 from tba.types import Batch
 
 

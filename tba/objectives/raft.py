@@ -1,8 +1,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import total
+from tba.objectives import Loss, Objective, PerToken, total
 from tba.types import Batch
 
 

@@ -3,8 +3,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from tba.objectives import Head, Loss, Objective, PerToken
-from tba.objectives._terms import total
+from tba.objectives import Head, Loss, Objective, PerToken, total
 from tba.types import Batch
 
 

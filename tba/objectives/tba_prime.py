@@ -1,7 +1,6 @@
 from dataclasses import dataclass
 
-from tba.objectives import Loss, Objective, PerToken
-from tba.objectives._terms import Importance, centred, importance, total
+from tba.objectives import Importance, Loss, Objective, PerToken, centred, importance, total
 from tba.types import Batch
 
 

@@ -2,8 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import Loss, Objective, PerToken, ValueRollouts
-from tba.objectives._terms import penalised
+from tba.objectives import Loss, Objective, PerToken, ValueRollouts, penalised
 from tba.types import Batch
 
 

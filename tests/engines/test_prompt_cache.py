@@ -14,7 +14,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tba.engines._decoding import Copied, Shared, decoder, run_prompts
+from tba.engines.transformers import Copied, Shared, decoder, run_prompts
 from tba.models.cache import takes_masks
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 import tba.assemble
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
-from tba.engines._decoding import StopStrings, length_to_stop
+from tba.engines.scripted import length_to_stop
+from tba.engines.transformers import StopStrings
 from tba.models.pretrained import Tokenizer, load_text
 from tba.runs.checks import check_resumed
 from tba.runs.log import METRICS, SAMPLES, read

@@ -148,7 +148,7 @@ def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub: Hub) -> Non
 def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
     MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="use a model with attention"):
+    with pytest.raises(ValueError, match="with attention alone"):
         check_model(PolicyTable(model=str(tmp_path)))
 
 
