@@ -145,7 +145,7 @@ def report(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
 ) -> None:
-    """Write a report: one HTML page that needs no network; of a study, also its figures as PNG."""
+    """Write a report of runs, or of a study: one HTML page that needs no network."""
     from tba.report import report as draw
 
     print(draw(runs, out))
