@@ -40,7 +40,7 @@ from tba.search.chat import encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
-from tba.selections._interleaved import Interleaved
+from tba.selections import Interleaved
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Answered, Task

@@ -13,8 +13,7 @@ from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
-from tba.search.rejections import RejectionMonitor
-from tba.search.result import Evaluation, SearchResult
+from tba.search.result import Evaluation, RejectionMonitor, SearchResult
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group

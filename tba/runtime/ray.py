@@ -47,8 +47,7 @@ from tba.runtime.cluster import Cluster
 from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.runtime.placement import Place
 from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
-from tba.search.rejections import RejectionMonitor
-from tba.search.result import Evaluation, SearchResult, SearchStats
+from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
 from tba.streams import Use, seed_of
 from tba.types import Group

@@ -25,6 +25,8 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tba.child import MARK, kill, kill_with_parent, started_by
 from tba.search.verdicts import LONGEST, Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import Itemized, Task, listed, scorer_of
@@ -73,14 +75,6 @@ def _reopen_output() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
-def _in_use() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts, which only Linux tells."""
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
-        return 0
-    return int(sizes.read_text("utf-8").split()[5]) * resource.getpagesize()
-
-
 class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
@@ -102,7 +96,8 @@ class ScoringServer:
             return
         # memory that is written, not address space: torch and CUDA reserve much more of that; not
         # before, because a judge of billions of parameters is loaded to the CPU first
-        _limit(resource.RLIMIT_DATA, _in_use() + max_memory * 1e9)
+        in_use = psutil.Process().memory_info().data if sys.platform == "linux" else 0
+        _limit(resource.RLIMIT_DATA, in_use + max_memory * 1e9)
         self._reply(STARTED, "started")
         while True:
             number, seconds, group = pickle.load(requests)

@@ -11,8 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 from tba.engines import RewardError
 from tba.prompt import Prompt
-from tba.selections import Selection
-from tba.selections._interleaved import Interleaved
+from tba.selections import Interleaved, Selection
 from tba.types import Group
 
 log = logging.getLogger(__name__)

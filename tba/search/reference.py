@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -17,28 +17,36 @@ from tba.weights import Weights, load_weights
 
 
 class Reference:
-    """A policy that is not trained. `version` is that of its weights; 0 is the initial model.
+    """A policy that is not trained. `version` is the one of its weights; 0 is the initial model.
 
-    Searches and `load_weights` may run in several threads.
+    Searches and `load_weights` may run in several threads. `hold` keeps everything else from using
+    the model, which may be an engine's.
     """
 
-    def __init__(self, policy: Policy, token_budget: int):
+    def __init__(
+        self,
+        policy: Policy,
+        token_budget: int,
+        hold: Callable[[], AbstractContextManager[Any]] | None = None,
+    ):
         self.policy = policy
         self.version = 0
         self._token_budget = token_budget
-        self._lock = Lock()
+        lock = Lock()
+        self._hold = hold or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:
-        """Replace all weights by those of a policy, or raise and keep the old ones."""
-        with self._lock:
-            load_weights(self.policy.model, weights)
+        """Replace all weights by a policy's, or raise and keep the old ones."""
+        with self._hold():
+            self._load(weights)
             self.version = weights.version
 
-    @contextmanager
-    def _weights(self) -> Iterator[None]:
-        """Hold the model with the reference's weights."""
-        with self._lock:
-            yield
+    def _load(self, weights: Weights) -> None:
+        load_weights(self.policy.model, weights)
+
+    def _weights(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model has the reference's weights."""
+        return nullcontext()
 
     @torch.inference_mode()
     def logp(
@@ -53,7 +61,7 @@ class Reference:
         was sampled. Groups with equally many responses run together.
         """
         logp: list[list[np.ndarray]] = [[] for _ in responses]
-        with self._weights():
+        with self._hold(), self._weights():
             for part in self._parts(prompts, responses):
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 sampled = [[c.sampled for c in responses[i]] for i in part]
@@ -81,26 +89,13 @@ class Reference:
 
 
 class AdapterReference(Reference):
-    """Reference of a LoRA run: the policy's model with its adapter disabled, or a frozen adapter.
+    """Reference of a LoRA run: the policy's model without its adapter, or with a frozen one."""
 
-    `hold` keeps everything else from using the model, which may be an engine's.
-    """
+    def _load(self, weights: Weights) -> None:
+        lora.load_reference(self.policy.model, weights)
 
-    def __init__(
-        self, policy: Policy, token_budget: int, hold: Callable[[], AbstractContextManager[Any]]
-    ):
-        super().__init__(policy, token_budget)
-        self._hold = hold
-
-    def load_weights(self, weights: Weights) -> None:
-        with self._hold():
-            lora.load_reference(self.policy.model, weights)
-            self.version = weights.version
-
-    @contextmanager
-    def _weights(self) -> Iterator[None]:
-        with self._hold(), lora.reference_weights(self.policy.model):
-            yield
+    def _weights(self) -> AbstractContextManager[Any]:
+        return lora.reference_weights(self.policy.model)
 
 
 class EngineReference(Reference):

@@ -2,16 +2,22 @@
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from tba.search.verdicts import ON_PURPOSE, Rejected, Verdict
+from tba.engines import RewardError, SearchError
+from tba.search.verdicts import ON_PURPOSE, TRUNCATED, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
+
+WINDOW = 64
+"""Samples that must have been scored before their rejections count."""
+TRUNCATED_AT_MOST = 256
+"""Samples in a row that may be rejected because they are cut off, before the run stops."""
 
 Mode = Literal["greedy", "sampled"]
 """How answers of an evaluation are sampled."""
@@ -85,10 +91,12 @@ class SearchStats:
                 self.rejected[verdict.reason] += 1
                 self.last_rejection = verdict.detail or self.last_rejection
 
-    def itemize(self, reward: Itemized) -> None:
-        """Count the items of the reward of a sample."""
-        for name, value in reward.items.items():
-            self._add_moments(name, (1.0, value, value * value))
+    def itemize(self, verdicts: Iterable[Verdict]) -> None:
+        """Count the items of the rewards of samples."""
+        for verdict in verdicts:
+            items = verdict.items if isinstance(verdict, Itemized) else {}
+            for name, value in items.items():
+                self._add_moments(name, (1.0, value, value * value))
 
     def _add_moments(self, name: str, moments: Sequence[float]) -> None:
         before = self.moments.get(name, (0.0, 0.0, 0.0))
@@ -107,13 +115,60 @@ class SearchStats:
         return TypeAdapter(cls).validate_python(plain)
 
 
+class RejectionMonitor:
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
+
+    Samples that are left out on purpose do not count, neither as rejected nor as samples.
+    """
+
+    def __init__(self, max_share: float):
+        self._max_share = max_share
+        self._recent = deque[SearchStats]()
+        self._truncated = 0
+
+    def add(self, stats: SearchStats) -> None:
+        """Add the statistics of one search; RewardError if too many samples were rejected."""
+        self._count_truncated(stats)
+        if not stats.scored:
+            return
+        self._recent.append(stats)
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
+        recent = SearchStats()
+        for one in self._recent:
+            recent.add(one)
+        for reason in ON_PURPOSE:
+            del recent.rejected[reason]
+        rejected = recent.rejected.total()
+        if total >= WINDOW and rejected > self._max_share * total:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
+            raise RewardError(
+                f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
+                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
+                f" error was:\n{recent.last_rejection}"
+            )
+
+    def _count_truncated(self, stats: SearchStats) -> None:
+        """Count the samples in a row that were cut off; SearchError if nothing else is left."""
+        count = stats.counts["samples_generated"] + stats.counts["rollouts_generated"]
+        cut_off = 0 < count == stats.rejected[TRUNCATED.reason]
+        self._truncated = self._truncated + count if cut_off else 0
+        if self._truncated >= TRUNCATED_AT_MOST:
+            raise SearchError(
+                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
+                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
+                " raise sampling.max_tokens, or set sampling.truncated=keep"
+            )
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """Groups found by one search task, and its statistics."""
 
     groups: list[Group]
     stats: SearchStats
-    died: frozenset[str] = frozenset()
+    died: Set[str] = frozenset()
     """Ids of the prompts whose answers have ended the scoring process."""
 
 

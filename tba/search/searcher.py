@@ -1,12 +1,11 @@
 """Search: from prompts to groups that any objective can learn from."""
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from threading import Lock
 
 import numpy as np
 from jaxtyping import Float32
@@ -23,9 +22,9 @@ from tba.search.dialogue import Dialogues, Responses
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
-from tba.search.verdicts import Rejected, Verdict, ended_process, settle_truncated
+from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
-from tba.tasks import Answered, Itemized, Task
+from tba.tasks import Answered, Task
 from tba.tasks._memory import Functions, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
@@ -101,21 +100,19 @@ class SearchSetup:
         functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
+        isolated = reward.isolate == "process"
+        builds = {}
+        tasks = {}
         named = {"": self.task, **{name: one.task for name, one in self.sets.items()}}
-        plugins = {n: resolve("tasks", "task", t.use, t.options) for n, t in named.items()}
-
-        def builds(device: str | None) -> dict[str, Callable[[], Task]]:
-            return {
-                n: partial(build_task, plugin, functions, device) for n, plugin in plugins.items()
-            }
-
+        for name, task in named.items():
+            plugin = resolve("tasks", "task", task.use, task.options)
+            builds[name] = partial(build_task, plugin, functions, device)
+            tasks[name] = build_task(plugin, functions, None if isolated else device)
         process = None
-        if reward.isolate == "process":
-            start = self.runtime.start_deadline
-            process = ScoringProcess(builds(device), reward.max_memory, start)
-        here = builds(None if process else device)
+        if isolated:
+            process = ScoringProcess(builds, reward.max_memory, self.runtime.start_deadline)
         return Scoring(
-            tasks={name: build() for name, build in here.items()},
+            tasks=tasks,
             process=process,
             deadline=reward.deadline,
             concurrency=reward.concurrency,
@@ -131,11 +128,8 @@ class SearchSetup:
         budget = self.token_budget
         if self.policy.lora is not None and engine.model is not None:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
-        policy = Policy(load_placed(self.policy, device, bf16), temperature, bf16)
-        if self.policy.lora is None:
-            return Reference(policy, budget)
-        lock = Lock()
-        return AdapterReference(policy, budget, lambda: lock)
+        kind = Reference if self.policy.lora is None else AdapterReference
+        return kind(Policy(load_placed(self.policy, device, bf16), temperature, bf16), budget)
 
 
 @dataclass(frozen=True)
@@ -202,19 +196,19 @@ class Searcher:
                 "tools/cut": sum(result.cut for result in responses.results),
             }
         )
-        for verdict in chain(*verdicts):
-            if isinstance(verdict, Itemized):
-                stats.itemize(verdict)
         stats.reject(chain(*verdicts, rollouts))
         stats.rates.append(samples / max(1e-9, stats.seconds["generate"]))
-        return SearchResult(groups, stats, ended_process(prompts, verdicts))
+        died = set()
+        for prompt, judged in zip(prompts, verdicts, strict=True):
+            stats.itemize(judged)
+            if any(isinstance(v, Rejected) and v.reason == DIED for v in judged):
+                died.add(prompt.id)
+        return SearchResult(groups, stats, died)
 
     def _score(self, prompts: Sequence[Prompt], responses: Responses) -> list[list[Verdict]]:
         answers: list[Sequence[Answer | Verdict]] = []
         for prompt, group in zip(prompts, responses.answers, strict=True):
-            rule: str | float = self.setup.sampling.truncated
-            if isinstance(prompt, Answered):
-                rule = "keep"
+            rule = "keep" if isinstance(prompt, Answered) else self.setup.sampling.truncated
             answers.append(settle_truncated(group, rule))
         return self.scoring(prompts, answers)
 
@@ -232,11 +226,11 @@ class Searcher:
         asked = [ids for prompt, ids in pairs if not isinstance(prompt, Answered)]
         own_seed = seed_of(seed, Use.GENERATION, 0)
         sampled = iter(self.engine.generate(asked, sampling, own_seed) if asked else [])
-        completions = []
+        completions = [
+            self._given(p) if isinstance(p, Answered) else next(sampled) for p in prompts
+        ]
         answers = []
-        for p in prompts:
-            group = self._given(p) if isinstance(p, Answered) else next(sampled)
-            completions.append(group)
+        for group in completions:
             answers.append(
                 [self.text.answer(c.tokens, c.finished, sampling.stop, c.version) for c in group]
             )
@@ -280,20 +274,21 @@ class Searcher:
 
         For given answers, the reference stands for the policy that sampled them.
         """
-        tokens = responses.prompts
-        rewarded = []
-        for group, judged in zip(responses.completions, verdicts, strict=True):
+        rewarded = {}
+        for i, (group, judged) in enumerate(zip(responses.completions, verdicts, strict=True)):
             pairs = zip(group, judged, strict=True)
-            rewarded.append([(c, v) for c, v in pairs if not isinstance(v, Rejected)])
-        kept = [i for i, samples in enumerate(rewarded) if samples]
-        scored = [[c for c, _ in rewarded[i]] for i in kept]
-        logp, version = self.reference.logp([tokens[i] for i in kept], scored)
+            samples = [(c, v) for c, v in pairs if not isinstance(v, Rejected)]
+            if samples:
+                rewarded[i] = samples
+        tokens = [responses.prompts[i] for i in rewarded]
+        completions = [[c for c, _ in samples] for samples in rewarded.values()]
+        logp, version = self.reference.logp(tokens, completions)
         groups = []
-        for i, rows in zip(kept, logp, strict=True):
+        for (i, samples), rows in zip(rewarded.items(), logp, strict=True):
             prompt = prompts[i]
             given = isinstance(prompt, Answered)
             trajectories = []
-            for (c, reward), ref_logp in zip(rewarded[i], rows, strict=True):
+            for (c, reward), ref_logp in zip(samples, rows, strict=True):
                 trajectory = Trajectory(
                     tokens=c.tokens,
                     behavior_logp=ref_logp if given else c.logp,
@@ -306,7 +301,7 @@ class Searcher:
                 )
                 trajectories.append(trajectory)
             owner = prompt.of if isinstance(prompt, Answered) else prompt
-            groups.append(Group(owner, tokens[i], tuple(trajectories), version))
+            groups.append(Group(owner, responses.prompts[i], tuple(trajectories), version))
         return groups
 
 
@@ -336,8 +331,13 @@ class Rollouts:
         """
         values: dict[State, float] = {}
         verdicts: list[Verdict] = []
-        for start, states in self._states(groups).items():
-            endings = self._roll_out(groups, start, states, seed)
+        longest = max((len(t.tokens) for g in groups for t in g.trajectories), default=0)
+        for start in range(self.request.step_tokens, longest, self.request.step_tokens):
+            states: dict[State, None] = {}
+            for i, group in enumerate(groups):
+                heads = [t.tokens[:start] for t in group.trajectories if len(t.tokens) > start]
+                states.update(dict.fromkeys((i, head.tobytes()) for head in heads))
+            endings = self._roll_out(groups, start, list(states), seed)
             for state, judged in zip(states, endings, strict=True):
                 rewards = [v for v in judged if not isinstance(v, Rejected)]
                 values[state] = fmean(rewards) if rewards else float("nan")
@@ -352,15 +352,6 @@ class Rollouts:
             if kept:
                 valued.append(replace(group, trajectories=tuple(kept)))
         return valued, verdicts
-
-    def _states(self, groups: Sequence[Group]) -> dict[int, list[State]]:
-        """Return the distinct states to roll out, by the number of tokens that lead to them."""
-        by_length: dict[int, dict[State, None]] = {}
-        for i, group in enumerate(groups):
-            for t in group.trajectories:
-                for n in self._starts(t.tokens):
-                    by_length.setdefault(n, {})[i, t.tokens[:n].tobytes()] = None
-        return {n: list(by_length[n]) for n in sorted(by_length)}
 
     def _roll_out(
         self, groups: Sequence[Group], start: int, states: Sequence[State], seed: int
@@ -395,9 +386,6 @@ class Rollouts:
         tokens = trajectory.tokens
         others = [t.reward for t in group.trajectories if t is not trajectory]
         steps = [fmean(others or [trajectory.reward])]
-        steps += [values[index, tokens[:n].tobytes()] for n in self._starts(tokens)]
+        starts = range(self.request.step_tokens, len(tokens), self.request.step_tokens)
+        steps += [values[index, tokens[:start].tobytes()] for start in starts]
         return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]
-
-    def _starts(self, tokens: np.ndarray) -> range:
-        """Return the places of a response, after the first, at which a step begins."""
-        return range(self.request.step_tokens, len(tokens), self.request.step_tokens)

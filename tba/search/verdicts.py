@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.errors import masked
-from tba.prompt import Answer, Prompt
+from tba.prompt import Answer
 from tba.tasks import Itemized, LeftOut, WrongLength, listed, number
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -89,14 +89,3 @@ async def finished(scores: Awaitable[Any]) -> list[Any] | Rejected:
         return listed(await scores)
     except BaseException as error:  # untrusted: even SystemExit must not end the event loop
         return rejection(error)
-
-
-def ended_process(
-    prompts: Sequence[Prompt], verdicts: Sequence[Sequence[Verdict]]
-) -> frozenset[str]:
-    """Return the ids of the prompts whose answers have ended the scoring process."""
-    ended = set()
-    for prompt, judged in zip(prompts, verdicts, strict=True):
-        if any(isinstance(v, Rejected) and v.reason == DIED for v in judged):
-            ended.add(prompt.id)
-    return frozenset(ended)

@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,17 +10,12 @@ from tba.selections import Counted
 class Cyclic(Counted):
     """All prompts in turn, reshuffled in each epoch."""
 
-    _order: np.ndarray = field(init=False)
-    _order_of: int = field(default=-1, init=False)
-
     def choose(self, count: int) -> list[Prompt]:
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> Prompt:
-        epoch, position = divmod(self._chosen, len(self.prompts))
-        if epoch != self._order_of:
-            rng = np.random.default_rng([self.seed, epoch])
-            self._order = rng.permutation(len(self.prompts))
-            self._order_of = epoch
-        self._chosen += 1
-        return self.prompts[self._order[position]]
+        chosen: list[Prompt] = []
+        while len(chosen) < count:
+            epoch, position = divmod(self._chosen, len(self.prompts))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
+            part = order[position : position + count - len(chosen)].tolist()
+            chosen += [self.prompts[i] for i in part]
+            self._chosen += len(part)
+        return chosen

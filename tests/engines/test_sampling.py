@@ -18,8 +18,7 @@ from tba.engines.transformers import choose
 from tba.engines.vllm import check_sampling
 from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
-from tba.search.rejections import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
-from tba.search.result import SearchStats
+from tba.search.result import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor, SearchStats
 from tba.search.searcher import Searcher
 from tba.types import Sampling, Trajectory
 

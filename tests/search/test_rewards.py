@@ -19,8 +19,7 @@ from tba.prompt import Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
-from tba.search.rejections import RejectionMonitor
-from tba.search.result import SearchStats
+from tba.search.result import RejectionMonitor, SearchStats
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected
 from tba.tasks import NEAR_DUPLICATE
