@@ -185,38 +185,27 @@ def list_plugins(
     name: Annotated[
         str | None, Argument(help="Show this plug-in with its options, or this table's keys.")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print the plug-ins as JSON.")] = False,
 ) -> None:
     """List the plug-ins and the config's tables; with a name, its options or keys."""
-    plugins: dict[str, dict[str, Any]] = {}
+    tables = {each: inner_table(field) for each, field in Config.model_fields.items()}
+    known = [*KINDS, *(each for kind in KINDS for each in names(kind)), *tables]
+    if name is not None and name not in known:
+        raise ValueError(f"no plug-in called {name!r}{choices(name, known, NAMES)}")
     for kind in KINDS:
         chosen = [each for each in names(kind) if name in (None, kind, each)]
-        plugins |= {kind: {each: find(kind, each) for each in chosen}} if chosen else {}
-    tables = {each: inner_table(field) for each, field in Config.model_fields.items()}
-    table = tables.get(str(name))
-    if not plugins and table is None:
-        known = [each for kind in KINDS for each in (kind, *names(kind))]
-        raise ValueError(
-            f"no plug-in called {name!r}{choices(str(name), [*known, *tables], NAMES)}"
-        )
-    if as_json:
-        described = {
-            kind: {n: _described(c) for n, c in own.items()} for kind, own in plugins.items()
-        }
-        print(json.dumps(described, indent=1))
-        return
-    for kind, own in plugins.items():
-        print(f"\n{kind}")
-        for each, cls in own.items():
-            print(f"  {each:<14} {_described(cls)['about']}")
+        if chosen:
+            print(f"\n{kind}")
+        for each in chosen:
+            cls = find(kind, each)
+            print(f"  {each:<14} {(cls.__doc__ or '').strip().splitlines()[0]}")
             if each == name:
                 meanings = meanings_of(cls)
                 for key, option in options_of(cls).items():
                     _print_key(key, option.required, option.default, meanings[key])
     if name is None:
         print(f"\ntables of the config: {', '.join(tables)}")
-    if table is not None:
-        _print_table(str(name), table)
+    elif (table := tables.get(name)) is not None:
+        _print_table(name, table)
 
 
 def _print_table(name: str, table: type[Table]) -> None:
@@ -320,13 +309,6 @@ def _refuse_dashes(settings: list[str]) -> None:
         words = without_table(name, value)
         hint = words or (f"did you mean {close[0]}?" if close else "--help lists all options")
         raise ValueError(f"no option {given}; {hint}")
-
-
-def _described(cls: type) -> dict[str, Any]:
-    """Return a plug-in as JSON."""
-    about = (cls.__doc__ or "").strip().splitlines()[0]
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return {"class": name, "about": about, "options": list(options_of(cls))}
 
 
 if __name__ == "__main__":

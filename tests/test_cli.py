@@ -124,7 +124,7 @@ def commands(folder: Callable[[], Path]) -> Iterator[dict[str, Future[Ended]]]:
     wanted = {
         "mistake": ["train", "run.toml", "trainer.grop_size=4"],
         "dry run": ["train", "run.toml", "--dry-run", "objective=rloo", "objective.beta=0.3"],
-        "list": ["list", "--json"],
+        "list": ["list"],
         "no such option": ["train", "--dryrun"],
     }
     with ThreadPoolExecutor(2) as pool:
@@ -237,16 +237,13 @@ def test_the_version_is_printed(
     assert (exit_.value.code, capsys.readouterr().out) == (0, f"tba {tba.__version__}\n")
 
 
-def test_list_tells_every_plugin_and_option(commands: dict[str, Future[Ended]]) -> None:
+def test_list_tells_every_plugin_and_table(commands: dict[str, Future[Ended]]) -> None:
     ended = commands["list"].result()
     assert (ended.status, ended.err) == (0, "")
-    found = json.loads(ended.out)
-    assert {kind: list(plugins) for kind, plugins in found.items()} == {
-        kind: names(kind) for kind in KINDS
-    }
-    assert "beta" in found["objectives"]["tb"]["options"]
-    assert "data" in found["tasks"]["custom"]["options"]
-    assert found["objectives"]["tb"]["class"] == "tba.objectives.tb.TrajectoryBalance"
+    lines = [line.split() for line in ended.out.splitlines()]
+    shipped = [name for kind in KINDS for name in (kind, *names(kind))]
+    assert [line[0] for line in lines[:-1] if line] == shipped
+    assert "trainer," in lines[-1]
 
 
 @pytest.mark.parametrize(
