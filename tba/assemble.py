@@ -136,7 +136,9 @@ def open_run(
             write_json(folder / log.CONFIG, setup.config.nested())
         else:
             recover(folder / log.CHECKPOINTS)
-            stored, note = checkpoint.choose_resumed(setup, folder, drop_replay)
+            stored, note = checkpoint.choose_resumed(
+                setup.config, setup.rewards, folder, drop_replay
+            )
         stop = closing.enter_context(Stop())
         with stop.starting():
             run = _assemble(setup, folder, stored, drop_replay, stop, closing)

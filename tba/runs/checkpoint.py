@@ -42,7 +42,6 @@ from tba.runs.generations import (
     step_of,
 )
 from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
-from tba.runs.setup import RunSetup
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
@@ -341,15 +340,17 @@ def restore(
     return Progress(**state["progress"]), search
 
 
-def choose_resumed(setup: RunSetup, run: Path, drop_replay: bool) -> tuple[Path, str]:
+def choose_resumed(
+    config: Config, rewards: RewardSource, run: Path, drop_replay: bool
+) -> tuple[Path, str]:
     """Return the checkpoint to resume, and in words what becomes of the samples in it.
 
     ValueError for a change that these samples do not allow. There are no words if they are kept.
     """
-    check_resumed(setup.config, config_of(run))
+    check_resumed(config, config_of(run))
     generation = newest(run / CHECKPOINTS)
     before = json.loads((generation / STATE).read_text("utf-8"))["progress"]["rewards"]
-    changed = ", ".join(setup.rewards.changed(RewardSource(**before)))
+    changed = ", ".join(rewards.changed(RewardSource(**before)))
     if not drop_replay and changed:
         raise ValueError(
             f"{changed}: changed since the rewards in the replay buffer were computed; undo that,"

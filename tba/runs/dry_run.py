@@ -28,11 +28,8 @@ from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import Rejected, Verdict
 from tba.tasks import Task
 from tba.tasks._memory import build_task
-from tba.tasks._rendering import Problems, Rendering
-from tba.tasks.arithmetic import Arithmetic
+from tba.tasks._rendering import Rendering
 from tba.tasks.custom import Custom
-from tba.tasks.math import Math
-from tba.tasks.reasoning_gym import ReasoningGym
 from tba.types import collate_tokens
 from tba.weights import trained
 
@@ -41,8 +38,6 @@ SECONDS = 5.0
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
-ROWS = 4
-"""Rows whose own answers are scored."""
 
 
 def dry_run(
@@ -54,7 +49,7 @@ def dry_run(
     """
     setup = check(config)
     if resume is not None:
-        generation, _ = choose_resumed(setup, resume, drop_replay)
+        generation, _ = choose_resumed(setup.config, setup.rewards, resume, drop_replay)
         check_step(step_of(generation), setup.config)
     by_part = setup.by_part()
     lines = []
@@ -107,17 +102,15 @@ def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     is_whole = not isinstance(task, Custom) or len(called) == len(task.functions)
     if not is_whole:
         options |= {"reward": called, "reward_weights": None}
-    right = []
-    for row in prompts[:: -(-len(prompts) // ROWS)]:
-        text = right_answer(task, row)
-        right += [] if text is None else [(row, text)]
-    tried = [(prompts[0], DUMMY), *(right or [(prompts[0], NUMBER)])]
+    first = prompts[0]
+    right = task.right_answer(first)
+    tried = (DUMMY, NUMBER if right is None else right)
     plugin = resolve("tasks", "task", table.use, options)
     limits = setup.config.reward.max_memory, setup.config.runtime.start_deadline
     process = ScoringProcess({"": partial(build_task, plugin, None)}, *limits)
     scoring = Scoring({"": task}, process, deadline=SECONDS / 2)
     try:
-        verdicts = [_score(scoring, task, row, text) for row, text in tried]
+        verdicts = [_score(scoring, task, first, text) for text in tried]
     except RuntimeError as error:  # the process did not start
         raise ValueError(str(error)) from error
     finally:
@@ -125,28 +118,17 @@ def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     # a call that is too slow here may be within the deadline of the run
     failed = [v for v in verdicts if isinstance(v, Rejected) and v.reason != "timeout"]
     if len(failed) == len(tried):
-        texts = " and ".join(repr(text) for _, text in tried[:2])
-        what = f"the reward scores none of the answers that were tried, such as {texts}"
+        what = f"the reward scores none of {DUMMY!r} and {tried[1]!r}, which were tried"
         raise ValueError(f"{what} ({failed[-1].reason}): {failed[-1].detail}")
-    lines = [_in_words(DUMMY, verdicts[0])]
-    scored = list(zip(right, verdicts[1:], strict=True)) if right and is_whole else []
-    low = [pair for pair in scored if _is_low(task, pair[1], verdicts[0])]
-    for (row, text), verdict in (low or scored)[:1]:
-        line = f"{_in_words(text, verdict)}, the answer of row {row.id} itself"
-        if low and isinstance(task, Problems | Arithmetic | ReasoningGym):
-            raise ValueError(f"{line}; correct the column `answer`")
-        lines.append(f"warning: {line.removeprefix('warning: ')}" if low else line)
-    return lines
-
-
-def right_answer(task: Task, row: Prompt) -> str | None:
-    """Return the answer that a row has in its column `answer`, as a response would give it."""
-    if isinstance(task, ReasoningGym):
-        return task.right_answer(row)
-    answer = row.columns.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return None
-    return f"\\boxed{{{answer}}}" if isinstance(task, Math) else str(answer)
+    line = _in_words(DUMMY, verdicts[0])
+    if right is None or not is_whole:
+        return [line]
+    own = f"{_in_words(right, verdicts[1])}, the answer of row {first.id} itself"
+    if not _is_low(task, verdicts[1], verdicts[0]):
+        return [line, own]
+    if task.pass_reward is not None and not isinstance(task, Custom):
+        raise ValueError(f"{own}; correct the column `answer`")
+    return [line, f"warning: {own.removeprefix('warning: ')}"]
 
 
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its tables, its model with a card, its scores, its responses."""
+"""Results of a run: its tables, its model with a card, its scores, its responses."""
 
 import json
 import re

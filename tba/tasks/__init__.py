@@ -182,6 +182,13 @@ class Task(Scorer):
         """Return the part that a prompt belongs to, by name and as a task."""
         return "", self
 
+    def right_answer(self, prompt: Prompt) -> str | None:
+        """Return the column `answer` of a row as a response would give it; None if it has none."""
+        answer = prompt.columns.get("answer")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            return None
+        return str(answer)
+
 
 ScorerName = tuple[str, str | None]
 """Name of a task and of one of its measures, None for its reward."""

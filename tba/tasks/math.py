@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+from tba.prompt import Prompt
 from tba.tasks._data import Rows, rows
 from tba.tasks._numbers import whole_number
 from tba.tasks._rendering import Problems
@@ -155,6 +156,10 @@ class Math(Problems):
         if gold is None:
             return None, box is not None
         return bool(box) and (box == gold or equal(gold, box)), box is not None
+
+    def right_answer(self, prompt: Prompt) -> str | None:
+        answer = super().right_answer(prompt)
+        return answer and f"\\boxed{{{answer}}}"
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, required=("problem",))
