@@ -62,13 +62,6 @@ def holding_a_lock() -> Callable[..., list[float]]:
     return lambda completions: [float(lock.locked())] * len(completions)
 
 
-class Judge:
-    """A callable object."""
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        return [1.0] * len(completions)
-
-
 def stored_task(folder: Path) -> dict[str, Any]:
     task: dict[str, Any] = json.loads((folder / CONFIG).read_text())["task"]
     return task

@@ -472,11 +472,12 @@ ENGINE_OPTIONS = {
 
 
 @pytest.fixture(params=[*names("engines"), "mylab.recording_engine.Recording"])
-def engine_of(request: pytest.FixtureRequest) -> Callable[[Path], Engine]:
+def engine_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], Engine]:
     """The engine of a model's folder."""
+    record = {"file": str(tmp_path / "completions.jsonl")}
     if request.param == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; make test-vllm runs this in another environment")
-    plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, {}))
+    plugin = resolve("engines", "engine", request.param, ENGINE_OPTIONS.get(request.param, record))
 
     def build(model: Path) -> Engine:
         policy = PolicyTable(model=str(model))
@@ -566,7 +567,7 @@ def test_engine_ends_answers_with_a_stop_string(
     """
     engine, text = engine_of(wordy_model), load_text(PolicyTable(model=str(wordy_model)))
     prompts = [text.encode(Prompt(t, t)) for t in ("1+", "56=", "1")]  # they do not count
-    sampling, stopped, spoken = Sampling(40, 1.0, 9), 0, []
+    sampling, stopped, spoken = Sampling(24, 1.0, 9), 0, []
     whole = engine.generate(prompts, sampling, seed=1)
     ended = engine.generate(prompts, replace(sampling, stop=stop), seed=1)
     for before, after in zip(itertools.chain(*whole), itertools.chain(*ended), strict=True):

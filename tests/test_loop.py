@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 import tba
 from tba.assemble import run
 from tba.cli import _config
-from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
@@ -158,7 +157,7 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
     assert replayed(tmp_path / "whole") == replayed(folder)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+@pytest.mark.parametrize("keep", [1, 3])
 def test_the_last_generations_are_kept(tiny_model: Path, tmp_path: Path, keep: int) -> None:
     run(
         config(
@@ -239,23 +238,6 @@ def test_evaluating_without_prompts_is_told(tiny_model: Path, tmp_path: Path) ->
     run(config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0"))
     with pytest.raises(ValueError, match=r"there are no held-out prompts; set eval\.prompts=128"):
         evaluate_run(tmp_path / "run", [], reference=False)
-
-
-def test_what_a_run_is_told_is_written_down_whole(tiny_model: Path, tmp_path: Path) -> None:
-    """Options of plug-ins that nobody has given, too."""
-    run(config(tiny_model, tmp_path / "run", "run.steps=1", "objective.beta=0.3"))
-    told = json.loads((tmp_path / "run" / "config.json").read_text())
-    expected = {"use": "tb", "beta": 0.3, "tapered": False, "gamma": 1.0, "tau": 1.0}
-    assert told["objective"] == expected
-    assert told["strategy"] == {
-        "use": "mixture",
-        "recent": 0.5,
-        "reward": 0.5,
-        "temperature": 1.0,
-        "window": 1,
-        "filter_equal": False,
-    }
-    assert _config(["objective=grpo"], tmp_path / "run").objective.options == {}
 
 
 def test_a_run_is_not_resumed_behind_where_it_is(tiny_model: Path, tmp_path: Path) -> None:
@@ -432,28 +414,6 @@ def test_export_generates_the_same_greedy_text(tiny_model: Path, tmp_path: Path)
     }
     with pytest.raises(ValueError, match="not empty"):
         share(tmp_path / "run", out)
-
-
-def test_a_reward_that_always_fails_stops_the_run_with_its_traceback(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "bad.py").write_text(
-        "def f(prompts, completions, **columns):\n    raise KeyError('of my own')\n"
-    )
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(20))
-    )
-    task = {
-        "use": "custom",
-        "data": f"{tmp_path}/data.jsonl",
-        "reward": f"{tmp_path}/bad.py:f",
-        "held_out_size": 2,
-    }
-    tables = config(
-        tiny_model, tmp_path / "run", "eval.prompts=0", "trainer.batch_size=64"
-    ).nested()
-    with pytest.raises(RuntimeError, match="of my own"):
-        run(Config(**tables | {"task": task}))
 
 
 def test_one_interrupt_saves_and_leaves(tiny_model: Path, tmp_path: Path) -> None:

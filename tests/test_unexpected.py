@@ -30,9 +30,7 @@ from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.runs.stop import Stop
 from tba.search.verdicts import LARGEST, Rejected
-from tba.tasks import WrongLength
 from tba.tasks._data import rows
-from tba.tasks.custom import Custom
 
 # Rewards
 
@@ -47,15 +45,6 @@ def test_rewards_that_are_no_list_are_not_taken_for_one(returned: Any, kind: typ
     assert reasons(verdicts) == ["wrong_length"] * len(ANSWERS)
     told = f"the scoring function returned a {type(returned).__name__}"
     assert all(told in v.detail for v in verdicts if isinstance(v, Rejected))
-
-
-def test_a_reward_function_that_returns_a_dict_is_told() -> None:
-    def score(completions: list[str]) -> dict[int, float]:
-        return dict.fromkeys(range(len(completions)), 1.0)
-
-    task = Custom(data="", reward="", passed=(score,))
-    with pytest.raises(WrongLength, match=r"returned a dict, \{0: 1\.0, 1: 1\.0\}; return a list"):
-        task.score(Prompt("0", "count"), [Answer("a", True), Answer("b", True)])
 
 
 @pytest.mark.parametrize("sign", [1, -1])

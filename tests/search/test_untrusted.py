@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from build import config, newest_files, without_clock
-from toy import Ones
 
-from tba.assemble import open_run
-from tba.prompt import Answer
-from tba.replay.buffer import ReplayBuffer
+from tba.assemble import run
 from tba.runs.log import METRICS, read
 from tba.runs.summary import Summary
 
@@ -61,14 +57,7 @@ def interpreter():
     warnings.simplefilter("error")
     threading.settrace(lambda *_: None)
 
-def memory():
-    [bytes(10**8) for _ in range(100)]
-
-def interrupt():
-    raise KeyboardInterrupt
-
 FAULTS = {
-    "": lambda: None,
     "default dtype": dtype,
     "closed stdout": stdout,
     "folder": folder,
@@ -76,69 +65,31 @@ FAULTS = {
     "seeds": seeds,
     "daemon threads": threads,
     "interpreter": interpreter,
-    "interpreter lock": lambda: re.match(r"(a+)+$", "a" * 40 + "b"),
-    "hang": lambda: time.sleep(60),
-    "exit": lambda: os._exit(3),
-    "abort": os.abort,
-    "memory": memory,
-    "interrupt": interrupt,
-    "system exit": sys.exit,
 }
 
 def score(completions, fault, **columns):
-    FAULTS[fault[0]]()
+    for one in fault[0]:
+        FAULTS[one]()
     return [float("1" in c) for c in completions]
 """
-PROCESS = "process"
-HARMLESS = [
-    (PROCESS, "default dtype"),
-    (PROCESS, "closed stdout"),
-    (PROCESS, "folder"),
-    (PROCESS, "signals"),
-    (PROCESS, "seeds"),
-    (PROCESS, "daemon threads"),
-    (PROCESS, "interpreter"),
-    ("none", "seeds"),
-]
-COSTLY = [
-    (PROCESS, "interpreter lock", "timeout"),
-    (PROCESS, "hang", "timeout"),
-    (PROCESS, "exit", "died"),
-    (PROCESS, "abort", "died"),
-    (PROCESS, "memory", "memory"),
-    (PROCESS, "interrupt", "raised"),
-    (PROCESS, "system exit", "raised"),
-]
+FAULTS = [line.split('"')[1] for line in REWARD.splitlines() if line.startswith('    "')]
 
 
-def carried_out(
-    model: Path, folder: Path, faults: list[str], *settings: str
-) -> tuple[Summary, ReplayBuffer]:
-    """Carry out a run; its reward function does to its process what the row of a prompt says."""
+def carried_out(model: Path, folder: Path, faults: list[str], isolate: str) -> Summary:
+    """Carry out a run whose reward function does all this to its process in each call."""
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARD)
-    rows = [{"prompt": f"{i}+1=", "fault": fault} for i, fault in enumerate(faults)]
+    rows = [{"prompt": f"{i}+1=", "fault": faults} for i in range(10)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = ("task=custom", "task.held_out_size=1", f"task.reward={folder}/rewards.py:score")
     few = (f"task.data={folder}/rows.jsonl", "eval.prompts=0", "run.steps=2")
-    with open_run(config(model, folder / "run", *task, *few, *settings)) as opened:
-        return opened.train(), opened.buffer
+    return run(config(model, folder / "run", *task, *few, f"reward.isolate={isolate}"))
 
 
 def result(folder: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """Return the model after training, and the metrics."""
     rows = without_clock(read(folder / "run" / METRICS))
     return newest_files(folder / "run")["model/model.safetensors"], rows
-
-
-@pytest.fixture(scope="module")
-def sound(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[bytes, list[dict[str, Any]]]:
-    """The result of a run whose reward function does nothing else."""
-    folder = tmp_path_factory.mktemp("sound") / "own"
-    carried_out(tiny_model, folder, [""] * 10, "reward.isolate=process")
-    return result(folder)
 
 
 def own_state() -> tuple[Any, ...]:
@@ -148,35 +99,14 @@ def own_state() -> tuple[Any, ...]:
     return Path.cwd(), torch.get_default_dtype(), handlers, sys.stdout, sys.getrecursionlimit()
 
 
-@pytest.mark.parametrize(("isolate", "fault"), HARMLESS)
 def test_what_a_reward_does_to_its_process_does_not_change_the_result(
-    tiny_model: Path, tmp_path: Path, sound: Any, isolate: str, fault: str
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit."""
+    """Bit for bit; test_isolation.py has what costs a group its rewards."""
     before = own_state()
-    chosen = f"reward.isolate={isolate}"
-    summary, _ = carried_out(tiny_model, tmp_path / "own", [fault] * 10, chosen)
-    assert (summary.finished, summary.rejected, summary.searcher_restarts) == (True, {}, 0)
-    assert result(tmp_path / "own") == sound
-    assert own_state() == before
-
-
-@pytest.mark.parametrize(("isolate", "fault", "reason"), COSTLY)
-def test_a_reward_that_fails_costs_the_samples_of_its_own_group(
-    tiny_model: Path, tmp_path: Path, isolate: str, fault: str, reason: str
-) -> None:
-    """Every other sample has the right reward."""
-    before, faults = own_state(), ["", "", fault, *[""] * 7]
-    few = ("reward.deadline=0.3", "reward.max_memory=1", f"reward.isolate={isolate}")
-    summary, buffer = carried_out(tiny_model, tmp_path / "own", faults, *few)
-    assert (summary.finished, summary.steps, summary.searcher_restarts) == (True, 2, 0)
-    assert summary.rejected.keys() == {reason} and summary.rejected[reason] in (4, 8)
-    assert buffer.counts["added"] == summary.samples_generated - summary.rejected[reason] == 36
-    characters = dict(enumerate("<>0123456789+="))
-    for group in buffer.groups():
-        assert group.prompt.columns["fault"] == ""
-        for t in group.trajectories:
-            text = "".join(characters[i] for i in t.tokens.tolist() if i > 1)
-            (right,) = Ones().score(group.prompt, [Answer(text, t.finished)])
-            assert t.reward == right
-    assert own_state() == before
+    cases = {"sound": ([], "process"), "all": (FAULTS, "process"), "seeds": (["seeds"], "none")}
+    for name, (faults, isolate) in cases.items():
+        summary = carried_out(tiny_model, tmp_path / name, faults, isolate)
+        assert (summary.finished, summary.rejected, summary.searcher_restarts) == (True, {}, 0)
+        assert result(tmp_path / name) == result(tmp_path / "sound"), name
+        assert own_state() == before

@@ -49,7 +49,6 @@ REAL = """
 name = "all"
 variants = [
     { label = "sound", "run.seed" = 0 },
-    { label = "diverges", "trainer.learning_rate" = 1e36 },
     { label = "placed", "task.use" = "test_sweep.Placed" },
 ]
 """
@@ -91,7 +90,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
 
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A study with a run that finishes, one that diverges and one that raises an error."""
+    """A study with a run that finishes and one that raises an error."""
     path = write(tmp_path_factory.mktemp("study"), tiny_model, REAL)
     assert sweep(path) == 2
     return path
@@ -99,17 +98,11 @@ def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
 
 def test_the_outcome_of_each_run_is_in_its_folder(carried_out):
     study = read_study(carried_out)
-    assert statuses(study) == {
-        "sound": "finished",
-        "diverges": "failed",
-        "placed": "failed",
-    }
+    assert statuses(study) == {"sound": "finished", "placed": "failed"}
     sound = study.folder / "all" / "sound"
     assert json.loads((sound / "summary.json").read_text())["steps"] == STEPS
     assert len(losses(sound)) == STEPS
     assert not (sound / "checkpoints").exists() and not (sound / "tensorboard").exists()
-    errors = {t.label: t.error for t in read_ledger(study.folder).runs}
-    assert errors["diverges"].startswith("NotFinite: step ")
 
 
 def test_a_run_has_its_own_cores_and_session_and_nothing_to_read(carried_out):

@@ -17,7 +17,6 @@ from tba.runs.setup import check
 from tba.tasks.reasoning_gym import ReasoningGym
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared/data/procedural/two_number_sums.train.jsonl"
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 SMALL: dict[str, Any] = {"generator": "chain_sum", "options": TWO_TERMS, "size": 200}
 
