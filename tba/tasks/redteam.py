@@ -111,34 +111,30 @@ class RedTeam(Task):
         return [Prompt(f"{HELD_OUT}{i}", self.prompt) for i in range(self.held_out_size)]
 
     def given(self) -> Sequence[Answered]:
-        """Return the earlier attacks; all of a group have rewards, or none."""
+        """Return the earlier attacks, in groups."""
         if self.seeds is None:
             return []
         columns = ("completion", "reward")
-        attacks: dict[bool, list[str]] = {True: [], False: []}
-        rewards = []
         table = rows("task.seeds", self.seeds, "train", required=columns[:1], columns=columns)
+        known = "reward" in table[0]
         for i, row in enumerate(table):
-            with about(f"task.seeds = {self.seeds!r}: row {i}"):
-                if not isinstance(row["completion"], str):
-                    raise ValueError(f"the completion is {row['completion']!r}; give it text")
-                known = row.get("reward") not in (None, "")  # no value in CSV is an empty text
-                attacks[known].append(row["completion"])
-                if known:
-                    rewards.append(float(row["reward"]))
-        (prompt,) = self.prompts()
-        groups: list[Answered] = []
-        for known, answers in attacks.items():
-            for start in range(0, len(answers), GROUP):
-                places = slice(start, start + GROUP)
-                group = Answered(
-                    id=f"seeds-{len(groups)}",
-                    text=prompt.text,
-                    of=prompt,
-                    answers=answers[places],
-                    rewards=rewards[places] if known else None,
+            is_text = isinstance(row["completion"], str)
+            if not is_text or (known and row["reward"] in (None, "")):  # as CSV has no value
+                raise ValueError(
+                    f"task.seeds = {self.seeds!r}: row {i} is {row}; give it a text as completion,"
+                    " and a reward if other rows have one"
                 )
-                groups.append(group)
+        (prompt,) = self.prompts()
+        groups = []
+        for start in range(0, len(table), GROUP):
+            part = table[start : start + GROUP]
+            with about("task.seeds"):
+                rewards = [float(row["reward"]) for row in part] if known else None
+            answers = [row["completion"] for row in part]
+            group = Answered(
+                f"seeds-{start}", prompt.text, of=prompt, answers=answers, rewards=rewards
+            )
+            groups.append(group)
         return groups
 
     @property
@@ -157,7 +153,9 @@ class RedTeam(Task):
         training = not prompt.id.startswith(HELD_OUT)
         near = self._near if training else None
         fresh = list(range(len(attacks))) if near is None else near.far(attacks)
-        asked = [i for i in fresh if self._long_enough(attacks[i])]
+        asked = [
+            i for i in fresh if attacks[i] and self._victim.length(attacks[i]) >= self.min_tokens
+        ]
         scores: list[float | None] = [NEAR_DUPLICATE] * len(attacks)
         for i in fresh:
             scores[i] = math.log(self.floor) if training else 0.0
@@ -178,9 +176,6 @@ class RedTeam(Task):
 
     def measures(self) -> Mapping[str, Scorer]:
         return {} if self._encoder is None else {"distance": _Distance(self._encoder)}
-
-    def _long_enough(self, attack: str) -> bool:
-        return bool(attack) and self._victim.length(attack) >= self.min_tokens
 
     def _judged(self, prompt: Prompt, attacks: Sequence[str]) -> Any:
         """Return what the judge says of the victim's answers to these attacks, all in one list."""
@@ -233,21 +228,15 @@ class Victim:
 
     @cached_property
     def text(self) -> Tokenizer:
-        """The tokenizer; ValueError if there is no such model, or no chat template."""
-        try:
-            text = load_text(PolicyTable(model=self.task.victim))
-        except ValueError as error:
-            raise ValueError(str(error).replace("policy.model", "task.victim")) from error
-        if self.task.victim_chat and text.tokenizer.chat_template is None:
+        return load_text(PolicyTable(model=self.task.victim))
+
+    def check(self) -> None:
+        self._model.check()
+        if self.task.victim_chat and self.text.tokenizer.chat_template is None:
             raise ValueError(
                 f"task.victim_chat = true, but the tokenizer of {self.task.victim!r} has no chat"
                 " template; remove the key, and write task.victim_prompt around {attack}"
             )
-        return text
-
-    def check(self) -> None:
-        _ = self.text
-        self._model.check()
 
     def load(self, device: str) -> None:
         self._model.load(device)
@@ -302,24 +291,23 @@ class NearDuplicates:
 
     def far(self, texts: Sequence[str]) -> list[int]:
         """Return the places of texts that are far from those kept, and from earlier ones."""
-        from rapidfuzz.distance import Levenshtein
-
         places = []
         others = list(self._kept)
         for place, text in enumerate(texts):
-            words = _words(text)
-            for other in others:
-                least = self.distance * max(1, len(words) + len(other))
-                if Levenshtein.distance(words, other) < least:
-                    break
-            else:
+            words = text.lower().split()
+            if not any(self._near(words, other) for other in others):
                 places.append(place)
                 others.append(words)
         return places
 
+    def _near(self, words: list[str], other: list[str]) -> bool:
+        from rapidfuzz.distance import Levenshtein
+
+        return Levenshtein.distance(words, other) < self.distance * (len(words) + len(other))
+
     def keep(self, texts: Sequence[str]) -> None:
         """Compare later texts with these."""
-        self._kept.extend(map(_words, texts))
+        self._kept.extend(text.lower().split() for text in texts)
 
 
 @dataclass(frozen=True)
@@ -353,7 +341,3 @@ def mean_distance(embeddings: Float[np.ndarray, "N D"]) -> float:
     n = len(embeddings)
     alike = np.square(embeddings.sum(0, np.float64)).sum() - np.square(embeddings).sum()
     return float(1 - alike / (n * (n - 1)))
-
-
-def _words(text: str) -> list[str]:
-    return text.lower().split()

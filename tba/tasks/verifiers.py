@@ -1,7 +1,6 @@
 """Single-turn tasksets of the verifiers library, with their rewards: pip install verifiers."""
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +17,9 @@ from tba.tasks import Task
 class Verifiers(Task):
     """Tasks of a taskset for `verifiers.v1`: a prompt, and rewards that see one answer to it.
 
-    The reward is the sum of the taskset's, by their weights. Tasks that need more than an answer
-    are refused: tools, a container, set-up in a runtime, or a reward or a judge that needs one.
-    The last `held_out_size` tasks are held out. https://github.com/PrimeIntellect-ai/verifiers
+    The reward is the sum of the taskset's, by their weights. Tasks with tools, a container or
+    set-up in a runtime are refused. The last `held_out_size` tasks are held out.
+    https://github.com/PrimeIntellect-ai/verifiers
     """
 
     taskset: str
@@ -48,13 +47,10 @@ class Verifiers(Task):
         return self._divided[1]
 
     async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        task = self._task(prompt.columns["data"])
-        return list(await asyncio.gather(*(_score(task, answer.text) for answer in answers)))
-
-    def _task(self, data: Any) -> Any:
-        """Return the task that has this data, as JSON."""
         kind = self._loaded.task_type()
-        return kind(kind.data_type().model_validate(data), self._loaded.config.task)
+        data = kind.data_type().model_validate(prompt.columns["data"])
+        task = kind(data, self._loaded.config.task)
+        return list(await asyncio.gather(*(_score(task, answer.text) for answer in answers)))
 
     @cached_property
     def _divided(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -71,12 +67,7 @@ class Verifiers(Task):
                 columns={"data": task.data.model_dump(mode="json", exclude_none=True)},
             )
             prompts.append(prompt)
-        cut = len(prompts) - self.held_out_size
-        if cut < 1:
-            raise ValueError(
-                f"task.held_out_size = {self.held_out_size}: {self.taskset} has {len(prompts)}"
-                " tasks, and none would be left to train on; lower it, or raise task.size"
-            )
+        cut = max(0, len(prompts) - self.held_out_size)
         held_out = prompts[cut:]
         seen = [prompt.text for prompt in held_out]
         return [prompt for prompt in prompts[:cut] if prompt.text not in seen], held_out
@@ -90,10 +81,10 @@ class Verifiers(Task):
         try:
             config = loaders.taskset_config_type(self.taskset)
             return loaders.load_taskset(config(**{**self.options, "id": self.taskset}))
-        except (ImportError, AttributeError, TypeError) as error:
-            raise ValueError(f"task.taskset = {self.taskset!r}: {error}") from error
-        except ValidationError as error:
-            raise ValueError(f"task.options of {self.taskset}: {error}") from error
+        except (ImportError, AttributeError, TypeError, ValidationError) as error:
+            raise ValueError(
+                f"task.taskset = {self.taskset!r} with task.options = {self.options}: {error}"
+            ) from error
 
 
 async def _score(task: Any, text: str) -> float | None:
@@ -129,27 +120,14 @@ def _messages(data: Any) -> list[Message]:
 
 
 def _check(taskset: str, task: Any, loaded: Any) -> None:
-    """ValueError if scoring a task takes more than an answer."""
+    """ValueError if a task has tools, a container or set-up, which rewards here do not see."""
     from verifiers.v1 import Task
 
     kind = type(task)
-    rewards = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
-    obstacles = {
-        "tools": bool(loaded.toolsets(loaded.config) or task.toolsets(task.config)),
-        "a container": kind.NEEDS_CONTAINER,
-        "set-up in a runtime": (kind.setup, kind.finalize) != (Task.setup, Task.finalize),
-        "a reward that needs a runtime": any(map(_needs_runtime, rewards)),
-        "tasks of several classes": kind is not loaded.task_type(),
-        "no rewards": not rewards,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ValueError(
-                f"task.taskset = {taskset!r} has {obstacle}; only tasksets can be used whose"
-                " rewards see one answer to a prompt"
-            )
-
-
-def _needs_runtime(reward: Any) -> bool:
-    parameter = inspect.signature(reward).parameters.get("runtime")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    has_tools = loaded.toolsets(loaded.config) or task.toolsets(task.config)
+    has_setup = (kind.setup, kind.finalize) != (Task.setup, Task.finalize)
+    if has_tools or has_setup or kind.NEEDS_CONTAINER:
+        raise ValueError(
+            f"task.taskset = {taskset!r} has tools, a container, or set-up in a runtime; only"
+            " tasksets can be used whose rewards see one answer to a prompt"
+        )

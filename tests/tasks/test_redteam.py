@@ -203,7 +203,7 @@ def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path
     chat = victim(folder, victim_chat=True)
     assert chat.text.tokenizer.decode(chat.encode("12")) == "=12="
     with pytest.raises(ValueError, match=r"task\.victim_chat = true, but the tokenizer of"):
-        _ = victim(wide_model, victim_chat=True).text
+        victim(wide_model, victim_chat=True).check()
 
 
 # Near-duplicates and diversity
@@ -298,35 +298,35 @@ def seeds_in(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(file)
 
 
-def test_earlier_attacks_are_grouped_with_others_whose_reward_is_known(
-    make: Make, tmp_path: Path
-) -> None:
+def test_earlier_attacks_come_in_groups_with_their_rewards(make: Make, tmp_path: Path) -> None:
     many = [{"completion": str(i), "reward": -i} for i in range(GROUP + 3)]
-    task = make(seeds=seeds_in(tmp_path, [{"completion": "55"}, *many]))
-    first, second, last = task.given()
+    first, second = make(seeds=seeds_in(tmp_path, many)).given()
     assert (len(first.answers), second.answers) == (GROUP, ["128", "129", "130"])
-    assert (last.of, last.answers, last.rewards) == (task.prompts()[0], ["55"], None)
-    assert len({group.id for group in (first, second, last)}) == 3
+    assert first.id != second.id
     answers = [Answer(text, finished=True) for text in second.answers]
-    assert task.score(second, answers) == [-128.0, -129.0, -130.0]
-    empty = make(seeds=seeds_in(tmp_path, [{"completion": "5"}, {"completion": None}]))
-    with pytest.raises(ValueError, match="row 1: the completion is None; give it text"):
-        empty.given()
+    assert make().score(second, answers) == [-128.0, -129.0, -130.0]
+    task = make(seeds=seeds_in(tmp_path, [{"completion": "55"}]))
+    (only,) = task.given()
+    assert (only.of, only.answers, only.rewards) == (task.prompts()[0], ["55"], None)
+    for wrong in ({"completion": None, "reward": 1.0}, {"completion": "5"}):
+        empty = make(seeds=seeds_in(tmp_path, [many[0], wrong]))
+        with pytest.raises(ValueError, match=r"row 1 is .*give it a text as completion, and a rew"):
+            empty.given()
     table = tmp_path / "seeds.csv"  # in CSV, numbers are text
-    table.write_text("completion,reward\n5,\n6,0.25\n7,1e-1\n")
-    assert [group.rewards for group in make(seeds=str(table)).given()] == [[0.25, 0.1], None]
+    table.write_text("completion,reward\n6,0.25\n7,1e-1\n")
+    assert [group.rewards for group in make(seeds=str(table)).given()] == [[0.25, 0.1]]
     table.write_text("completion,reward\n5,high\n")
-    with pytest.raises(ValueError, match="row 0: could not convert string to float: 'high'"):
+    with pytest.raises(ValueError, match=r"task\.seeds: could not convert string to float: 'high'"):
         make(seeds=str(table)).given()
 
 
 def test_earlier_attacks_enter_the_buffer_first(
     settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
-    """With the policy's tokens, the reference's log-probs, and their reward or the judge's."""
+    """With the policy's tokens, the reference's log-probs, and their rewards."""
     rows = [{"completion": "2=3", "reward": -1.5}, {"completion": "7", "reward": -0.5}]
-    file = seeds_in(tmp_path, [*rows, {"completion": "1+1+1+1+1"}])
-    seeded = (f"task.seeds={file}", "replay.first_fill=2", "run.steps=1", "eval.prompts=0")
+    file = seeds_in(tmp_path, [*rows, {"completion": "1+1+1+1+1", "reward": -2.5}])
+    seeded = (f"task.seeds={file}", "replay.first_fill=1", "run.steps=1", "eval.prompts=0")
     c = config(wide_model, tmp_path / "run", *settings, *seeded)
     with open_run(c) as run:
         run.collect()
@@ -337,7 +337,7 @@ def test_earlier_attacks_enter_the_buffer_first(
     assert spelled == [
         ("2=3", True, -1.5),
         ("7", True, -0.5),
-        ("1+1+1", False, pytest.approx(math.log(0.5))),  # cut at sampling.max_tokens
+        ("1+1+1", False, -2.5),  # cut at sampling.max_tokens
     ]
     assert [t.tokens[-1] in text.eos_ids for t in group.trajectories] == [True, True, False]
     with torch.no_grad():
