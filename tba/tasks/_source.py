@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from importlib.metadata import version
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -31,6 +31,7 @@ UNUSED = {
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
 LIBRARY = Path(sysconfig.get_path("stdlib"))
+PACKAGE = Path(__file__).parents[1]
 
 
 class _LocalModules(ModuleFinder):
@@ -81,30 +82,24 @@ class RewardSource:
     def _meant(self, text: str) -> Any:
         """Return what a text stands for, and add the code that it names."""
         where, _, name = text.rpartition(":")
-        if where.endswith(".py") and Path(where).expanduser().is_file():
-            self._add_code(Path(where).expanduser())
-            return name
         with contextlib.suppress(OSError, RuntimeError):  # of a text that cannot be a path
-            if (path := Path(text).expanduser()).is_file():
-                with path.open("rb") as file:
-                    return file_digest(file, "sha256").hexdigest()
+            if where.endswith(".py") and Path(where).expanduser().is_file():
+                self._add_code(Path(where).expanduser())
+                return name
+            if Path(text).expanduser().is_file():
+                return sha256(Path(text).expanduser().read_bytes()).hexdigest()
         for module in (where, text.rpartition(".")[0], text):
             if module in sys.modules and self._add_module(module):
                 return text[len(module) :]
         return text
 
     def _add_module(self, name: str) -> bool:
-        """Add the file of a loaded module, unless it is of a library; return whether it is added.
-
-        For a module of this package, add the version instead.
-        """
+        """Add the file of a loaded module; return False, and add nothing, for a library."""
         file = vars(sys.modules[name]).get("__file__")
-        if name.partition(".")[0] == "tba":
-            self.options["the version of tba"] = version("tba")
-        elif file is not None and not _is_library(Path(file)):
-            self._add_code(Path(file), name)
-            return True
-        return False
+        if file is None or _is_library(Path(file)):
+            return False
+        self._add_code(Path(file), name)
+        return True
 
     def _add_code(self, path: Path, name: str = "") -> None:
         """Add a file, as a module of this name if any, and the user's modules that it imports."""
@@ -113,8 +108,6 @@ class RewardSource:
         finder: Any = _LocalModules(folders, excludes=["tba"])
         with contextlib.suppress(ImportError):  # of a package without __init__.py: the file alone
             finder.import_hook(name) if "." in name else finder.run_script(str(path))
-        if any(module.partition(".")[0] == "tba" for module in finder.badmodules):
-            self.options["the version of tba"] = version("tba")
         files = {module.__file__ for module in finder.modules.values() if module.__file__}
         for file in map(Path, {str(path), *files}):
             code = file.read_bytes()
@@ -166,12 +159,10 @@ def source_of(config: Config, functions: Functions | None) -> RewardSource:
 
 
 def _is_library(path: Path) -> bool:
-    """Return whether a file or a folder is Python's own, or where pip has installed libraries."""
-    path = path.resolve()
-    names = {"site-packages", "dist-packages"}
-    if path.is_relative_to(LIBRARY) or names & {*path.parts}:
-        return True
-    return any(next(folder.glob("*.dist-info"), None) for folder in (path, *path.parents))
+    """Return whether a file or a folder is Python's own, this package's, or installed by pip."""
+    installed = [Path(each) for each in sys.path if next(Path(each).glob("*.dist-info"), None)]
+    folders = (PACKAGE, LIBRARY, *installed)
+    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tba.config.errors import choices
+from tba.config.tables import Count
 from tba.prompt import Answer, Prompt
 from tba.tasks import Task
 from tba.tasks._rendering import Rendering
@@ -31,7 +32,7 @@ class ReasoningGym(Rendering, Task):
     """Options of the generator, such as `max_digits`, in a table."""
     size: int = 5000
     """Questions to generate, the held-out ones included."""
-    held_out_size: int = 256
+    held_out_size: Count = 256
     """Questions to evaluate on: the first ones."""
     seed: int = 0
     """Seed of the generator."""
@@ -46,11 +47,6 @@ class ReasoningGym(Rendering, Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.held_out_size < self.size:
-            raise ValueError(
-                f"task.held_out_size = {self.held_out_size} leaves none of task.size ="
-                f" {self.size} questions to train on; lower it, or raise task.size"
-            )
         assert self._dataset is not None  # raises before anything starts
 
     def prompts(self) -> Sequence[Prompt]:
@@ -120,13 +116,12 @@ class ReasoningGym(Rendering, Task):
 
         name = self.generator
         if name not in DATASETS:
-            full = "reasoning_gym.factory.DATASETS has all"
-            raise ValueError(f"task.generator = {name!r}: unknown{choices(name, DATASETS, full)}")
+            known = choices(name, DATASETS, "reasoning_gym.factory.DATASETS has all")
+            raise ValueError(f"task.generator = {name!r}: unknown{known}")
         dataset, config = DATASETS[name][:2]
         try:
             return dataset(config(**self.options, size=self.size, seed=self.seed))
         except (AssertionError, TypeError, ValueError) as error:
-            why = error or type(error).__name__
             raise ValueError(
-                f"task.options = {self.options}: {name} refuses them: {why}"
+                f"task.options = {self.options}: {name} refuses them: {error!r}"
             ) from error

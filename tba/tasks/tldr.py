@@ -11,15 +11,12 @@ from tba.prompt import Answer, Prompt
 from tba.tasks import Scorer, Scores
 from tba.tasks._data import Rows, rows
 from tba.tasks._rendering import Splits
-from tba.tasks.custom import Custom
+from tba.tasks.custom import Custom, reward_function
 from tba.tasks.judges import then
 
 HUB = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 COLUMNS = ("query", "subreddit", "title", "post", "summary")
 HEADINGS = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: "}
-
-Judge = str | Use
-"""A reward function by name or as a table, as `task.reward` of `custom` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +31,9 @@ class Tldr(Splits):
 
     test: ClassVar[str] = "validation"
     kept: ClassVar[Sequence[str]] = ("query", "summary")
-    proxy: Judge
+    proxy: str | Use
     """Judge that trains."""
-    gold: Judge | None = None
+    gold: str | Use | None = None
     """Judge that measures the win rate in evaluations; default: no win rate."""
     data: str = HUB
     """A hub name, a file, or a folder with train.jsonl and validation.jsonl. Columns are `summary`,
@@ -93,11 +90,13 @@ class Tldr(Splits):
 
     @cached_property
     def _proxy(self) -> Custom:
-        return _judge("proxy", self.proxy)
+        return Custom(data="", passed=(reward_function("task.proxy", self.proxy),))
 
     @cached_property
     def _gold(self) -> Custom | None:
-        return None if self.gold is None else _judge("gold", self.gold)
+        if self.gold is None:
+            return None
+        return Custom(data="", passed=(reward_function("task.gold", self.gold),))
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,6 @@ def query_of(row: Mapping[str, Any]) -> str:
     """Return the post up to `TL;DR:`, in the format of the data set on the hub."""
     lines = [start + row[name] for name, start in HEADINGS.items() if row.get(name)]
     return "\n\n".join([*lines, "TL;DR:"])
-
-
-def _judge(option: str, reward: Any) -> Custom:
-    """Return a judge as a task that only scores; ValueError that names the option `option`."""
-    try:
-        return Custom(data="", reward=reward)
-    except ValueError as error:
-        raise ValueError(str(error).replace("task.reward", f"task.{option}")) from error
 
 
 def _wins(scores: Scores) -> list[float | None]:
