@@ -3,6 +3,7 @@
 Scores are of a subset: an evaluation set or a part of a mixture; "" is the held-out set.
 """
 
+import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -18,6 +19,8 @@ from tba.runs.files import write_whole
 from tba.runs.log import Row
 
 MODES = ("sampled", "greedy")
+REWARD = re.compile("eval/(?:(.+)/)?sampled_reward")
+"""Column of the reward of a subset."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -75,17 +78,12 @@ def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
 
 def measures_of(runs: Sequence[pd.DataFrame]) -> dict[str, str]:
     """Return the score to show of each subset: pass@1 if all evaluations of it have that."""
-    end = "/sampled_reward"
-    by_subset = {"": list(runs)}
-    for evaluations in runs:
-        for column in evaluations:
-            name = column.removeprefix("eval/").removesuffix(end)
-            if column == f"eval/{name}{end}":
-                by_subset.setdefault(name, []).append(evaluations)
-    measures = {}
-    for subset, tables in by_subset.items():
-        column, _ = names("pass@1", "sampled", subset)
-        passes = pd.concat(table.reindex(columns=[column]) for table in tables)
-        graded = len(passes) and passes.notna().all(axis=None)
-        measures[subset] = "pass@1" if graded else "reward"
+    table = pd.concat(runs)
+    measures = {"": "reward"}
+    for column in table:
+        if match := REWARD.fullmatch(column):
+            subset = match[1] or ""
+            name, _ = names("pass@1", "sampled", subset)
+            passes = table.reindex(columns=[name])[table[column].notna()]
+            measures[subset] = "pass@1" if passes.notna().all(axis=None) else "reward"
     return measures

@@ -34,7 +34,6 @@ from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
-from tba.tasks._data import SUFFIXES
 from tba.weights import Weights, as_array, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
@@ -42,6 +41,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
 """Tables of the config that a card shows."""
 
+HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+"""Name of a model on the hub."""
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
 """Part of the path of a model in the hub's cache."""
 PLACE = re.compile(r"(~|\.\.|/[^/\s]+)/\S+$")
@@ -265,7 +266,7 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
     before = _texts(by_step.get(0, {}))
     metadata = ModelCardData(
-        base_model=model if _on_hub(model) else None,
+        base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "trajectory-balance", "tba"],
@@ -314,12 +315,6 @@ def _without_places(value: Any) -> Any:
         return [_without_places(inner) for inner in value]
     is_place = isinstance(value, str) and PLACE.match(value) is not None
     return Path(value).name if is_place else value
-
-
-def _on_hub(name: str) -> bool:
-    """Return whether a model is named as on the hub, and not by a path."""
-    is_path = name.startswith(("bundled:", ".", "/", "~")) or name.endswith(SUFFIXES)
-    return bool(name) and not is_path and name.count("/") <= 1 and not Path(name).exists()
 
 
 def _code(value: Any) -> str:
