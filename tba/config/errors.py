@@ -64,15 +64,14 @@ def reason(error: ErrorDetails) -> str:
 def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
     """Return the end of an error message about an unknown name: the nearest one, and all.
 
-    If there are more than a few, `all_of_them` says where they are listed, after the nearest ones.
+    If there are more than a few, `all_of_them` says where they are listed.
     """
     known = list(known)
-    is_long = all_of_them is not None and len(known) > FEW
-    close = difflib.get_close_matches(name, known, n=3 if is_long else 1)
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    full = all_of_them if is_long else f"known: {', '.join(known) or 'none'}"
-    return f"{nearest}; {full}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = f"; did you mean {close[0]!r}?" if close else ""
+    if all_of_them is not None and len(known) > FEW:
+        return f"{nearest}; {all_of_them}"
+    return f"{nearest}; known: {', '.join(known) or 'none'}"
 
 
 @contextmanager

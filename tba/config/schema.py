@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from tba.config import tables
 from tba.config.errors import check_secrets, choices, explain, reason
-from tba.config.tables import PLUGGED, Table, Use, decay_of, inner_table
+from tba.config.tables import PLUGGED, Table, Use, inner_table
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
@@ -111,7 +111,7 @@ class Config(Tables):
                     f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more"
                 )
         steps = self.run.steps
-        decay = decay_of(t, steps)
+        decay = t.decay(steps)
         decays = t.schedule == "warmup_stable_decay" and self.run.epochs is None
         if decays and t.warmup_steps + decay > steps:
             raise ValueError(
@@ -161,7 +161,7 @@ class Config(Tables):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether searchers run on their own, and no step waits for a whole batch of new groups."""
+        """Return whether searchers run on their own, and no step waits for a whole new batch."""
         r = self.runtime
         return r.use == "ray" and r.lag is None and (r.fresh or 0) < self.trainer.groups
 

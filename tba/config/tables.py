@@ -86,9 +86,8 @@ class EngineTable(Use):
 
     max_logp_gap: PositiveFloat | None = key(
         None,
-        "largest mean difference in nats between the log-probs of engine and trainer after a weight"
-        " update; above it, the run is saved and ends; default: 0.3, or 0.01 where both compute in"
-        " fp32",
+        "largest mean gap in nats between the log-probs of engine and trainer after an update, or"
+        " the run ends; default: 0.3, or 0.01 where both compute in fp32",
     )
 
 
@@ -103,14 +102,12 @@ class RunTable(Table):
     steps: Positive = key(200, "number of optimizer steps")
     epochs: PositiveFloat | None = key(
         None,
-        "passes over the training prompts, in place of run.steps, which becomes epochs x prompts /"
-        " groups of a batch, rounded up",
+        "passes over the training prompts; sets run.steps to epochs x prompts / groups of a batch",
     )
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
     base: str = key(
         "",
-        "folder that the run is started in: modules with plug-ins and rewards are found there; the"
-        " run sets it",
+        "folder where modules with plug-ins and rewards are found; the run sets it",
     )
 
     @model_validator(mode="after")
@@ -128,14 +125,12 @@ class LoraTable(Table):
     alpha: Positive = key(32, "PEFT's lora_alpha: what an adapter adds is scaled by alpha / r")
     target_modules: Annotated[Texts, Field(min_length=1)] = key(
         ("all-linear",),
-        'names of the layers to adapt, such as ["q_proj", "v_proj"];'
-        " all-linear: every linear layer but the LM head, and not experts whose weights are one"
-        " tensor; the run lists what is adapted and what is not",
+        'names of the layers to adapt, such as ["q_proj", "v_proj"]; all-linear: every linear layer'
+        " but the LM head, and not experts whose weights are one tensor",
     )
     modules_to_save: Texts = key(
         (),
-        'names of modules to train whole beside the adapters, such as ["lm_head"]; they are saved'
-        " with them",
+        'names of modules to train whole and save beside the adapters, such as ["lm_head"]',
     )
     use_rslora: bool = key(False, "scale what an adapter adds by alpha / sqrt(r), not alpha / r")
     start: str | None = Field(
@@ -254,10 +249,9 @@ class TrainerTable(Table):
         """B, the prompts in a batch."""
         return self.batch_size // self.group_size
 
-
-def decay_of(table: TrainerTable, steps: int) -> int:
-    """Return the final steps of `warmup_stable_decay` in a run of so many steps."""
-    return table.decay_steps or max(1, steps // 10)
+    def decay(self, steps: int) -> int:
+        """Return the final steps of `warmup_stable_decay` in a run of so many steps."""
+        return self.decay_steps or max(1, steps // 10)
 
 
 class RuntimeTable(Table):
@@ -270,8 +264,7 @@ class RuntimeTable(Table):
     publish_every: Positive = key(1, "k: send new weights to the searchers every k steps")
     fresh: Count | None = key(
         None,
-        "new groups to wait for at each step;"
-        " default: 0 on ray (wait for runtime.max_reuse only), as many as a batch has on local",
+        "new groups to wait for at each step; default: 0 on ray, a batch of groups on local",
     )
     max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
         4.0,

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
-from tba.config.tables import TrainerTable, decay_of
+from tba.config.tables import TrainerTable
 from tba.learn import NotFinite, plan, publish, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import Loss, Objective, kl_k3, total
@@ -156,7 +156,7 @@ def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, step
 
     ratio = settings.min_lr_ratio
     warmup = settings.warmup_steps
-    stable = {"min_lr_ratio": ratio, "num_decay_steps": decay_of(settings, steps)}
+    stable = {"min_lr_ratio": ratio, "num_decay_steps": settings.decay(steps)}
     extra: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": ratio},
         "warmup_stable_decay": stable,
