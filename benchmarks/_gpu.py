@@ -162,7 +162,7 @@ class Bench:
         import torch
         from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-        from tba.models.pretrained import model_path
+        from tba.models import model_path
 
         path = self.folder / shape
         if path.exists():

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import BUNDLED, load_config
+from tba.models import BUNDLED
+from tba.models.pretrained import load_config
 from tba.types import Batch
 
 PROMPTS = 4

@@ -81,7 +81,7 @@ class Arithmetic(Laboratory):
     def __init__(self, options):
         super().__init__(options, RUNS)
         self.tiny = options.tiny
-        from tba.models.pretrained import model_path
+        from tba.models import model_path
 
         self.model = model_path("bundled:arithmetic")
         self.rows = self.scratch / "rows"

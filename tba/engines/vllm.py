@@ -18,8 +18,9 @@ from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request, Stepper
+from tba.models import model_path
 from tba.models.lora import empty_adapted, save_adapter
-from tba.models.pretrained import load_empty_model, model_path
+from tba.models.pretrained import load_empty_model
 from tba.types import Completion, Sampling
 from tba.weights import Probe, Weights, as_tensor, check_same_model
 

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
+from tba.models import model_path
 from tba.models.template import render
 from tba.prompt import Answer, Message, Prompt
 from tba.types import Completion, Trajectory
 
-BUNDLED = Path(__file__).parent
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
@@ -144,27 +144,6 @@ class Tokenizer:
                 " or raise engine.max_model_len if that is lower than the model's"
             )
         return tokens
-
-
-def model_path(name: str, key: str = "policy.model") -> str:
-    """Return the path or name for `from_pretrained`; ValueError if a path has no model."""
-    bundled = name.startswith("bundled:")
-    path = BUNDLED / name.removeprefix("bundled:") if bundled else Path(name).expanduser()
-    if (path / "config.json").is_file():
-        return str(path)
-    if bundled:
-        shipped = sorted(f"bundled:{p.parent.name}" for p in BUNDLED.glob("*/config.json"))
-        problem = f"no such bundled model; known: {', '.join(shipped)}"
-    elif path.is_dir():
-        problem = "the folder has no config.json; give a folder that save_pretrained wrote"
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        problem = (
-            "no such folder; give one that save_pretrained wrote, or a name on the hub, such as"
-            " HuggingFaceTB/SmolLM2-135M-Instruct"
-        )
-    else:
-        return name
-    raise ValueError(f"{key} = {name!r}: {problem}")
 
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from tba.config.plugins import check_name, resolve, resolve_all
 from tba.config.schema import Config, override_all, read_json
 from tba.config.tables import PLUGGED, PolicyTable, Use
-from tba.models.pretrained import model_path
+from tba.models import model_path
 from tba.runs import log
 from tba.runs.files import check_usable
 from tba.runs.generations import MANIFEST, damage, generations
