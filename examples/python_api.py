@@ -27,7 +27,8 @@ def sums() -> list[dict[str, str]]:
     """Return a thousand rows: a `prompt`, and a column for the reward function."""
     rows = []
     for i in range(1000):
-        a, b = 100 + 7919 * i % 900, 100 + 104729 * i % 899
+        a = 100 + 7919 * i % 900
+        b = 100 + 104729 * i % 899
         rows.append({"prompt": f"{a}+{b}=", "total": str(a + b)})
     return rows
 
@@ -40,7 +41,8 @@ def right(completions: list[str], total: list[str]) -> list[float]:
 def main(settings: list[str]) -> Result:
     config = tba.load(None, [*SETTINGS, *settings])  # or tba.load("run.toml", settings)
     result = tba.train(config, data=sums(), reward=right)
-    first, last = result.summary.first, result.summary.last
+    first = result.summary.first
+    last = result.summary.last
     print(f"held-out reward {first['sampled_reward']:.3f} -> {last['sampled_reward']:.3f}")
     print(result.metrics()[["step", "loss", "reward"]].tail())
     return result

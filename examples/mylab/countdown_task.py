@@ -45,7 +45,8 @@ class Countdown(Task):
         return self._puzzles()[self.train_size :]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        numbers, target = prompt.columns["numbers"], prompt.columns["target"]
+        numbers = prompt.columns["numbers"]
+        target = prompt.columns["target"]
         return [worth(a.text, numbers, target) for a in answers]
 
     def _puzzles(self) -> list[Prompt]:

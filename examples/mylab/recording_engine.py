@@ -24,8 +24,13 @@ class Recording(Engine):
     file: str = "completions.jsonl"
 
     def __post_init__(self) -> None:
-        given = (self.policy, self.text, self.device, self.bf16, self.sampling)
-        self._engine = Transformers(*given)
+        self._engine = Transformers(
+            policy=self.policy,
+            text=self.text,
+            device=self.device,
+            bf16=self.bf16,
+            sampling=self.sampling,
+        )
         self._writing = threading.Lock()  # several searches may run at once
 
     @property
