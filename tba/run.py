@@ -94,12 +94,12 @@ class Run:
 
     @property
     def ending(self) -> bool:
-        """Whether the run ends before `run.steps`."""
+        """Return whether the run ends before `run.steps`."""
         return self.stop.requested or self.out_of_patience
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the last `eval.patience` evaluations had no better score."""
+        """Return whether the last `eval.patience` evaluations had no better score."""
         patience = self.config.eval.patience
         if patience is None:
             return False

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Use(IntEnum):
-    """What random numbers are for, and which seed and numbers decide them."""
+    """Uses of random numbers, and which seed and numbers decide them."""
 
     REPLAY = 0
     """Draws from the replay buffer: `run.seed`."""

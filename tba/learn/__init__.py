@@ -13,7 +13,7 @@ class Trainer(Protocol):
 
     @property
     def computes_in_bf16(self) -> bool:
-        """Whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
+        """Return whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
 
     @property
     def model(self) -> Any:

@@ -26,7 +26,7 @@ PACKED_PADDING = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """How the model runs over a batch."""
+    """Division of a batch into a pass of the model."""
 
     layout: Layout
     batch: TokenBatch

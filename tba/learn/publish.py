@@ -1,4 +1,4 @@
-"""What a trainer publishes: its weights, and a probe, which shows whether an engine has them."""
+"""Publication by a trainer: its weights, and a probe, which shows whether an engine has them."""
 
 import weakref
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How a model runs: positions, masks, caches that responses share, logits, and its layers."""
+"""Passes of a model: positions, masks, caches that responses share, logits, and its layers."""
 
 import os
 import shutil

@@ -52,7 +52,7 @@ class Responses:
 
 @dataclass(frozen=True)
 class Result:
-    """What the policy reads of a call: a result or an error, which may have been cut."""
+    """Result of a call as the policy reads it, which may be an error, and may have been cut."""
 
     content: str
     failed: bool = False

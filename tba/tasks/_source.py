@@ -1,4 +1,4 @@
-"""What decides the rewards of a run: code and options, by digests.
+"""Sources of the rewards of a run: code and options, by digests.
 
 Moving a file is no change, nor is another comment or layout. Files that a function reads, packages
 that it imports and the weights of a model are not seen.
@@ -46,7 +46,7 @@ class _LocalModules(ModuleFinder):
 
 @dataclass(frozen=True)
 class RewardSource:
-    """What decides rewards."""
+    """Code and options that decide rewards."""
 
     options: dict[str, str] = field(default_factory=dict)
     """Digest of each option, by its key."""
