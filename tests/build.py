@@ -446,20 +446,13 @@ def ray_config(model: Path, folder: Path, *settings: str) -> Config:
         "runtime.use=ray",
         "runtime.prompts_per_task=3",
         "runtime.publish_every=2",
-        "sampling.max_tokens=5",
-        "sampling.samples=4",
-        "trainer.batch_size=12",
-        "trainer.group_size=4",
-        "task=toy.Ones",
+        "trainer.learning_rate=1e-5",
         "eval.prompts=4",
         "eval.every=15",
         "eval.samples=1",
         "eval.k=[]",
-        "log.console=off",
-        "reward.isolate=none",
-        "log.tensorboard=false",
     )
-    return load(None, [f"policy.model={model}", f"run.folder={folder}", *small, *settings])
+    return config(model, folder, *small, *settings)
 
 
 def run_and_keep(
@@ -474,12 +467,6 @@ def run_and_keep(
         if thread is not None:
             thread.join(timeout=60)
     return run
-
-
-def conserved(buffer: ReplayBuffer) -> bool:
-    c = buffer.counts
-    lost = c["evicted_per_prompt"] + c["evicted_capacity"] + c["evicted_reference"]
-    return c["added"] == len(buffer) + c["duplicates"] + lost
 
 
 def shared_memory() -> set[str]:
@@ -524,9 +511,6 @@ def children(pid: int | None = None) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-LOST = ("evicted_per_prompt", "evicted_capacity", "evicted_reference", "dropped")
-
-
 def trajectory(*tokens: int, reward: float = 0.0, version: int = 0) -> Trajectory:
     zeros = np.zeros(len(tokens), np.float32)
     return Trajectory(np.array(tokens, np.int32), zeros, zeros, reward, version, True)
@@ -555,7 +539,10 @@ def first_tokens(group: Group) -> list[int]:
     return [int(t.tokens[0]) for t in group.trajectories]
 
 
-def is_conserved(buffer: ReplayBuffer) -> bool:
+LOST = ("evicted_per_prompt", "evicted_capacity", "evicted_reference", "dropped")
+
+
+def conserved(buffer: ReplayBuffer) -> bool:
     c = buffer.counts
     return c["added"] == len(buffer) + c["duplicates"] + sum(c[name] for name in LOST)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build import PROMPTS, answered, group, ids, is_conserved, stream_of, trajectory
+from build import PROMPTS, answered, conserved, group, ids, stream_of, trajectory
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -201,7 +201,7 @@ class BufferHistory(RuleBasedStateMachine):
             own = zip(g.trajectories, counts, strict=True)
             held[g.prompt.id] = [(t.tokens.tobytes(), t.version, t.reward, n) for t, n in own]
         assert {name: own for name, own in held.items() if own} == expected
-        assert is_conserved(self.buffer) and self.buffer.counts["added"] == self.added
+        assert conserved(self.buffer) and self.buffer.counts["added"] == self.added
 
 
 class StreamHistory(RuleBasedStateMachine):

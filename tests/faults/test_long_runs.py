@@ -12,7 +12,7 @@ import hostile
 import numpy as np
 import psutil
 import pytest
-from build import as_settings, config, goes_on, is_conserved, ray_config
+from build import as_settings, config, conserved, goes_on, ray_config
 from suite import Case, carry_out, cases, forked
 from toy import count
 
@@ -141,7 +141,7 @@ def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(
     newest = generations(folder / CHECKPOINTS)[-1]
     assert newest.name == f"step-{opened.step:08d}" and damage(newest) == {}
     summary = run(_config(["engine.start=1000000"], folder), folder)
-    assert summary.finished and is_conserved(opened.buffer)
+    assert summary.finished and conserved(opened.buffer)
 
 
 @pytest.mark.timeout(600)
@@ -188,7 +188,7 @@ def test_failures_that_come_again_and_again_cost_a_restart_each(
         summary = opened.train()
     assert summary.finished and summary.searcher_restarts >= 30 // every
     case.tried = case.survived = summary.searcher_restarts
-    assert is_conserved(opened.buffer) and opened.buffer.counts["added"] == 31 * 12
+    assert conserved(opened.buffer) and opened.buffer.counts["added"] == 31 * 12
 
 
 @cases(18, full=10, quick=1)
@@ -205,7 +205,7 @@ def test_stragglers_and_a_full_buffer_lose_and_double_nothing(
     with open_run(config(tiny_model, tmp_path / "run", *settings)) as opened:
         summary = opened.train()
     counts = opened.buffer.counts
-    assert summary.finished and is_conserved(opened.buffer) and len(opened.buffer) <= capacity
+    assert summary.finished and conserved(opened.buffer) and len(opened.buffer) <= capacity
     assert counts["added"] == summary.samples_generated == 21 * 12
     assert counts["evicted_capacity"] > 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import Asynchronous, Scored, config, group, is_conserved, parameters, trainer, trajectory
+from build import Asynchronous, Scored, config, conserved, group, parameters, trainer, trajectory
 from build import file_names as names
 from build import rewards_judge as judge
 from build import rewards_reasons as reasons
@@ -55,7 +55,7 @@ def in_the_buffer(wrong: float, model: Path, batch: Batch, case: Case) -> None:
         array[case.rng.integers(3)] = wrong
         bad = replace(trajectory(4, 5, 6), **{name: wrong if name == "reward" else array})
         buffer.add([group(name, bad, sound)], now=number)
-    assert (len(buffer), buffer.counts["not_finite"]) == (4, 4) and is_conserved(buffer)
+    assert (len(buffer), buffer.counts["not_finite"]) == (4, 4) and conserved(buffer)
 
 
 def nothing_moves(model: Path, batch: Batch, spoil: Callable[[Any], Batch]) -> None:

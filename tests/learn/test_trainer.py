@@ -28,25 +28,6 @@ from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights, pack
 
 
-@pytest.mark.parametrize("objective", ["tb", "rloo"])
-@pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
-def test_any_micro_batching_gives_the_same_parameters(
-    tiny_model: Path, batch: Batch, objective: str, budget: int
-) -> None:
-    """From one pass down to single trajectories, with groups cut in pieces (two passes)."""
-    whole, parts = (
-        trainer(tiny_model, f"objective={objective}"),
-        trainer(tiny_model, f"objective={objective}", f"trainer.token_budget={budget}"),
-    )
-    for step in range(3):
-        a, b = whole.step(batch, step), parts.step(batch, step)
-        for name in ("loss", "kl", "log_ratio", "entropy", "reward", "grad_norm"):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5)
-        assert a["completions/mean_length"] == pytest.approx(b["completions/mean_length"])
-    for p, q in zip(parameters(whole), parameters(parts), strict=True):
-        torch.testing.assert_close(p, q, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("budget", [9, 40, 1000])
 def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
     tiny_model: Path, batch: Batch, budget: int

@@ -36,7 +36,7 @@ def tba(*arguments: str) -> str:
 
 @needs(MODELS / "smollm2", GSM8K)
 def test_gsm8k_end_to_end(tmp_path: Path) -> None:
-    """Three asynchronous steps; the exported folder generates the same greedy text."""
+    """Three asynchronous steps."""
     run = tmp_path / "run"
     tba(
         "train",
@@ -47,65 +47,8 @@ def test_gsm8k_end_to_end(tmp_path: Path) -> None:
     )
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 48)
-    exported = Path(tba("export", str(run), str(tmp_path / "out")).strip())
     told = json.loads(tba("eval", str(run)))
     assert told["prompts"] == 16
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(exported),
-        AutoTokenizer.from_pretrained(exported),
-    )
-    question = json.loads((GSM8K / "test.jsonl").read_text().splitlines()[0])["question"]
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    ours, theirs = (
-        greedy_by_engine(exported, ids["input_ids"][0]),
-        model.generate(**ids, do_sample=False, max_new_tokens=48)[0, ids["input_ids"].shape[1] :],
-    )
-    assert ours == theirs.tolist()[: len(ours)]
-    assert len(ours) >= 16
-
-
-@needs(MODELS / "smollm2", GSM8K)
-def test_math_end_to_end(tmp_path: Path) -> None:
-    """Three steps at a lag of 2, on GSM8K's questions with boxed answers."""
-    pytest.importorskip("math_verify", reason="pip install 'tba[math]'")
-    for split in ("train", "test"):
-        lines = (GSM8K / f"{split}.jsonl").read_text().splitlines()[:100]
-        rows = [json.loads(line) for line in lines]
-        answers = [(r["question"], r["answer"].rpartition("#### ")[2]) for r in rows]
-        problems = [json.dumps({"problem": q, "answer": a}) + "\n" for q, a in answers]
-        (tmp_path / f"{split}.jsonl").write_text("".join(problems))
-    run = tmp_path / "run"
-    model, data = f"policy.model={MODELS / 'smollm2'}", f"task.data={tmp_path}"
-    tba("train", "experiments/math_small.toml", model, data, f"run.folder={run}")
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 48)
-    assert (summary["lag_max"], summary["rejected"]) == (2, {})
-
-
-def greedy_by_engine(folder: Path, prompt: object) -> list[int]:
-    """48 greedy tokens by this package's engine, in fp32."""
-    import numpy as np
-    import torch
-
-    from tba.config.tables import PolicyTable
-    from tba.engines.transformers import Transformers
-    from tba.models.pretrained import load_text
-    from tba.types import Sampling
-
-    policy = PolicyTable(model=str(folder))
-    greedy = Sampling(1, 0.0, 48)
-    engine = Transformers(policy, load_text(policy), "cpu", False, greedy, dtype="fp32")
-    tokens = np.asarray(torch.as_tensor(prompt), np.int32)
-    ((completion,),) = engine.generate([tokens], greedy, seed=0)
-    return completion.tokens.tolist()
 
 
 @needs(MODELS / "smollm2")

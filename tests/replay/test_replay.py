@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from build import LOST, first_tokens, group, is_conserved, random_groups, trajectory
+from build import LOST, conserved, first_tokens, group, random_groups, trajectory
 
 from tba.replay.buffer import ReplayBuffer
 from tba.strategies import Columns, Strategy
@@ -25,7 +25,7 @@ def test_every_sample_is_accounted_for() -> None:
         reference = max(0, now // 20 - int(rng.integers(2)))  # resets, and groups that come late
         buffer.add(random_groups(rng, 2, reference=reference), now)
         assert buffer.counts["added"] == (now + 1) * 12
-        assert is_conserved(buffer)
+        assert conserved(buffer)
         held = [len(g.trajectories) for g in buffer.groups()]
         assert sum(held) == len(buffer) <= 20
         assert len(held) == buffer.prompts
@@ -111,7 +111,7 @@ def test_a_prompt_never_mixes_references() -> None:
     assert {g.prompt.id: g.reference for g in drawn} == {"a": 5, "b": 3}
     columns = buffer.columns()
     assert columns.count[columns.rows(columns.prompts[-1])].tolist() == [1, 1]
-    assert is_conserved(buffer)
+    assert conserved(buffer)
 
 
 def test_recent_is_on_policy_when_a_batch_arrives_each_step() -> None:
@@ -332,4 +332,4 @@ def test_a_buffer_is_emptied() -> None:
     buffer = ReplayBuffer(per_prompt=9, capacity=60)
     buffer.add(random_groups(rng, 2), 20)
     buffer.clear()
-    assert len(buffer) == buffer.prompts == 0 and is_conserved(buffer)
+    assert len(buffer) == buffer.prompts == 0 and conserved(buffer)

@@ -184,23 +184,6 @@ BRIGHTNESS = """(() => {
 DRAWN = "document.querySelector('.wide canvas').toDataURL()"
 
 
-def test_the_switch_changes_the_axis_and_values_are_shown_at_the_cursor(
-    browser: Any, demo: Path
-) -> None:
-    with opened(browser, report([demo])) as page:
-        chart = page.locator(".wide")
-        legend = chart.locator(".u-legend")
-        assert legend.inner_text().startswith("steps")
-        page.get_by_label("samples generated", exact=True).check()
-        assert legend.inner_text().startswith("samples generated")
-        at_the_end = legend.inner_text()
-        box = chart.locator(".u-over").bounding_box()
-        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
-        shown = "document.querySelector('.wide .u-legend').innerText"
-        until(page, f"{shown} !== {json.dumps(at_the_end)}")
-        assert "±" in legend.inner_text()
-
-
 def check_switch(browser: Any, path: Path, run: Path) -> None:
     """Draw the rewards over steps, time and samples, and over steps again."""
     rows = read(run / METRICS)
@@ -385,14 +368,6 @@ def test_a_table_is_sorted_and_downloaded(
         assert download.value.suggested_filename == "before_and_after.csv"
         assert lines[0].startswith('"run","Held-out pass@1, sampled",') and len(lines) == 3
         assert lines[1].startswith('"demo","') and lines[2].startswith('"\'=1+1","')
-
-
-def test_the_contents_lead_to_the_parts_of_the_page(browser: Any, demo: Path) -> None:
-    with opened(browser, report([demo])) as page:
-        links = page.locator("#contents a")
-        assert links.all_inner_texts() == page.locator("main h2").all_inner_texts()
-        links.get_by_text("Completions", exact=True).click()
-        assert 0 <= page.locator("h2", has_text="Completions").bounding_box()["y"] < 200
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(NARROW, "dark"), (WIDE, "light")])
