@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from build import FAMILIES, WIDE, make
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -259,45 +258,6 @@ def test_every_part_runs_inside_the_one_forward(batch: Batch) -> None:
         assert (call[0], call[-1]) == ("begin", "end")
         assert (call.count("begin"), call.count("end")) == (1, 1)
         assert {"model.lm_head", "model.model.embed_tokens", "readout"} <= set(call)
-
-
-class Adapted(nn.Module):
-    """A linear layer that is frozen, with a low-rank adapter beside it."""
-
-    def __init__(self, base: nn.Linear, generator: torch.Generator):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        down = torch.randn(base.in_features, 2, generator=generator)
-        self.down = nn.Parameter(0.1 * down)
-        self.up = nn.Parameter(0.1 * torch.randn(2, base.out_features, generator=generator))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down @ self.up
-
-    def merged(self) -> torch.Tensor:
-        return self.base.weight + (self.down @ self.up).T
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
-def test_wrapped_linear_layers_compute_and_learn(share_prompt: bool, batch: Batch) -> None:
-    """As with adapters: the policy is that of the merged weights; only the adapters learn."""
-    policy = Policy(make("llama"), 1.0, share_prompt=share_prompt)
-    generator = torch.Generator().manual_seed(1)
-    merged = make("llama")
-    for name, layer in list(policy.model.named_modules()):
-        if isinstance(layer, nn.Linear):
-            adapted = Adapted(layer, generator)
-            policy.model.set_submodule(name, adapted)
-            merged.get_submodule(name).weight.data.copy_(adapted.merged())
-    expected = Policy(merged, 1.0, share_prompt=share_prompt).logp(batch)
-    logp = policy.logp(batch)
-    torch.testing.assert_close(logp, expected, atol=1e-5, rtol=1e-5)
-    logp.sum().backward()
-    adapters = [m for m in policy.modules() if isinstance(m, Adapted)]
-    assert isinstance(policy.model.lm_head, Adapted) and len(adapters) == 15
-    for adapted in adapters:
-        assert adapted.up.grad is not None and adapted.up.grad.any()
-        assert adapted.base.weight.grad is None
 
 
 def test_a_sharded_policy_has_the_same_gradients(
