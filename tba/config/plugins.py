@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Required, get_type_hints
+from typing import Any, ClassVar, NotRequired, Required, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
@@ -199,7 +199,8 @@ def check_options(
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     kinds: dict[str, Any] = {}
     for name, option in known.items():
-        is_schedule = scheduled and option.kind is float and isinstance(options.get(name), Mapping)
+        is_number = option.kind is float or get_args(option.kind)[:1] == (float,)
+        is_schedule = scheduled and is_number and isinstance(options.get(name), Mapping)
         kind = Schedule if is_schedule else option.kind
         kinds[name] = Required[kind] if option.required else NotRequired[kind]
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source

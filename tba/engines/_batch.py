@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -39,20 +39,6 @@ class Output:
 
     The index is 0 if that was between the request's begin and its first token.
     """
-
-
-@runtime_checkable
-class Stepper(Protocol):
-    """An engine that generates one token of each running request at a time."""
-
-    def add(self, key: str, request: Request) -> None:
-        """Start a request; ValueError, and nothing has changed, if it cannot be answered."""
-
-    def step(self) -> Sequence[tuple[str, Output]]:
-        """Generate a token of each running request; return those that have ended."""
-
-    def close(self) -> None:
-        """Free what the engine holds."""
 
 
 @dataclass
@@ -96,8 +82,8 @@ class Batch:
     EngineError.
     """
 
-    def __init__(self, start: Callable[[], Stepper], slots: int, in_flight: bool, deadline: float):
-        """Start the engine, in the thread that will step it."""
+    def __init__(self, start: Callable[[], Any], slots: int, in_flight: bool, deadline: float):
+        """Start the engine, an `_vllm_api.Engine`, in the thread that will step it."""
         self.version = 0
         self._slots = slots
         self._in_flight = in_flight
@@ -108,7 +94,7 @@ class Batch:
         self._updates: deque[_Update] = deque()
         self._count = 0
         self._failure: BaseException | None = None
-        self._engine: Stepper | None = None
+        self._engine: Any = None
         self._thread = threading.Thread(target=self._run, args=(start,), daemon=True, name="engine")
         self._thread.start()
         self._wait(lambda: self._engine is not None)
@@ -165,9 +151,9 @@ class Batch:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _run(self, start: Callable[[], Stepper]) -> None:
+    def _run(self, start: Callable[[], Any]) -> None:
         """Run the engine's thread. Only this thread touches the engine."""
-        engine: Stepper | None = None
+        engine: Any = None
         try:
             engine = start()
             with self._changed:
@@ -180,7 +166,7 @@ class Batch:
         if engine is not None:
             engine.close()
 
-    def _turn(self, engine: Stepper) -> None:
+    def _turn(self, engine: Any) -> None:
         """Wait for work, apply an update or start requests, and make a step."""
         with self._changed:
             self._changed.wait_for(self._has_work)
@@ -202,7 +188,7 @@ class Batch:
         if self._running:
             self._deliver(engine.step())
 
-    def _apply(self, engine: Stepper, update: _Update) -> None:
+    def _apply(self, engine: Any, update: _Update) -> None:
         update.waited = time.perf_counter() - update.asked
         self._answer(engine, update.checks[:1])
         update.apply()
@@ -212,7 +198,7 @@ class Batch:
             update.outputs = outputs
             self._changed.notify_all()
 
-    def _answer(self, engine: Stepper, checks: Sequence[Request]) -> list[Output]:
+    def _answer(self, engine: Any, checks: Sequence[Request]) -> list[Output]:
         """Return the outputs of the checks; requests that run go on meanwhile."""
         keys = [f"check {place}" for place in range(len(checks))]
         for key, request in zip(keys, checks, strict=True):

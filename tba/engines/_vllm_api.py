@@ -43,6 +43,7 @@ class Engine:
         self._numbered = 0
 
     def add(self, key: str, request: Request) -> None:
+        """Start a request; ValueError, and nothing has changed, if it cannot be answered."""
         adapter = self._adapters[-1] if self._adapters else None
         try:
             prompt = tokens_input(list(request.prompt))
@@ -52,6 +53,7 @@ class Engine:
         self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
 
     def step(self) -> list[tuple[str, Output]]:
+        """Generate a token of each running request; return those that have ended."""
         with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it then replaces
             results = self._engine.step()
         ended = [each for each in results if each.finished]

@@ -17,7 +17,7 @@ import torch
 from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
-from tba.engines._batch import Batch, Output, Request, Stepper
+from tba.engines._batch import Batch, Output, Request
 from tba.models import model_path
 from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_empty_model
@@ -151,7 +151,7 @@ class VLLM(Engine):
     def close(self) -> None:
         self._batch.close()
 
-    def _start(self) -> Stepper:
+    def _start(self) -> Any:
         """Start vLLM in the calling thread."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

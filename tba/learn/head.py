@@ -22,7 +22,9 @@ def token_logp(
     """
     size = states_at_once(model)
     head = model.get_output_embeddings()
-    if _is_plain(head) and has_plain_logits(model):
+    hooks = [*head._forward_hooks, *head._forward_pre_hooks]
+    one_product = type(head) is nn.Linear and head.bias is None and not hooks  # and no adapter
+    if one_product and has_plain_logits(model):
         return TokenLogp.apply(hidden, head.weight, tokens, temperature, size)
     if len(hidden) <= size:
         return _run(model, hidden, tokens, temperature)
@@ -31,12 +33,6 @@ def token_logp(
         chunks.append(checkpoint(_run, model, states, targets, temperature, use_reentrant=False))
     logps, entropies = zip(*chunks, strict=True)
     return torch.cat(logps), torch.cat(entropies)
-
-
-def _is_plain(head: nn.Module) -> bool:
-    """Return whether a head is one product: no adapter, no shards, no bias and no hooks."""
-    hooks = [*head._forward_hooks, *head._forward_pre_hooks]
-    return type(head) is nn.Linear and head.bias is None and not hooks
 
 
 def _run(model: Any, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +60,11 @@ class TokenLogp(torch.autograd.Function):
         size: int,
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Run over `size` tokens at a time, with products in the dtype of autocast."""
-        states, matrix = _factors(hidden, weight, temperature)
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+        states = (hidden / temperature).to(dtype)
+        matrix = weight.to(dtype)
         logps = []
         entropies = []
         for h, own in zip(states.split(size), tokens.split(size), strict=True):
@@ -104,13 +104,3 @@ class TokenLogp(torch.autograd.Function):
                 d_weight += torch.cat(slopes).T @ weighted[start : start + block]
         d_hidden = d_hidden * (-slope / ctx.temperature)[:, None]
         return d_hidden.to(ctx.dtypes[0]), d_weight, None, None, None
-
-
-def _factors(
-    hidden: Float[Tensor, "M D"], weight: Float[Tensor, "V D"], temperature: float
-) -> tuple[Float[Tensor, "M D"], Float[Tensor, "V D"]]:
-    """Return what is multiplied for the logits, in the dtype of autocast."""
-    kind = hidden.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-    return (hidden / temperature).to(dtype), weight.to(dtype)

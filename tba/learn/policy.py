@@ -69,8 +69,12 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.autocast = autocast
         self.share_prompt = share_prompt
-        sizes = model.config.get_text_config()
-        self.readout = None if head is None else _readout(sizes.hidden_size, self.device)
+        self.readout = None
+        if head is not None:  # it starts at 0, without using the random state
+            width = model.config.get_text_config().hidden_size
+            self.readout = nn.utils.skip_init(nn.Linear, width, 1, device=self.device)
+            nn.init.zeros_(self.readout.weight)
+            nn.init.zeros_(self.readout.bias)
         with self._precision():
             self._refuse_processed_logits()
 
@@ -285,14 +289,6 @@ def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> T
     """Return the values at their places in [B K T], and 0 elsewhere."""
     zeros = torch.zeros(batch.mask.shape, device=values.device)
     return zeros.index_put(torch.unravel_index(places, batch.mask.shape), values)
-
-
-def _readout(width: int, device: torch.device) -> nn.Linear:
-    """Return a linear map to one number that starts at 0, without using the random state."""
-    readout = nn.utils.skip_init(nn.Linear, width, 1, device=device)
-    nn.init.zeros_(readout.weight)
-    nn.init.zeros_(readout.bias)
-    return readout
 
 
 def warm_up(policy: Policy, context: int) -> None:

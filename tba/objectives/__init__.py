@@ -3,9 +3,9 @@
 Only values at sampled tokens affect a term.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -52,18 +52,9 @@ class Objective:
     The loss of a group depends on that group only, so that micro-batches cannot change the result.
     """
 
-    positive: ClassVar[Sequence[str]] = ()
-    """Options that must be above 0, or None."""
-
     __call__: Callable[..., Loss]
     """`objective(logp, batch)` returns the loss of each group; `logp` [B K T] are the live policy's
     log-probs of the tokens. An objective with a head is called with `(logp, batch, head)`."""
-
-    def __post_init__(self) -> None:
-        for name in self.positive:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"objective.{name} = {value}: give a number above 0")
 
     @property
     def head(self) -> Head | None:

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, centred, penalised
 from tba.types import Batch
 
@@ -18,10 +19,9 @@ class DrGrpo(Objective):
     """
 
     uses_behavior = True
-    positive = ("clip",)
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, centred, penalised
 from tba.types import Batch
 
@@ -18,16 +19,14 @@ class Grpo(Objective):
     """
 
     uses_behavior = True
-    positive = ("clip", "clip_high")
     beta: float = 0.04
     """Coefficient of the KL to the reference."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
-    clip_high: float | None = None
+    clip_high: PositiveFloat | None = None
     """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.clip_high is not None and self.clip_high < self.clip:
             raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
 

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, total
 from tba.types import Batch
 
@@ -18,8 +19,7 @@ class OnlineDpo(Objective):
     arXiv 2410.18252.
     """
 
-    positive = ("beta",)
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """Inverse temperature of the preference; larger values stay closer to the reference."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:

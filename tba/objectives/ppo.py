@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tba.config.tables import PositiveFloat, Share
 from tba.objectives import (
     Head,
     Loss,
@@ -31,25 +32,18 @@ class Ppo(Objective):
     """
 
     uses_behavior = True
-    positive = ("clip", "head_learning_rate")
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
-    discount: float = 1.0
+    discount: Share = 1.0
     """Discount per token."""
-    gae_lambda: float = 0.95
+    gae_lambda: Share = 0.95
     """Lambda of the generalised advantage estimate."""
     value_coefficient: float = 0.1
     """Weight of the value loss."""
-    head_learning_rate: float = 0.01
+    head_learning_rate: PositiveFloat = 0.01
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"objective.{name} = {value} must be from 0 to 1")
 
     @property
     def head(self) -> Head:

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, clipped, leave_one_out, log_ratio, ratio
 from tba.types import Batch
 
@@ -16,10 +17,9 @@ class ProximalRloo(Objective):
     """
 
     uses_behavior = True
-    positive = ("clip",)
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Importance, Loss, Objective, PerToken, importance, leave_one_out, total
 from tba.types import Batch
 
@@ -18,12 +19,11 @@ class Rloo(Objective):
     Back to Basics (arXiv 2402.14740), equation 7.
     """
 
-    positive = ("importance_cap",)
     beta: float = 0.05
     """Coefficient of the KL to the reference."""
     importance: Importance = "none"
     """Importance weights per token, per response, or none."""
-    importance_cap: float = 2.0
+    importance_cap: PositiveFloat = 2.0
     """Upper bound of the importance weights."""
 
     @property

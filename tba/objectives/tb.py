@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Importance, Loss, Objective, PerToken, importance, total
 from tba.types import Batch
 
@@ -31,22 +32,20 @@ class TrajectoryBalance(Objective):
     tapered weights, there for the sign of the reward: TOPR (arXiv 2503.14286).
     """
 
-    positive = ("beta", "importance_cap", "log_ratio_clamp", "gamma", "tau")
-    beta: float = 0.05
+    beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more."""
     tapered: bool = False
     """Weigh responses that are pushed down by min(pi / mu, 1); advisable at a lag of 3 or more."""
-    importance_cap: float | None = None
+    importance_cap: PositiveFloat | None = None
     """Upper bound of the importance weights; default: no weights."""
-    log_ratio_clamp: float | None = None
+    log_ratio_clamp: PositiveFloat | None = None
     """Clamp each token's log-ratio to the reference to +- this value; default: no clamp."""
-    gamma: float = 1.0
+    gamma: PositiveFloat = 1.0
     """Temperature of the reference in the target; above 1, the reward weighs more."""
-    tau: float = 1.0
+    tau: PositiveFloat = 1.0
     """Temperature of the whole target; above 1, it is flatter."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.tapered and self.importance_cap is not None:
             raise ValueError("objective.tapered contradicts objective.importance_cap; remove one")
 

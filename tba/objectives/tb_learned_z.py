@@ -3,6 +3,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Head, Loss, Objective, PerToken, total
 from tba.types import Batch
 
@@ -22,14 +23,13 @@ class TrajectoryBalanceLearnedZ(Objective):
     arXiv 2310.04363 learns one scalar log Z instead of a head.
     """
 
-    positive = ("beta", "head_learning_rate", "gamma", "tau")
-    beta: float = 0.05
+    beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more."""
-    head_learning_rate: float = 0.05
+    head_learning_rate: PositiveFloat = 0.05
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
-    gamma: float = 1.0
+    gamma: PositiveFloat = 1.0
     """Temperature of the reference in the target; above 1, the reward weighs more."""
-    tau: float = 1.0
+    tau: PositiveFloat = 1.0
     """Temperature of the whole target; above 1, it is flatter."""
 
     @property

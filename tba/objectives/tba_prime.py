@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 
+from tba.config.tables import PositiveFloat
 from tba.objectives import Importance, Loss, Objective, PerToken, centred, importance, total
 from tba.types import Batch
 
@@ -19,14 +20,13 @@ class TBAPrime(Objective):
     Trajectory Balance with Asynchrony (arXiv 2503.18929), TBA' in the section on MATH.
     """
 
-    positive = ("beta", "log_ratio_clamp", "importance_cap")
-    beta: float = 0.005
+    beta: PositiveFloat = 0.005
     """Coefficient of the KL to the reference."""
-    log_ratio_clamp: float = 10.0
+    log_ratio_clamp: PositiveFloat = 10.0
     """Clamp each token's log-ratio to the reference to +- this value."""
     importance: Importance = "token"
     """Importance weights per token, per response, or none."""
-    importance_cap: float = 8.0
+    importance_cap: PositiveFloat = 8.0
     """Upper bound of the importance weights."""
 
     @property

@@ -2,6 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tba.config.tables import Positive, PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, ValueRollouts, penalised
 from tba.types import Batch
 
@@ -22,14 +23,13 @@ class VinePpo(Objective):
     """
 
     uses_behavior = True
-    positive = ("clip", "rollouts", "step_tokens")
     beta: float = 1e-4
     """Coefficient of the KL to the reference."""
-    clip: float = 0.2
+    clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
-    rollouts: int = 4
+    rollouts: Positive = 4
     """Continuations to sample from each state."""
-    step_tokens: int = 16
+    step_tokens: Positive = 16
     """Tokens per step."""
 
     @property

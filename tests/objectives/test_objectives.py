@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tba.config.plugins import check_options
 from tba.objectives import Objective
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
@@ -878,7 +879,7 @@ def test_finite_differences_with_a_head() -> None:
 )
 def test_a_beta_without_a_target_is_refused(objective: Any, beta: float) -> None:
     with pytest.raises(ValueError, match=r"objective\.beta"):
-        objective(beta)
+        check_options(objective, "objective", "it", {"beta": beta})
 
 
 def test_other_options_without_a_sense_are_refused() -> None:
@@ -901,7 +902,7 @@ def test_other_options_without_a_sense_are_refused() -> None:
     ]
     for objective, options in refused:
         with pytest.raises(ValueError, match=rf"objective\.{next(iter(options))}"):
-            objective(**options)
+            objective(**check_options(objective, "objective", "it", options))
 
 
 def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned() -> None:
