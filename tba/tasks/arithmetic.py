@@ -38,14 +38,11 @@ class Arithmetic(Task):
                 f"task.digits = {self.digits}: give 1 to 9 (the bundled model has learned 3)"
             )
         sums = (9 * 10 ** (self.digits - 1)) ** 2
-        sizes = (("train", self.train_size, 0.8), ("held_out", self.held_out_size, 0.05))
-        for name, size, share in sizes:
-            most = int(sums * share)
-            if size > most:
-                raise ValueError(
-                    f"task.{name}_size = {size}: there are not so many sums of {self.digits}"
-                    f" digits; give {most} or fewer"
-                )
+        if self.train_size > 0.8 * sums or self.held_out_size > 0.05 * sums:
+            raise ValueError(
+                f"there are {sums} sums of task.digits = {self.digits}; lower task.train_size to"
+                f" {int(0.8 * sums)} and task.held_out_size to {int(0.05 * sums)}, or less"
+            )
 
     def prompts(self) -> Sequence[Prompt]:
         return self._draw(self.train_size, held_out=False)

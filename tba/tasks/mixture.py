@@ -56,15 +56,15 @@ class Mixture(Task):
 
     @property
     def dependencies(self) -> Sequence[tuple[str, Task]]:
-        return [(_key(name), task) for name, task in self.tasks.items()]
+        return [(f"[task.parts.{name}]", task) for name, task in self.tasks.items()]
 
     def prompts(self) -> Sequence[Prompt]:
         prompts: list[Prompt] = []
         for name, task in self.tasks.items():
-            with about(_key(name)):
+            with about(f"[task.parts.{name}]"):
                 of_part = task.prompts()
-            if not of_part:
-                raise ValueError(f"task.parts.{name} has no prompts to train on; remove the part")
+                if not of_part:
+                    raise ValueError("there are no prompts to train on; remove the part")
             prompts += _prefixed(name, of_part)
         return prompts
 
@@ -72,7 +72,7 @@ class Mixture(Task):
         """Return the prompts of all parts; any first few are in proportion to the weights."""
         places = []
         for name, task in self.tasks.items():
-            with about(_key(name)):
+            with about(f"[task.parts.{name}]"):
                 of_part = _prefixed(name, task.held_out())
             for i, prompt in enumerate(of_part):
                 places.append(((i + 0.5) / self.part_weights[name], prompt))
@@ -83,25 +83,16 @@ class Mixture(Task):
         return task.score(replace(prompt, id=prompt.id.partition("/")[2]), answers)
 
 
-def _key(name: str) -> str:
-    """Return the table of a part, to which errors add options as `task.OPTION`."""
-    return f"[task.parts.{name}]"
-
-
 def _task(key: str, part: Part) -> Task:
     task = named_task(key, part.use, part.options)
-    if task.part_weights:
-        raise ValueError(f"{key}.use = {part.use!r} has parts itself; list them beside the others")
-    measures = list(task.measures())
     is_seeded = type(task).given is not Task.given
-    if measures or is_seeded or task.samples_again:
-        more = f"measures {', '.join(measures)}" if measures else "searches in a way of its own"
+    has_own_way = task.samples_again or is_seeded or task.tools is not None
+    if task.part_weights or task.measures() or has_own_way:
         raise ValueError(
-            f"{key}.use = {part.use!r} {more}, which a part of a mixture cannot; train it in a run"
-            " of its own, or evaluate it in [eval.sets.NAME]"
+            f"{key}.use = {part.use!r} has parts, measures, seeds or dialogues, which a part of a"
+            " mixture cannot have; train it in a run of its own, or evaluate it in"
+            " [eval.sets.NAME]"
         )
-    if task.tools is not None:
-        raise ValueError(f"{key}.environment: a part of a mixture has no dialogues; remove it")
     return task
 
 

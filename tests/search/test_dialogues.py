@@ -289,7 +289,7 @@ def test_objectives_that_need_rollouts_are_refused(config: Callable[..., Config]
 
 def test_a_mixture_has_no_dialogues(config: Callable[..., Config]) -> None:
     task = config("Hi").task
-    with pytest.raises(ValueError, match="a part of a mixture has no dialogues"):
+    with pytest.raises(ValueError, match="which a part of a mixture cannot have"):
         Mixture({"desk": Part(use=task.use, **task.options)})
 
 

@@ -52,11 +52,11 @@ def test_only_the_right_digits_are_right() -> None:
         ({"digits": 10}, "task.digits = 10"),
         (
             {"digits": 2},
-            "task.train_size = 20000: there are not so many sums of 2 digits; give 6480 or fewer",
+            "lower task.train_size to 6480 and task.held_out_size to 405, or less",
         ),
         (
             {"digits": 2, "train_size": 100},
-            "task.held_out_size = 512: there are not so many sums of 2 digits; give 405 or fewer",
+            "there are 8100 sums of task.digits = 2; lower task.train_size to 6480",
         ),
     ],
 )

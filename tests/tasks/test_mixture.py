@@ -143,15 +143,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "name": ({"a/b": SUMS}, "[task.parts.a/b]: 'a/b' must be letters, digits"),
     "measures": (
         {"a": {"use": "tldr", "proxy": "statistics:fmean", "gold": "statistics:fmean"}},
-        "task.parts.a.use = 'tldr' measures win_rate, which a part of a mixture cannot; train",
+        "task.parts.a.use = 'tldr' has parts, measures, seeds or dialogues, which a part of a mix",
     ),
     "own way": (
         {"a": {"use": "redteam", "victim": "./none", "judge": "statistics:fmean"}},
-        "task.parts.a.use = 'redteam' searches in a way of its own, which a part of a mixture",
+        "task.parts.a.use = 'redteam' has parts, measures, seeds or dialogues, which a part of",
     ),
     "nested": (
         {"a": {"use": "mixture", "parts": {"b": SUMS}}},
-        "task.parts.a.use = 'mixture' has parts itself; list them beside the others",
+        "task.parts.a.use = 'mixture' has parts, measures, seeds or dialogues, which a part of",
     ),
 }
 

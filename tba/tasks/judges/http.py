@@ -79,18 +79,15 @@ class Classified(Part):
 
 
 class Token(Part):
-    token: str
-    logprob: Annotated[FiniteFloat, Field(le=0.0)]
-
-
-class Step(Token):
     """A token that was generated, and the likeliest tokens in its place."""
 
-    top_logprobs: list[Token]
+    token: str
+    logprob: Annotated[FiniteFloat, Field(le=0.0)]
+    top_logprobs: list["Token"] = []
 
 
 class Steps(Part):
-    content: list[Step]
+    content: list[Token]
 
 
 class Choice(Part):
@@ -112,19 +109,17 @@ class Completed(Part):
         steps = self.choices[0].logprobs.content
         first = next((step for step in steps if step.token.strip()), None)
         likeliest = [] if first is None else first.top_logprobs
-        of_positive = [token.logprob for token in likeliest if _begins(token, positive, negative)]
-        of_negative = [token.logprob for token in likeliest if _begins(token, negative, positive)]
-        if not of_positive and not of_negative:
+        best: dict[str, float] = {}
+        for token in likeliest:
+            text = token.token.strip()
+            begun = [word for word in (positive, negative) if text and word.startswith(text)]
+            if len(begun) == 1:  # not both
+                best[begun[0]] = max(token.logprob, best.get(begun[0], -math.inf))
+        if not best:
             raise ValueError(f"began its answer with neither {positive!r} nor {negative!r}")
         least = min(token.logprob for token in likeliest)
-        gap = max(of_negative, default=least) - max(of_positive, default=least)
+        gap = best.get(negative, least) - best.get(positive, least)
         return -float(np.logaddexp(0.0, gap))
-
-
-def _begins(token: Token, word: str, other: str) -> bool:
-    """Return whether a token begins a word, and not also the other one."""
-    text = token.token.strip()
-    return text != "" and word.startswith(text) and not other.startswith(text)
 
 
 @dataclass(frozen=True)
