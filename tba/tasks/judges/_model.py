@@ -90,11 +90,8 @@ class JudgeModel:
 
     def load(self, device: str) -> None:
         """Load the weights to a device, unless another judge of this process has done so."""
-        if self.dtype == "auto":
-            bf16 = computes_in_bf16(PolicyTable(model=self.name), device)
-        else:
-            bf16 = self.dtype == "bf16"
-        dtype = torch.bfloat16 if bf16 else torch.float32
+        is_faster = self.dtype == "auto" and computes_in_bf16(PolicyTable(model=self.name), device)
+        dtype = torch.bfloat16 if is_faster or self.dtype == "bf16" else torch.float32
         key = (model_path(self.name, self.key), self.auto, dtype, device)
         self._model = LOADED.get(key)
         if self._model is None:

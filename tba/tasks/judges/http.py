@@ -187,7 +187,10 @@ class Http(Judge):
     async def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
-        items = [self._item(*pair) for pair in zip(prompts, completions, strict=True)]
+        items: list[Any] = []
+        for pair in zip(prompts, completions, strict=True):
+            text = self.template
+            items.append(conversation(*pair) if text is None else fill(text, *pair))
         headers = {"Accept-Encoding": "identity"}
         if key := self._key():
             headers["Authorization"] = f"Bearer {key}"
@@ -248,12 +251,6 @@ class Http(Judge):
         answer = await self._post(client, body, Completed)
         logp = answer.logp(self.positive, self.negative)
         return logp if self.value == "log_probability" else math.exp(logp)
-
-    def _item(self, prompt: Text, completion: Text) -> Any:
-        """Return what is scored: text, or chat messages for the server's chat template."""
-        if self.template is None:
-            return conversation(prompt, completion)
-        return fill(self.template, prompt, completion)
 
     @property
     def _classifies(self) -> bool:
