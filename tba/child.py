@@ -71,10 +71,6 @@ class Child:
         """Exit status, negative for a signal; None while the process runs."""
         return self.process.poll()
 
-    def terminate(self) -> None:
-        """Ask the process to end (SIGTERM)."""
-        self.process.terminate()
-
     def end(self, seconds: float) -> None:
         """Close the link, wait these seconds for the process to end, and kill what is left."""
         self._close()

@@ -4,13 +4,11 @@ import json
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tba.prompt import Prompt
@@ -20,7 +18,7 @@ FOLDER = "replay"
 SEGMENTS = f"{FOLDER}/segments"
 STATE = "state.json"
 COLUMNS = "columns.safetensors"
-PROMPTS = "prompts.safetensors"
+PROMPTS = "prompts.jsonl"
 
 KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
 OPTIONAL: dict[str, tuple[str, DTypeLike]] = {
@@ -30,7 +28,7 @@ OPTIONAL: dict[str, tuple[str, DTypeLike]] = {
 }
 """Arrays that only some trajectories have, with the column of a row that says which do."""
 PLACE = ("offset", "length", "reward", "version", "finished", "valued", "masked", "switched")
-"""Columns of a row that its trajectory is read with, in the order of `Segment.trajectory`."""
+"""Columns of a row that its trajectory is read with."""
 
 
 @dataclass
@@ -41,17 +39,12 @@ class Segment:
     used: int = 0  # tokens written
     live: int = 0  # tokens of rows in use
 
-    @classmethod
-    def with_room(cls, tokens: int) -> "Segment":
-        """Return an empty segment with room for so many tokens."""
-        return cls({name: _room(tokens, kind) for name, kind in KINDS.items()})
-
     def append(self, trajectories: Sequence[Trajectory], end: int) -> None:
         """Add trajectories, which reach up to `end`."""
         for name, (_, kind) in OPTIONAL.items():
             missing = name not in self.arrays
             if missing and any(getattr(t, name) is not None for t in trajectories):
-                self.arrays[name] = _room(len(self.arrays["tokens"]), kind)
+                self.arrays[name] = room(len(self.arrays["tokens"]), kind)
         for name, array in self.arrays.items():
             given = [(t, getattr(t, name)) for t in trajectories]
             # zeros of the least type for a trajectory that lacks this array
@@ -60,29 +53,20 @@ class Segment:
         self.live += end - self.used
         self.used = end
 
-    def trajectory(
-        self,
-        offset: int,
-        length: int,
-        reward: float,
-        version: int,
-        finished: bool,
-        valued: bool,
-        masked: bool,
-        switched: bool,
-    ) -> Trajectory:
+    def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
         """Return the trajectory of a row, given its columns PLACE."""
-        part = {name: array[offset : offset + length] for name, array in self.arrays.items()}
+        place = slice(row["offset"], row["offset"] + row["length"])
+        part = {name: array[place] for name, array in self.arrays.items()}
         return Trajectory(
             tokens=part["tokens"],
             behavior_logp=part["behavior_logp"],
             ref_logp=part["ref_logp"],
-            reward=reward,
-            version=version,
-            finished=finished,
-            value=part["value"] if valued else None,
-            sampled=part["sampled"] if masked else None,
-            switches=switches_of(part["versions"]) if switched else (),
+            reward=row["reward"],
+            version=row["version"],
+            finished=row["finished"],
+            value=part["value"] if row["valued"] else None,
+            sampled=part["sampled"] if row["masked"] else None,
+            switches=switches_of(part["versions"]) if row["switched"] else (),
         )
 
 
@@ -138,47 +122,36 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:
-    trajectories = [t for g in groups for t in g.trajectories]
-    columns = columns_of(trajectories)
-    tokens = sum(columns["length"])
-    segment = Segment.with_room(tokens)
-    if trajectories:
-        segment.append(trajectories, tokens)
-    arrays = {
-        "prompt_tokens": np.concatenate(
-            [np.zeros(0, np.int32), *(g.prompt_tokens for g in groups)]
-        ),
-        "prompt_lengths": np.array([len(g.prompt_tokens) for g in groups], np.int64),
-        "references": np.array([g.reference for g in groups], np.int64),
-        "sizes": np.array([len(g.trajectories) for g in groups], np.int64),
-        **segment.arrays,
-        **{name: np.array(values) for name, values in columns.items()},
-    }
-    save_file(arrays, file, {"prompts": json.dumps([asdict(g.prompt) for g in groups])})
+    """Write groups as JSON, one a line; every number is read back as it was."""
+    with file.open("w", encoding="utf-8") as lines:
+        for group in groups:
+            lines.write(json.dumps(asdict(group), default=np.ndarray.tolist) + "\n")
 
 
 def load_groups(file: Path) -> tuple[Group, ...]:
-    with safe_open(file, "numpy") as file_of_groups:
-        prompts = [Prompt(**p) for p in json.loads(file_of_groups.metadata()["prompts"])]
-    arrays = load_file(file)
-    arrays["offset"] = np.cumsum(arrays["length"]) - arrays["length"]
-    rows = zip(*(arrays[name].tolist() for name in PLACE), strict=True)
-    segment = Segment({name: arrays[name] for name in (*KINDS, *OPTIONAL) if name in arrays})
-    trajectories = (segment.trajectory(*row) for row in rows)
-    ends = np.cumsum(arrays["prompt_lengths"])
+    """Return what `save_groups` wrote."""
     groups = []
-    for prompt, tokens, size, reference in zip(
-        prompts,
-        np.split(arrays["prompt_tokens"], ends)[:-1],
-        arrays["sizes"].tolist(),
-        arrays["references"].tolist(),
-        strict=True,
-    ):
-        groups.append(Group(prompt, tokens, tuple(islice(trajectories, size)), reference))
+    for line in file.read_text("utf-8").splitlines():
+        plain = json.loads(line)
+        group = Group(
+            prompt=Prompt(**plain["prompt"]),
+            prompt_tokens=np.array(plain["prompt_tokens"], np.int32),
+            trajectories=tuple(map(_trajectory, plain["trajectories"])),
+            reference=plain["reference"],
+        )
+        groups.append(group)
     return tuple(groups)
 
 
-def _room(size: int, kind: DTypeLike) -> np.ndarray:
+def _trajectory(plain: dict[str, Any]) -> Trajectory:
+    for name, kind in (*KINDS.items(), ("value", np.float32), ("sampled", np.bool_)):
+        if plain[name] is not None:
+            plain[name] = np.array(plain[name], kind)
+    plain["switches"] = tuple(map(tuple, plain["switches"]))
+    return Trajectory(**plain)
+
+
+def room(size: int, kind: DTypeLike) -> np.ndarray:
     """Return zeros in pages of their own. Freed ones go back to the system; the heap keeps them."""
     length = max(1, size * np.dtype(kind).itemsize)
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tba.replay.files import PLACE, Segment, State, columns_of
+from tba.replay.files import KINDS, PLACE, Segment, State, columns_of, room
 from tba.types import Group, Trajectory
 
 EMPTY = -1  # stamp of a row that is not in use
@@ -135,8 +135,8 @@ class Segments:
         """Yield the trajectories of these rows of the table."""
         numbers = self._table["segment"][rows].tolist()
         columns = [self._table[name][rows].tolist() for name in PLACE]
-        for number, *place in zip(numbers, *columns, strict=True):
-            yield self.by_number[number].trajectory(*place)
+        for number, *row in zip(numbers, *columns, strict=True):
+            yield self.by_number[number].trajectory(dict(zip(PLACE, row, strict=True)))
 
     def forget(self, rows: np.ndarray) -> None:
         """Count the tokens of these rows as no longer in use."""
@@ -183,7 +183,8 @@ class Segments:
                 return self._open
             self.close()
         self._open = max(self.by_number, default=-1) + 1
-        self.by_number[self._open] = Segment.with_room(max(SIZE, tokens))
+        size = max(SIZE, tokens)
+        self.by_number[self._open] = Segment({n: room(size, kind) for n, kind in KINDS.items()})
         return self._open
 
 

@@ -49,7 +49,7 @@ from tba.tasks._source import RewardSource
 from tba.weights import read_weights, trained, write_weights
 
 STATE = "state.json"
-HELD = "held.safetensors"
+HELD = "held.jsonl"
 SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 BEST = "best"

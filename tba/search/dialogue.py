@@ -74,7 +74,7 @@ class _Dialogue:
     reply: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     """Tokens of the environment that the next turn follows."""
     hangs: bool = False
-    """Whether a call has not returned: the instance is left alone from then on."""
+    """True if a call has not returned: the instance is left alone from then on."""
 
     @property
     def context(self) -> np.ndarray:
@@ -128,8 +128,7 @@ class Dialogues:
         groups = []
         for prompt in prompts:
             own = list(islice(instances, sampling.samples))
-            texts = [text for instance, text in own if not isinstance(instance, Rejected)]
-            begin = texts[0] if texts else ""
+            begin = next((text for each, text in own if not isinstance(each, Rejected)), "")
             problem = ""
             tokens = self.chat.encode(prompt, begin[: CHARACTERS * longest])
             if len(tokens) > longest or len(begin) > CHARACTERS * longest:

@@ -42,7 +42,7 @@ class Score:
     error: str = ""
     """Name of the standard error of the mean; "" if it is not reported."""
     of_reference: bool = False
-    """Whether it depends on the weights of the reference."""
+    """True if it depends on the weights of the reference."""
     rejected: str = ""
     """Name of the score that has the share of rejected answers, if that matters."""
     if_rejected: float | None = None
@@ -183,13 +183,10 @@ def _means(path: Sequence[str], values: Scores) -> dict[str, float]:
     """Return the mean of each score, and the standard errors, named after the set and the part."""
     means: dict[str, float] = {}
     for score, of_prompts in values.items():
-        if score.rejected:
-            rejected = values[Score(score.rejected)] == 1
+        if score.rejected and (values[Score(score.rejected)] == 1).all():
+            of_prompts = np.array([score.if_rejected], float)  # None becomes NaN
+        elif score.rejected:
             of_prompts = of_prompts[~np.isnan(of_prompts)]
-            if rejected.all() and score.if_rejected is None:
-                continue
-            if rejected.all():
-                of_prompts = np.array([score.if_rejected])
         if np.isnan(of_prompts).any():
             continue
         means[score.name] = fmean(of_prompts.tolist())
@@ -247,12 +244,16 @@ def _as_text(
         for j, completion in enumerate(answers.responses.completions[i]):
             values = {name: float(table[i, j]) for name, table in answers.values.items()}
             scores = {name: None if isnan(value) else value for name, value in values.items()}
+            verdict = answers.verdicts[i][j]
+            notes: dict[str, Any] = {}
+            if isinstance(verdict, Itemized):
+                notes = {**verdict.items, **verdict.notes}
             row = EvaluatedAnswer(
                 prompt=asked,
                 completion=text.shown(completion, stop),
                 reward=scores.pop("reward"),
                 measures=scores,
-                notes=_notes(answers.verdicts[i][j]),
+                notes=notes,
                 set=of_set,
                 mode=answers.mode,
                 tokens=completion.length,
@@ -328,8 +329,3 @@ def _likelihood(answers: Answers, reference: Reference) -> tuple[Scores, int]:
         Score(published, f"{published}_stderr", of_reference=True): np.array(with_prompt),
     }
     return scores, version
-
-
-def _notes(verdict: Verdict) -> dict[str, Any]:
-    """Return what reward functions gave and logged."""
-    return {**verdict.items, **verdict.notes} if isinstance(verdict, Itemized) else {}

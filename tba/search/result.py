@@ -182,7 +182,7 @@ class EvaluatedAnswer:
     """None if the answer was rejected, as for a measure."""
     measures: Mapping[str, float | None] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What each reward function gave, and what they logged about the answer."""
+    """The score of each reward function, and what they logged about the answer."""
     set: str = ""
     """Name of the evaluation set; "" for the held-out prompts."""
     mode: Mode = "greedy"

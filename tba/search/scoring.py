@@ -47,9 +47,9 @@ class NoReplyError(Exception):
     """A call got no reply: it is late, or the process that scores has ended."""
 
     how: str
-    """How the process has ended; empty if the call is late."""
+    """The way in which the process has ended; empty if the call is late."""
     beside: bool
-    """Whether other calls were in flight, one of which may be the cause."""
+    """True if other calls were in flight, one of which may be the cause."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Call:
     size: int
     seconds: float
     alone: bool = False
-    """Whether it is the second try, during which no other call begins."""
+    """True for the second try, during which no other call begins."""
     began: float = 0.0
 
 
@@ -425,8 +425,12 @@ class Worker:
             if self.ended:
                 return
             self._child.kill()
+            status = self._child.status
+            how = f"with exit status {status}"
+            if status is not None and status < 0:
+                how = f"by signal {-status} ({signal.strsignal(-status)})"
             with self._lock:
-                self.ended = _ending(self._child.status)
+                self.ended = how
                 replies = list(self.waiting.values())
                 self.waiting.clear()
         for reply in replies:
@@ -441,10 +445,3 @@ def _from_json(plain: Any) -> Verdict:
         items = {name: float(value) for name, value in plain["items"].items()}
         return Itemized(float(plain["reward"]), items, dict(plain["notes"]))
     return float(plain)
-
-
-def _ending(status: int | None) -> str:
-    """Return in words how a process has ended."""
-    if status is None or status >= 0:
-        return f"with exit status {status}"
-    return f"by signal {-status} ({signal.strsignal(-status)})"

@@ -53,7 +53,7 @@ class Sweep:
                     time.sleep(0.1)
                     self.collect(stop.requested)
                 for _, child in self.running.values():
-                    child.terminate()
+                    child.process.terminate()
                 while self.running:
                     time.sleep(0.1)
                     self.collect(asked=True)

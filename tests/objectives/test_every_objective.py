@@ -40,7 +40,7 @@ def test_a_run_that_holds_groups_back_resumes_exactly(
     """
     files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
     assert {
-        "held.safetensors",
+        "held.jsonl",
         "reference.safetensors",
         "search_weights.safetensors",
     } <= files.keys()

@@ -278,14 +278,14 @@ def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Pa
         )
         for b, g in enumerate(groups)
     ]
-    save_groups(some, tmp_path / "held.safetensors")
+    save_groups(some, tmp_path / "held.jsonl")
     buffer, loaded = ReplayBuffer(), ReplayBuffer()
     buffer.add(some, now=0)
     buffer.save(tmp_path)()
     loaded.load(tmp_path)
     kept = [t for g in loaded.groups() for t in g.trajectories]
     for found in (
-        [t for g in load_groups(tmp_path / "held.safetensors") for t in g.trajectories],
+        [t for g in load_groups(tmp_path / "held.jsonl") for t in g.trajectories],
         kept,
     ):
         expected = [t for g in some for t in g.trajectories]
