@@ -26,15 +26,15 @@ BLOCK = re.compile(r"^```(?:bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^(?:`(\S+)`:\n\n)?```\w+\n(?:# (run\.toml)\n)?(.*?)^```$", re.M | re.S)
 
 ELSEWHERE = {
-    "tba train experiments/chain_sum_smollm2.toml": "test_experiments_small.py",
-    "tba train experiments/chain_sum_smollm2_lora.toml": "test_experiments_small.py",
-    "tba train experiments/redteam_small.toml": "test_redteam_experiments.py",
-    "tba train examples/from_trl.toml": "test_from_trl.py",
-    "tba sweep studies/tldr/small.toml policy.model=MODEL": "test_experiments_tldr.py",
-    "tba report runs/tldr_small/study": "test_study_report.py",
-    "tba report runs/my_study": "test_study_report.py",
-    "tba export RUN FOLDER --adapter": "test_lora.py",
-    "tba export RUN --push-to-hub me/my-model": "test_share.py",
+    "tba train experiments/chain_sum_smollm2.toml": "experiments/test_experiments_small.py",
+    "tba train experiments/chain_sum_smollm2_lora.toml": "experiments/test_experiments_small.py",
+    "tba train experiments/redteam_small.toml": "experiments/test_redteam_experiments.py",
+    "tba train examples/from_trl.toml": "config/test_from_trl.py",
+    "tba sweep studies/tldr/small.toml policy.model=MODEL": "experiments/test_experiments_tldr.py",
+    "tba report runs/tldr_small/study": "studies/test_study_report.py",
+    "tba report runs/my_study": "studies/test_study_report.py",
+    "tba export RUN FOLDER --adapter": "models/test_lora.py",
+    "tba export RUN --push-to-hub me/my-model": "runs/test_share.py",
 }
 """Commands that need judges, a library, a study, adapters or a hub, and where they are tested."""
 
