@@ -254,8 +254,8 @@ def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(
 ) -> None:
     run(config(tiny_model, tmp_path / "run", "run.steps=1"))
     for change, why in (
-        ("sampling.temperature=0.5", "are of temperature 1.0"),
-        ("objective=vineppo", "the run has none"),
+        ("sampling.temperature=0.5", "but the run has 1.0"),
+        ("objective=vineppo", "the run has None"),
     ):
         with pytest.raises(ValueError, match=why):
             run(_config([change], tmp_path / "run"), tmp_path / "run")
