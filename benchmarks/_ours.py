@@ -81,7 +81,7 @@ def wait_for_searchers(opened: Run) -> None:
     if opened.config.runtime.use == "local":
         return
     deadline = time.monotonic() + 300
-    while any(handle.has("start") for handle in opened.searchers._handles):
+    while any(handle.has("start") for handle in opened.searchers._pool.handles):
         if time.monotonic() > deadline:
             raise TimeoutError("the searchers did not start within 300 s")
         time.sleep(0.02)

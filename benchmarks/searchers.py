@@ -145,7 +145,7 @@ def account(opened, arrived: Counter[str]) -> tuple[int, int]:
 def wait_for_all(opened, count: int) -> None:
     """Wait until every searcher has started, which takes minutes for many."""
     deadline = time.monotonic() + 900
-    while any(handle.has("start") for handle in opened.searchers._handles):
+    while any(handle.has("start") for handle in opened.searchers._pool.handles):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{count} searchers did not start within 900 s")
         time.sleep(0.2)

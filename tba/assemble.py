@@ -2,30 +2,27 @@
 
 import logging
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tba.config.errors import size
 from tba.config.schema import Config
 from tba.learn import Trainer
-from tba.replay.buffer import Pace, ReplayBuffer
+from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, config_of, placed
 from tba.runs.console import Console, open_console
 from tba.runs.files import locked, write_json
 from tba.runs.generations import recover
-from tba.runs.journal import Journal
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker
-from tba.runs.warn import Warnings
-from tba.runtime import LaggedSearchers, Searchers, SearchJob, SearchState
+from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
@@ -60,7 +57,6 @@ def open_searchers(
     stopping: Callable[[], bool], search: SearchState, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
-    searchers: Searchers
     bf16 = trainer.computes_in_bf16
     if cluster is not None:
         from tba.runtime.pool import PUBLISHED
@@ -69,21 +65,16 @@ def open_searchers(
         copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation
         check_memory(trainer.published_bytes, copies, cluster.room())
         newest = trainer.copy(step)() if step or job.setup.held_out else None
-        searchers = RaySearchers(job, cluster, bf16, stopping, search, newest)
-    else:
-        job.tell("loading the models of the searcher")
-        from tba.runtime.local import LocalSearchers
+        return RaySearchers(job, cluster, bf16, stopping, search, newest)
+    job.tell("loading the models of the searcher")
+    from tba.runtime.local import LocalSearchers
 
-        every = job.settings.publish_every
-        version = search.weights and search.weights.version
-        # a run on Ray saves none, and a publication may have failed
-        if (version is None and step >= every) or (step and step % every == 0 and version != step):
-            search = replace(search, weights=trainer.copy(step)())
-        searchers = LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
-    behind = (job.settings.lag or 0) * job.batch_groups
-    if behind or search.held:
-        return LaggedSearchers(searchers, behind, search.held)
-    return searchers
+    every = job.settings.publish_every
+    version = search.weights and search.weights.version
+    # a run on Ray saves none, and a publication may have failed
+    if (version is None and step >= every) or (step and step % every == 0 and version != step):
+        search = replace(search, weights=trainer.copy(step)())
+    return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
 
 
 def check_memory(each: int, copies: int, room: int) -> None:
@@ -190,52 +181,22 @@ def _assemble(
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
     )
     closing.callback(searchers.close)
-    return _build_run(
-        setup, folder, trainer, buffer, searchers, rng, console, tracker, stop, progress, closing
-    )
-
-
-def _build_run(
-    setup: RunSetup, folder: Path, trainer: Trainer, buffer: ReplayBuffer,
-    searchers: Searchers, rng: np.random.Generator, console: Console, tracker: Tracker, stop: Stop,
-    progress: checkpoint.Progress, closing: ExitStack,
-) -> Run:  # fmt: skip
-    """Return the run of these parts, with what it writes to its folder."""
-    c = setup.config
-    journal = Journal(folder, c, progress.step)
-    closing.callback(journal.close)
-    checkpoints = checkpoint.Checkpoints(
-        folder=folder / log.CHECKPOINTS,
-        keep=c.checkpoint.keep,
-        deadline=c.checkpoint.deadline,
-        config=config_of(folder).nested(),
-    )
-    return Run(
-        config=c,
+    run = Run(
         parts=setup,
         folder=folder,
         trainer=trainer,
         buffer=buffer,
         searchers=searchers,
-        checkpoints=closing.enter_context(checkpoints),
         rng=rng,
-        journal=journal,
         console=console,
         tracker=tracker,
-        warnings=Warnings(
-            config=c,
-            pass_reward=setup.task.pass_reward,
-            rows=log.read(folder / log.METRICS),
-            given=log.read_warnings(folder),
-        ),
         stop=stop,
-        step=progress.step,
-        pace=Pace(c.max_reuse, progress.pace, c.reuse_window),
-        missing=progress.missing,
-        began=progress.step,
-        evaluating=progress.evaluating,
-        scores=checkpoint.read_scores(folder),
+        progress=progress,
+        held=deque(search.held),
     )
+    closing.callback(run.journal.close)
+    closing.enter_context(run.checkpoints)
+    return run
 
 
 def _describe_prompts(console: Console, setup: RunSetup) -> None:

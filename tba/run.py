@@ -1,20 +1,20 @@
 """The train loop, synchronous or asynchronous, on one machine or a cluster; and its run."""
 
 import errno
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
-from tba.config.schema import Config
 from tba.engines import SearchError
 from tba.learn import Trainer
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
+from tba.runs.checks import config_of
 from tba.runs.console import Console
 from tba.runs.files import is_full, write_json
 from tba.runs.journal import Journal
@@ -62,35 +62,48 @@ def due(step: int, every: int) -> bool:
 class Run:
     """The parts of a run, and its progress."""
 
-    config: Config
     parts: RunSetup
     folder: Path
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
-    checkpoints: checkpoint.Checkpoints
     rng: np.random.Generator
-    journal: Journal
     console: Console
     tracker: Tracker
-    warnings: Warnings
     stop: Stop
-    step: int
-    """Optimizer steps done."""
-    pace: Pace
-    missing: int
-    """Groups to wait for before the next step: the first fill, or what a stop cut off."""
-    began: int
-    """Step at which this session has begun."""
-    evaluating: int
-    """Evaluations that were requested and have not been logged."""
-    scores: dict[int, float]
-    """Held-out score of each version that has been evaluated."""
-    requested: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Version, and seconds of the train loop, of each evaluation that has not ended, by the step
-    at which it was requested. Several may be of one version."""
-    patient_since: int = 0
-    """Step from which `eval.patience` counts: that of the resumption if the run had ended by it."""
+    progress: InitVar[checkpoint.Progress]
+    held: deque[Group]
+    """Groups that were found and are not in the buffer, because of `runtime.lag`, or because a
+    search has ended the run."""
+
+    def __post_init__(self, progress: checkpoint.Progress) -> None:
+        self.config = c = self.parts.config
+        self.journal = Journal(self.folder, c, progress.step)
+        self.checkpoints = checkpoint.Checkpoints(
+            folder=self.folder / log.CHECKPOINTS,
+            keep=c.checkpoint.keep,
+            deadline=c.checkpoint.deadline,
+            config=config_of(self.folder).nested(),
+        )
+        self.warnings = Warnings(
+            config=c,
+            pass_reward=self.parts.task.pass_reward,
+            rows=log.read(self.folder / log.METRICS),
+            given=log.read_warnings(self.folder),
+        )
+        self.step = progress.step  # optimizer steps done
+        self.began = progress.step  # at which this session has begun
+        self.pace = Pace(c.max_reuse, progress.pace, c.reuse_window)
+        self.missing = progress.missing  # groups to wait for: the first fill, or after a stop
+        self.evaluating = progress.evaluating  # evaluations requested and not logged
+        # version, and seconds of the train loop, of each evaluation that has not ended, by the step
+        # at which it was requested; several may be of one version
+        self.requested: dict[int, tuple[int, float]] = {}
+        # held-out score of each version that has been evaluated
+        self.scores = checkpoint.read_scores(self.folder)
+        self.patient_since = 0  # step from which `eval.patience` counts
+        if self.out_of_patience:  # the run has ended by it before
+            self.patient_since = self.step
 
     @property
     def ending(self) -> bool:
@@ -114,9 +127,16 @@ class Run:
         return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
 
     def gather(self, at_least: int) -> list[Group]:
-        """Return the groups found since the last call; fewer than `at_least` only after a stop."""
+        """Return the groups for the buffer; fewer than `at_least` only after a stop.
+
+        With a constant lag, the newest ones are held back.
+        """
+        behind = (self.config.runtime.lag or 0) * self.config.trainer.groups
+        missing = at_least + behind - len(self.held)
         with search_errors("the search failed"):
-            return self.searchers.gather(at_least)
+            self.held.extend(self.searchers.gather(max(0, missing)))
+        ready = len(self.held) - behind  # negative when a stop has cut the search short
+        return [self.held.popleft() for _ in range(ready)]
 
     def collect(self, wait: str = "waited") -> None:
         """Store what has arrived, and wait for what the next step needs; `wait` names the time."""
@@ -240,6 +260,7 @@ class Run:
             rewards=asdict(self.parts.rewards),
         )
         search = self.searchers.state()
+        search = replace(search, held=(*self.held, *search.held))
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
             evaluating = {version for version, _ in self.requested.values()}
@@ -251,8 +272,6 @@ class Run:
         last = self.config.run.steps
         unlogged = self.evaluating
         self.evaluating = 0
-        if self.out_of_patience:
-            self.patient_since = self.step
         try:
             self.warn(self.warnings.start())
             with self._saving_first():

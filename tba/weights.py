@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,21 +122,7 @@ def _probe(plain: dict[str, Any] | None) -> Probe | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """Weights that a transport has sent; it receives them by their parcel."""
+    """Weights that a transport has sent to all searchers; it receives them by their parcel."""
 
     version: int
     parcel: Any
-
-
-@runtime_checkable
-class Transport(Protocol):
-    """Carries weights from the trainer's process to those of the searchers."""
-
-    def send(self, weights: Weights) -> Sent:
-        """Make the weights available to every searcher, without waiting for one."""
-
-    def receive(self, sent: Sent) -> Weights:
-        """Return weights that were sent. Called in a searcher's process."""
-
-    def close(self) -> None:
-        """Free memory that is kept for weights to come."""

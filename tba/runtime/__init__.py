@@ -1,9 +1,8 @@
 """Runtimes, in which searchers run. `Searchers` is their interface to the train loop."""
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from tba.config.tables import RuntimeTable
 from tba.learn import Trainer
@@ -24,7 +23,7 @@ class SearchState:
     weights: Weights | None  # weights to search with; None where they are the newest (ray)
     reference: Weights | None  # weights of the reference, if it has been reset
     held: tuple[Group, ...] = ()
-    """Groups on their way to the buffer: with a constant lag, or when a search ended the run."""
+    """Groups on their way to the buffer, because a search has ended the run, or of a lag."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class SearchJob:
         return self.settings.gather_deadline * max(1.0, groups / self.batch_groups)
 
 
-@runtime_checkable
 class Searchers(Protocol):
     """One searcher or many, in this process or elsewhere."""
 
@@ -85,34 +83,3 @@ class Searchers(Protocol):
 
     def close(self) -> None:
         """End the search. It may be called twice."""
-
-
-class LaggedSearchers:
-    """Searchers with a constant lag: they hold back the newest `behind` groups (lag x B).
-
-    Groups that were `held` when the run was saved come first, also without a lag.
-    """
-
-    def __init__(self, searchers: Searchers, behind: int, held: Iterable[Group]):
-        self._searchers = searchers
-        self._behind = behind
-        self._held = deque(held)
-        self.publish = searchers.publish
-        self.reset_reference = searchers.reset_reference
-        self.evaluate = searchers.evaluate
-        self.evaluations = searchers.evaluations
-        self.close = searchers.close
-
-    @property
-    def stats(self) -> SearchStats:
-        return self._searchers.stats
-
-    def gather(self, at_least: int) -> list[Group]:
-        missing = at_least + self._behind - len(self._held)
-        self._held.extend(self._searchers.gather(max(0, missing)))
-        ready = len(self._held) - self._behind  # negative when a stop has cut the search short
-        return [self._held.popleft() for _ in range(ready)]
-
-    def state(self) -> SearchState:
-        state = self._searchers.state()
-        return replace(state, held=(*self._held, *state.held))

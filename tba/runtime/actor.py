@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -15,7 +15,7 @@ from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.weights import Sent, Transport
+from tba.weights import Sent, Weights
 
 
 class SearcherActor:
@@ -33,7 +33,7 @@ class SearcherActor:
         place: Place,
         bf16: bool,
         path: list[str],
-        transport: Transport,
+        receive: Callable[[Sent], Weights],
         newest: Sent | None,
     ):
         sys.path[:] = path + [p for p in sys.path if p not in path]
@@ -41,7 +41,7 @@ class SearcherActor:
         if place.device == "cpu":
             reuse_memory()
         self._place = place
-        self._transport = transport
+        self._receive = receive
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
         self._version = SharedLock()  # held shared by work during which the version must stay
@@ -135,7 +135,7 @@ class SearcherActor:
         started = time.perf_counter()
         drained_before = engine.drained
         try:
-            gap = self._searcher.load_weights(self._transport.receive(weights))
+            gap = self._searcher.load_weights(self._receive(weights))
         except SearchError as error:
             self._wrong = error
             raise
@@ -156,4 +156,4 @@ class SearcherActor:
             return
         with self._searches.alone():
             if weights.version > reference.version:
-                reference.load_weights(self._transport.receive(weights))
+                reference.load_weights(self._receive(weights))

@@ -113,7 +113,10 @@ class Calls:
     def look(self, patience: float) -> None:
         """Lose Ray if a process of it has died, or is stopped for so many seconds."""
         for name, process in self._processes.items():
-            status = _status(process)
+            try:
+                status = process.status()
+            except psutil.NoSuchProcess:
+                status = psutil.STATUS_DEAD
             if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 self.lose(f"its {name} (process {process.pid}) has died")
             elif status != psutil.STATUS_STOPPED:
@@ -153,13 +156,6 @@ class Calls:
         self._waiting.put(None)  # for the next thread
 
 
-def _status(process: psutil.Process) -> Any:
-    with suppress(psutil.NoSuchProcess):
-        if process.is_running():
-            return process.status()
-    return psutil.STATUS_DEAD
-
-
 def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
     """Return by name those of Ray's processes that run here.
 
@@ -167,11 +163,10 @@ def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
     """
     marks = {"gcs_server": session, "raylet": raylet}
     found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            mark = marks.get(process.name())
-            if mark is not None and any(mark in word for word in process.cmdline()):
-                found[process.name()] = process
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name = process.info["name"]
+        if name in marks and any(marks[name] in word for word in process.info["cmdline"] or ()):
+            found[name] = process
     return found
 
 

@@ -1,7 +1,6 @@
 """Transport of weights through memory that the searchers of the same machine map."""
 
 import fcntl
-import itertools
 import mmap
 import os
 import pickle
@@ -13,7 +12,7 @@ from typing import Any
 from tba.weights import Sent, Weights
 
 ALIGNED = 64
-"""Bytes: torch aligns its tensors so. The serial number of what was sent comes before the first."""
+"""Bytes: torch aligns its tensors so."""
 
 
 class _File:
@@ -53,24 +52,19 @@ class Mapped:
 
     process: int
     file: int
-    serial: int
     head: bytes  # a pickle, whose buffers are in the file
     places: tuple[tuple[int, int], ...]  # first and last byte of each buffer
     memory: memoryview | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mapped, (self.process, self.file, self.serial, self.head, self.places)
+        return _mapped, (self.process, self.file, self.head, self.places)
 
 
-def _mapped(
-    process: int, file: int, serial: int, head: bytes, places: tuple[tuple[int, int], ...]
-) -> Mapped:
+def _mapped(process: int, file: int, head: bytes, places: tuple[tuple[int, int], ...]) -> Mapped:
     with Path(f"/proc/{process}/fd/{file}").open("rb") as opened:
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the memory is no longer mapped
         memory = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    if int.from_bytes(memory[:ALIGNED], "little") != serial:
-        raise RuntimeError("these weights are gone: others were written in their place")
-    return Mapped(process, file, serial, head, places, memory)
+    return Mapped(process, file, head, places, memory)
 
 
 class SharedMemory:
@@ -84,7 +78,6 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._spare: list[_File] = []
-        self._serials = itertools.count(1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedMemory, ()
@@ -92,17 +85,15 @@ class SharedMemory:
     def send(self, weights: Weights) -> Sent:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
-        serial = next(self._serials)
         file = self._file()
-        end = file.write(memoryview(serial.to_bytes(ALIGNED, "little")), 0)
+        end = ALIGNED  # an empty file cannot be mapped
         places = []
         for buffer in buffers:
             first = -(-end // ALIGNED) * ALIGNED
             end = file.write(buffer.raw(), first)
             places.append((first, end))
         os.ftruncate(file.descriptor, end)  # what was there before may have been longer
-        parcel = Mapped(os.getpid(), file.descriptor, serial, head, tuple(places))
-        sent = Sent(weights.version, parcel)
+        sent = Sent(weights.version, Mapped(os.getpid(), file.descriptor, head, tuple(places)))
         weakref.finalize(sent, _keep, self._spare, file)
         return sent
 

@@ -230,13 +230,6 @@ class Pool:
                 self._vacancies.remove(vacancy)
                 self.start(place, failures)
 
-    def forget(self) -> None:
-        """Drop all searchers, and the copies of weights that were kept for them."""
-        self.handles = []
-        self.newest = None
-        self.newest_reference = None
-        self._vacancies = []
-
     def least_busy_first(self) -> list[Handle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 

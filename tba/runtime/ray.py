@@ -99,17 +99,13 @@ class RaySearchers:
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
-    @property
-    def _handles(self) -> list[Handle]:
-        return self._pool.handles
-
     def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
         """Return a searcher that starts, and Ray's reference to what it says once it has."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(SearcherActor)
-        setup = self._job.setup
-        actor = start.remote(setup, place, self._bf16, sys.path, self._transport, newest)
+        receive = self._transport.receive
+        actor = start.remote(self._job.setup, place, self._bf16, sys.path, receive, newest)
         return actor, actor.pid.options(concurrency_group=CONTROL).remote()
 
     def _sent(self, weights: Weights) -> Sent:
@@ -214,7 +210,7 @@ class RaySearchers:
         self._publisher.close()
         self._collector.join(timeout=10)
         with self._changed:
-            self._pool.forget()
+            self._pool = Pool(self._begin, self._settings, self._calls)  # copies of weights go
         self._transport.close()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
@@ -254,7 +250,7 @@ class RaySearchers:
                 return
         for ref in self._calls("wait for results", ended, list(tasks)):
             (handle, task) = tasks[ref]
-            if handle in self._handles:  # else its tasks have been issued again
+            if handle in self._pool.handles:  # else its tasks have been issued again
                 self._receive(handle, task)
         with self._changed:
             for handle, why in self._pool.late().items():
@@ -268,7 +264,7 @@ class RaySearchers:
 
     def _hand_out_searches(self) -> None:
         """Give searches to the least busy searchers: all work on what the trainer waits for."""
-        while self._handles and (count := self._due()):
+        while self._pool.handles and (count := self._due()):
             handle = self._pool.least_busy_first()[0]
             if len(handle.work()) >= self._in_flight:
                 return
@@ -285,8 +281,8 @@ class RaySearchers:
             return 0
         if self._settings.lag is None:
             return most
-        asked = sum(len(task.prompts) for handle in self._handles for task in handle.tasks)
-        share = -(-self._requested // len(self._handles))
+        asked = sum(len(task.prompts) for handle in self._pool.handles for task in handle.tasks)
+        share = -(-self._requested // len(self._pool.handles))
         return max(0, min(most, share, self._requested - self._arrived() - asked))
 
     def _receive(self, handle: Handle, task: Task) -> None:

@@ -25,14 +25,9 @@ SECONDS = 20
 """Deadline of every wait in these tests."""
 
 
-class Direct:
-    """Transport within a process."""
-
-    def send(self, weights: Weights) -> Sent:
-        return Sent(weights.version, weights)
-
-    def receive(self, sent: Sent) -> Weights:
-        return sent.parcel
+def receive(sent: Sent) -> Weights:
+    """Receive weights within a process."""
+    return sent.parcel
 
 
 @dataclass
@@ -103,7 +98,7 @@ def steps() -> Steps:
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
     monkeypatch.setattr("tba.runtime.actor.evaluate_piece", Steps.evaluate)
-    return SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
+    return SearcherActor(Setup(steps), Place("cpu"), False, [], receive, None)
 
 
 @pytest.fixture
@@ -158,7 +153,7 @@ def test_a_wrong_searcher_returns_nothing_more(
 ) -> None:
     """Neither a search that began before the weight update, nor one after it."""
     steps = WrongSteps()
-    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], Direct(), None)
+    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], receive, None)
     assert actor.pid()
     before = search(threads, actor, 0)
     wait(steps.begun[0])
@@ -172,7 +167,7 @@ def test_a_wrong_searcher_returns_nothing_more(
 
 
 def test_a_wrong_searcher_says_so_once_it_has_started() -> None:
-    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], Direct(), weights(5))
+    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], receive, weights(5))
     with pytest.raises(LogpGapError, match="version 5"):
         actor.pid()
 

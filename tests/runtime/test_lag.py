@@ -1,19 +1,18 @@
-"""Searchers with a constant lag deliver every group, in order, a fixed number of groups late."""
+"""With a constant lag, a run gets every group, in order, a fixed number of groups late."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from tba.learn import Trainer
 from tba.prompt import Prompt
-from tba.runtime import LaggedSearchers, SearchState
-from tba.search.prompts import Cursor
-from tba.search.result import Evaluation, SearchStats
+from tba.run import Run
 from tba.types import Group
-from tba.weights import Weights
 
 
 @dataclass
@@ -22,27 +21,9 @@ class Numbered:
 
     numbers: count = field(default_factory=count)
     most: int = 1_000
-    found: list[str] = field(default_factory=list)
-    """In a call that has not returned."""
-    stats: SearchStats = field(default_factory=SearchStats)
 
     def gather(self, at_least: int) -> list[Group]:
         return groups(*(str(next(self.numbers)) for _ in range(min(at_least, self.most))))
-
-    def publish(self, trainer: Trainer, version: int) -> None: ...
-
-    def reset_reference(self, weights: Weights) -> None: ...
-
-    def evaluate(self, step: int) -> None: ...
-
-    def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        return [Evaluation(int(finish), {}, [])]
-
-    def state(self) -> SearchState:
-        cursor = Cursor(selection="", state={}, outstanding=[], data="")
-        return SearchState(cursor, 3, self.stats, None, None, tuple(groups(*self.found)))
-
-    def close(self) -> None: ...
 
 
 def groups(*names: str) -> list[Group]:
@@ -53,41 +34,42 @@ def ids(groups: list[Group]) -> list[str]:
     return [group.prompt.id for group in groups]
 
 
+class Lagged:
+    """A run of which only the searchers matter; they are so many groups behind."""
+
+    def __init__(self, searchers: Numbered, behind: int, held: list[Group]):
+        config = SimpleNamespace(
+            runtime=SimpleNamespace(lag=behind), trainer=SimpleNamespace(groups=1)
+        )
+        self.run: Any = SimpleNamespace(config=config, searchers=searchers, held=deque(held))
+
+    def gather(self, at_least: int) -> list[str]:
+        return ids(Run.gather(self.run, at_least))
+
+    def held(self) -> list[str]:
+        return ids(list(self.run.held))
+
+
 def test_groups_arrive_in_order_and_late() -> None:
-    searchers = LaggedSearchers(Numbered(), behind=4, held=())
-    assert ids(searchers.gather(2)) == ["0", "1"]  # 0 to 5 were found
-    assert ids(searchers.gather(2)) == ["2", "3"]
-    assert ids(list(searchers.state().held)) == ["4", "5", "6", "7"]
-    assert searchers.gather(0) == []
-    assert ids(list(searchers.state().held)) == ["4", "5", "6", "7"]
+    lagged = Lagged(Numbered(), behind=4, held=[])
+    assert lagged.gather(2) == ["0", "1"]  # 0 to 5 were found
+    assert lagged.gather(2) == ["2", "3"]
+    assert lagged.held() == ["4", "5", "6", "7"]
+    assert lagged.gather(0) == []
+    assert lagged.held() == ["4", "5", "6", "7"]
 
 
-def test_held_groups_survive_a_resume() -> None:
-    first = Numbered()
-    before = LaggedSearchers(first, behind=3, held=())
-    delivered = ids(before.gather(2))
-    resumed = LaggedSearchers(first, behind=3, held=before.state().held)
-    delivered += ids(resumed.gather(2)) + ids(resumed.gather(1))
-    assert delivered == ["0", "1", "2", "3", "4"]
-
-
-def test_groups_that_were_found_before_a_search_ended_the_run_come_first() -> None:
-    """They count, and a lag stays what it is."""
-    ended = Numbered(found=["0"])
-    before = LaggedSearchers(ended, behind=2, held=groups("a", "b"))
-    held = before.state().held
-    assert ids(list(held)) == ["a", "b", "0"]
-    after = LaggedSearchers(Numbered(count(1)), behind=2, held=held)
-    assert ids(after.gather(2)) == ["a", "b"]
-    assert ids(list(after.state().held)) == ["0", "1"]
-    assert ids(LaggedSearchers(Numbered(count(1)), behind=0, held=held).gather(2)) == ids(
-        list(held)
-    )
+def test_held_groups_come_first() -> None:
+    """After a resume, and when a search has ended the run; a lag stays what it is."""
+    lagged = Lagged(Numbered(), behind=2, held=groups("a", "b", "c"))
+    assert lagged.gather(2) == ["a", "b"]
+    assert lagged.held() == ["c", "0"]
+    assert Lagged(Numbered(), behind=0, held=groups("a", "b")).gather(2) == ["a", "b"]
 
 
 def test_a_stop_during_the_search_delivers_nothing_and_loses_nothing() -> None:
-    inner = Numbered(most=1)
-    searchers = LaggedSearchers(inner, behind=3, held=())
-    assert searchers.gather(2) == []
-    inner.most = 1_000
-    assert ids(searchers.gather(2)) == ["0", "1"]
+    searchers = Numbered(most=1)
+    lagged = Lagged(searchers, behind=3, held=[])
+    assert lagged.gather(2) == []
+    searchers.most = 1_000
+    assert lagged.gather(2) == ["0", "1"]

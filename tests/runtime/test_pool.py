@@ -233,7 +233,7 @@ def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
         gathered += [group.prompt.id for group in searchers.gather(30)]
         assert (
             searchers.stats.counts["searchers/restarts"] == restarts
-            and len(searchers._handles) == 1
+            and len(searchers._pool.handles) == 1
         )
         clock.now += 2.0 ** (restarts - 2)
     until(lambda: searchers._failure is not None, SECONDS)

@@ -308,7 +308,7 @@ def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: 
         import ray
 
         assert wait_until(lambda: run.step > 0, 60)
-        handles = run.searchers._handles  # type: ignore[attr-defined]
+        handles = run.searchers._pool.handles  # type: ignore[attr-defined]
         ids = [h.actor.pid.options(concurrency_group="control").remote() for h in handles]
         killed, hung = ray.get(ids, timeout=60)
         os.kill(killed, signal.SIGKILL)
