@@ -74,7 +74,7 @@ def open_searchers(
     # a run on Ray saves none, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.copy(step)())
-    return LocalSearchers(job, lambda: job.setup.build(place.device, bf16), search)
+    return LocalSearchers(job, job.setup.build(place.device, bf16), search)
 
 
 def check_memory(each: int, copies: int, room: int) -> None:

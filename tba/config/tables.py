@@ -287,7 +287,7 @@ class RuntimeTable(Table):
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
     gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
-    max_restarts: Count = key(10, "restarts of searchers before the run fails")
+    max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"
     )

@@ -1,49 +1,38 @@
 """Search in the trainer's own process, inside `gather`: synchronous and bit-reproducible."""
 
-import logging
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import TypeVar
 
-from tba.engines import EngineError
 from tba.learn import Trainer
-from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Evaluation, RejectionMonitor, SearchResult
+from tba.search.result import Evaluation, RejectionMonitor
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Weights
 
-Done = TypeVar("Done")
-
-log = logging.getLogger(__name__)
-
 
 class LocalSearchers:
     """One searcher. It searches exactly as many prompts as the trainer waits for."""
 
-    def __init__(self, job: SearchJob, build: Callable[[], Searcher], state: SearchState):
+    def __init__(self, job: SearchJob, searcher: Searcher, state: SearchState):
         self.stats = deepcopy(state.stats)
         self._tasks = state.tasks
         self._job = job
         self._stream = job.stream
-        self._build = build
-        self._searcher = build()
+        self._searcher = searcher
         self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
-        self._restarts_left = job.settings.max_restarts
         self._weights: Weights | None = None
-        self._reference: Weights | None = None
+        self._reference = state.reference
         self._found: list[Group] = []  # in a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
         if state.weights is not None:
             self._load(state.weights)
-        if state.reference is not None:
-            self.reset_reference(state.reference)
+        if self._reference is not None:
+            self.reset_reference(self._reference)
 
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.gather_deadline(at_least)
@@ -56,7 +45,8 @@ class LocalSearchers:
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
-            result = self._search(prompts)
+            seed = seed_of(self._job.seed, Use.SEARCH, self._tasks)
+            result = self._searcher.search(prompts, seed)
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
             quarantined = self._stream.done(prompts, result.groups, result.died)
@@ -77,50 +67,15 @@ class LocalSearchers:
     def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
         self._weights = weights
-        try:
-            gap = self._searcher.load_weights(weights)
-        except EngineError as error:
-            gap = self._build_anew(error)
-        self.stats.measured(gap)
+        self.stats.measured(self._searcher.load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
-
-    def _search(self, prompts: list[Prompt]) -> SearchResult:
-        seed = seed_of(self._job.seed, Use.SEARCH, self._tasks)
-        return self._do(lambda searcher: searcher.search(prompts, seed))
-
-    def _do(self, work: Callable[[Searcher], Done]) -> Done:
-        """Return the result of work of the searcher; if its engine fails, that of a new one."""
-        while True:
-            try:
-                return work(self._searcher)
-            except EngineError as error:
-                self._build_anew(error)
-
-    def _build_anew(self, why: EngineError) -> float | None:
-        """Build a searcher with the same weights after the last one failed; return its gap."""
-        if self._restarts_left == 0:
-            limit = f"runtime.max_restarts = {self._job.settings.max_restarts}"
-            raise EngineError(f"{why}, after {limit} restarts of the searcher") from why
-        self._restarts_left -= 1
-        log.warning("%s: the searcher is rebuilt", why)
-        self.stats.counts["searchers/restarts"] += 1
-        self._searcher.close()  # first: two engines may not fit, and share state of their process
-        try:
-            self._searcher = self._build()
-        except RuntimeError as error:  # as an EngineError, before which the run is saved
-            raise EngineError(f"{why}; a new searcher cannot start: {error}") from error
-        if self._reference is not None:
-            self._searcher.reference.load_weights(self._reference)
-        if self._weights is None:
-            return None
-        return self._searcher.load_weights(self._weights)
 
     def reset_reference(self, weights: Weights) -> None:
         self._reference = weights  # first: a checkpoint keeps it, also if loading it fails
         self._searcher.reference.load_weights(weights)
 
     def evaluate(self, step: int) -> int:
-        evaluation = self._do(lambda searcher: evaluate_held_out(searcher, tell=self._job.tell))
+        evaluation = evaluate_held_out(self._searcher, tell=self._job.tell)
         self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version
 

@@ -125,16 +125,15 @@ def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(
 ) -> None:
     """An engine that fails for good after some calls; when it works again, the run goes on."""
     folder, calls = tmp_path / "run", tmp_path / "calls"
-    start, restarts = int(case.rng.integers(3, 9)), int(case.rng.integers(1, 5))
+    start = int(case.rng.integers(3, 9))
     settings = (
         "engine=test_long_runs.Failing", f"engine.folder={calls}", f"engine.start={start}",
-        f"runtime.max_restarts={restarts}", "eval.prompts=0", "run.steps=12",
+        "eval.prompts=0", "run.steps=12",
     )  # fmt: skip
-    told = rf"out of memory, after runtime\.max_restarts = {restarts}"
     began = time.monotonic()
     with (
         open_run(config(tiny_model, folder, *settings)) as opened,
-        pytest.raises(EngineError, match=told),
+        pytest.raises(EngineError, match="out of memory"),
     ):
         opened.train()
     case.noticed(time.monotonic() - began)
@@ -173,22 +172,6 @@ def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
     newest = generations(folder / CHECKPOINTS)[-1]
     assert newest.name == f"step-{opened.step:08d}" and damage(newest) == {}
     goes_on(folder, "engine.start=1000000")
-
-
-@cases(20, full=5, quick=0, part=1)
-def test_failures_that_come_again_and_again_cost_a_restart_each(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
-    folder, every = tmp_path / "run", int(case.rng.integers(2, 6))
-    settings = (
-        "engine=test_long_runs.Failing", f"engine.folder={tmp_path / 'calls'}",
-        f"engine.every={every}", "runtime.max_restarts=1000", "eval.prompts=0", "run.steps=30",
-    )  # fmt: skip
-    with open_run(config(tiny_model, folder, *settings)) as opened:
-        summary = opened.train()
-    assert summary.finished and summary.searcher_restarts >= 30 // every
-    case.tried = case.survived = summary.searcher_restarts
-    assert conserved(opened.buffer) and opened.buffer.counts["added"] == 31 * 12
 
 
 @cases(18, full=10, quick=1)
