@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from tba.runs.files import locked, write_json
 from tba.runs.generations import recover
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
-from tba.runs.summary import Summary, Tracker
+from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.streams import Use, generator
@@ -132,24 +131,20 @@ def open_run(
             )
         stop = closing.enter_context(Stop())
         with stop.starting():
-            run = _assemble(setup, folder, stored, drop_replay, stop, closing)
+            console = open_console(setup.config, stop.print)
+            closing.callback(console.close)
+            console.note(f"run folder: {folder}")
+            run = _assemble(setup, folder, stored, drop_replay, stop, console, closing)
         run.begin(note, run.trainer.model)
         yield run
 
 
 def _assemble(
-    setup: RunSetup,
-    folder: Path,
-    stored: Path | None,
-    drop_replay: bool,
-    stop: Stop,
-    closing: ExitStack,
-) -> Run:
+    setup: RunSetup, folder: Path, stored: Path | None, drop_replay: bool, stop: Stop,
+    console: Console, closing: ExitStack,
+) -> Run:  # fmt: skip
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = setup.config
-    console = open_console(c, stop.print)
-    closing.callback(console.close)
-    console.note(f"run folder: {folder}")
     place, cluster = open_places(c, console.phase, closing)
     stop.install()  # Ray has replaced the signal handlers with its own
     if place.device == "cpu":
@@ -159,7 +154,6 @@ def _assemble(
     checkpoint.check_space(c, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream = setup.prompt_stream()
-    tracker = Tracker()
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     if stored is not None:
@@ -171,8 +165,6 @@ def _assemble(
             buffer.clear()
         progress, search = checkpoint.waiting(progress, search, c, drop_replay)
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
-        tracker.resume(progress.counts, search.stats)
-        rng.bit_generator.state = progress.rng
     _describe_prompts(console, setup)
     job = SearchJob(
         setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase
@@ -187,12 +179,10 @@ def _assemble(
         trainer=trainer,
         buffer=buffer,
         searchers=searchers,
-        rng=rng,
         console=console,
-        tracker=tracker,
         stop=stop,
         progress=progress,
-        held=deque(search.held),
+        search=search,
     )
     closing.callback(run.journal.close)
     closing.enter_context(run.checkpoints)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from tba.engines import SearchError
@@ -22,8 +21,9 @@ from tba.runs.setup import RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
-from tba.runtime import Searchers
+from tba.runtime import Searchers, SearchState
 from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.streams import Use, generator
 from tba.types import Group, collate
 
 PATIENCE = 100
@@ -67,17 +67,22 @@ class Run:
     trainer: Trainer
     buffer: ReplayBuffer
     searchers: Searchers
-    rng: np.random.Generator
     console: Console
-    tracker: Tracker
     stop: Stop
     progress: InitVar[checkpoint.Progress]
-    held: deque[Group]
-    """Groups that were found and are not in the buffer, because of `runtime.lag`, or because a
-    search has ended the run."""
+    search: InitVar[SearchState]
 
-    def __post_init__(self, progress: checkpoint.Progress) -> None:
-        self.config = c = self.parts.config
+    def __post_init__(self, progress: checkpoint.Progress, search: SearchState) -> None:
+        c = self.parts.config
+        self.config = c
+        self.rng = generator(c.run.seed, Use.REPLAY)
+        self.rng.bit_generator.state = progress.rng
+        self.tracker = Tracker()
+        if progress.counts:
+            self.tracker.resume(progress.counts, search.stats)
+        # groups that were found and are not in the buffer, because of `runtime.lag`, or because a
+        # search has ended the run
+        self.held = deque(search.held)
         self.journal = Journal(self.folder, c, progress.step)
         self.checkpoints = checkpoint.Checkpoints(
             folder=self.folder / log.CHECKPOINTS,
