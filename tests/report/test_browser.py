@@ -148,8 +148,7 @@ def until(page: Any, expression: str) -> None:
     raise TimeoutError(expression)
 
 
-@pytest.mark.parametrize("width", [NARROW, WIDE])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(NARROW, "dark"), (WIDE, "light")])
 def test_charts_fit_the_screen_and_follow_the_theme(
     browser: Any, demo: Path, width: int, scheme: str
 ) -> None:
