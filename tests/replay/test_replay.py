@@ -33,41 +33,6 @@ def test_every_sample_is_accounted_for() -> None:
     assert all(buffer.counts[name] for name in LOST[:3])
 
 
-def test_content_is_that_of_a_plain_model() -> None:
-    """Against dicts, with many evictions, moves between segments, and rows used again."""
-    rng = np.random.default_rng(1)
-    buffer = ReplayBuffer(per_prompt=40, capacity=1000)
-    model: dict[tuple[str, bytes], tuple[Trajectory, int]] = {}
-    for now in range(60):
-        for _ in range(20):
-            name = f"p{rng.integers(40)}"
-            tokens = [rng.integers(9, size=rng.integers(1, 500)) for _ in range(6)]
-            tokens += [rng.integers(4, size=1) for _ in range(2)]  # these come again
-            some = [trajectory(*t.tolist(), version=now) for t in tokens]
-            buffer.add([group(name, *some)], now)
-            for key, count in Counter(t.tokens.tobytes() for t in some).items():
-                last = next(t for t in reversed(some) if t.tokens.tobytes() == key)
-                _, before = model.pop((name, key), (None, 0))
-                model[name, key] = (last, before + count)
-            own = [key for key in model if key[0] == name]
-            for key in own[: max(0, len(own) - 40)]:
-                del model[key]
-            for key in list(model)[: max(0, len(model) - 1000)]:
-                del model[key]
-    expected: dict[str, list[tuple[bytes, int, int]]] = {}
-    for (name, tokens), (newest, count) in model.items():
-        expected.setdefault(name, []).append((tokens, newest.version, count))
-    columns = buffer.columns()
-    held = {}
-    for prompt, g in zip(columns.prompts, buffer.groups(), strict=True):
-        counts = columns.count[columns.rows(prompt)].tolist()
-        some = [(t.tokens.tobytes(), t.version) for t in g.trajectories]
-        held[g.prompt.id] = [(*t, count) for t, count in zip(some, counts, strict=True)]
-    assert held == expected
-    arrivals = [columns.latest[prompt] for prompt in columns.prompts]
-    assert arrivals == sorted(arrivals)
-
-
 def test_samples_of_a_response_that_arrives_again_add_up() -> None:
     """Uniform replay draws from all samples; a recent draw from those of the latest arrival."""
     buffer = ReplayBuffer()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,12 @@ from toy import Given
 import tba.assemble
 from tba.assemble import open_run
 from tba.cli import _config
-from tba.engines import SearchError
 from tba.prompt import Prompt
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runs.offline import evaluate_run
 from tba.runtime.deadline import bind_ray
-from tba.weights import read_weights
 
 
 @pytest.fixture
@@ -209,51 +206,6 @@ def test_search_and_learning_take_turns(
         assert len(trajectory.value) == len(trajectory.tokens)
 
 
-@pytest.mark.fault
-def test_a_stop_while_the_trainer_waits_costs_neither_data_nor_result(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """In lockstep: after a stop during a search, no batch is learned from twice.
-
-    After a stop during the last evaluation, the run is not finished.
-    """
-    slow = (
-        "engine=scripted",
-        "engine.latency=0.5",
-        "engine.answers=['1','2','33']",
-        "eval.every=0",
-    )
-    turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent", "run.steps=5")
-    folder = tmp_path / "run"
-
-    def stop_after(step: int) -> Callable[[Run], None]:
-        def stop(_: Run) -> None:
-            assert wait_until(
-                lambda: any(r["step"] == step and "loss" in r for r in read(folder / METRICS)), 60
-            )
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        return stop
-
-    def finished() -> bool:
-        return json.loads((folder / SUMMARY).read_text())["finished"]
-
-    run_and_keep(config(tiny_model, folder, *slow, *turns), meanwhile=stop_after(2))
-    assert not finished()
-    run_and_keep(_config([], folder), folder, stop_after(5))
-    assert not finished()
-    run_and_keep(_config(["runtime.use=local"], folder), folder)  # only the evaluation is left
-    assert finished()
-    summary = json.loads((folder / SUMMARY).read_text())
-    rows = [r for r in read(folder / METRICS) if "loss" in r]
-    assert [(r["step"], r["off_policy/lag_max"]) for r in rows] == [
-        (step, 0) for step in range(1, 6)
-    ]
-    assert summary["eval/last"]["step"] == 5
-    assert summary["samples_generated"] == 6 * 12
-
-
 def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_path: Path) -> None:
     """Searchers are much slower than the trainer: those that have not begun are left out."""
     bind_ray(None)
@@ -340,28 +292,6 @@ def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
     broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
     with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
         tba.assemble.run(broken)
-
-
-@pytest.mark.fault
-def test_an_error_of_a_searcher_ends_the_run_after_it_has_been_saved(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Every step has an evaluation and a new reference: no error comes between."""
-    calls, folder = tmp_path / "calls", tmp_path / "run"
-    faulty = ("engine=toy.Faulty", f"engine.folder={calls}", "engine.failing=[12]")
-    often = ("policy.reset_reference_every=1", "eval.every=1", "runtime.fresh=1", "run.steps=30")
-    given = config(tiny_model, folder, *faulty, "engine.mistake=true", *often)
-    with (
-        open_run(given) as opened,
-        pytest.raises(SearchError, match=r"out of memory(.|\n)*--resume"),
-    ):
-        opened.train()
-    saved = checkpoint.newest(folder / "checkpoints")
-    assert saved.name == f"step-{opened.step:08d}"
-    reference = read_weights(saved / "reference.safetensors")
-    assert opened.step == 0 or (reference is not None and reference.version == opened.step)
-    assert json.loads((saved / "state.json").read_text())["progress"]["evaluating"] > 0
-    assert run_and_keep(_config([], folder), folder).step == 30
 
 
 def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
