@@ -212,6 +212,8 @@ def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_named(
     assert {"manifest.json", "state.json", "model/model.safetensors"} < files.keys()
     for name, path in files.items():
         sound = path.read_bytes()
+        if not sound and damaged in ("flipped", "cut"):  # no groups are held, for example
+            continue
         content = DAMAGE[damaged](sound, case)
         if content == sound:
             continue
