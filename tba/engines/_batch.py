@@ -183,7 +183,7 @@ class Batch:
             except ValueError as error:
                 with self._changed:
                     call, _ = self._running.pop(key)
-                    call.refused = error
+                    call.refused = call.refused or error
                     self._changed.notify_all()
         if self._running:
             self._deliver(engine.step())
