@@ -10,7 +10,6 @@ probe's log-probs, converting and sending block the trainer.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -122,11 +121,11 @@ def publish(run: Run, version: int) -> tuple[float, float, float]:
     started = time.perf_counter()
     searchers.publish(run.trainer, version)
     blocked = time.perf_counter() - started
-    until(lambda: searchers.stats.published_bytes > before.published_bytes)
+    until(lambda: searchers.stats.counts["sync/bytes"] > before.counts["sync/bytes"])
     sent = searchers.stats.publish_seconds - before.publish_seconds
-    known = before.adopt_seconds
-    until(lambda: not math.isnan(now := searchers.stats.adopt_seconds) and now != known)
-    return blocked, sent, searchers.stats.adopt_seconds
+    known = before.latest.get("sync/adopted")
+    until(lambda: searchers.stats.latest.get("sync/adopted") != known)
+    return blocked, sent, searchers.stats.latest["sync/adopted"]
 
 
 def until(true: Callable[[], bool]) -> None:
