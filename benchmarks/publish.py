@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ class no_searches:
 
 def measure(run: Run, repeats: int) -> Measured:
     """Take one step, which makes a probe, and publish: first once to warm up, then to measure."""
+    run.trainer.most_at_first = inf  # type: ignore[attr-defined]  # no model gave their log-probs
     run.trainer.step(collate(groups()), 0)
     measured = Measured()
     for turn in range(-1, repeats):
