@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from tba.run import Run
+    from tba.runs.log import Replay
     from tba.runs.offline import Result
 
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
@@ -37,16 +38,16 @@ def train(
     data: "Data | None" = None,
     reward: "Reward | Sequence[Reward] | None" = None,
     held_out_data: "Data | None" = None,
-    drop_replay: bool = False,
+    replay: "Replay" = "keep",
 ) -> "Result":
     """Carry out a run, as `tba train` does, and return its result.
 
     `config` is a `Config`, its tables as a dict, or the path of a TOML file. `resume` is the folder
     of a run to resume. `data` and `held_out_data` are rows with a `prompt` column, and `reward` is
     one function or several with TRL's signature; they take the place of the options of the same
-    names in `[task]`, which may then be left out of the config. With `drop_replay`, a
-    resumed run starts with an empty replay buffer.
-    ValueError before any process starts if something cannot work.
+    names in `[task]`, which may then be left out of the config. `replay` is what a resumed run does
+    with its stored samples: "keep", "rescore" or "drop", as `tba train --rescore` and
+    `--drop-replay`. ValueError before any process starts if something cannot work.
     """
     from tba.runs.offline import Result
 
@@ -56,7 +57,7 @@ def train(
         data=data,
         reward=reward,
         held_out_data=held_out_data,
-        drop_replay=drop_replay,
+        replay=replay,
     )
     with given as run:
         run.train()
@@ -70,7 +71,7 @@ def open_run(
     data: "Data | None" = None,
     reward: "Reward | Sequence[Reward] | None" = None,
     held_out_data: "Data | None" = None,
-    drop_replay: bool = False,
+    replay: "Replay" = "keep",
 ) -> "AbstractContextManager[Run]":
     """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
 
@@ -90,7 +91,7 @@ def open_run(
     check_start(settings, folder, passed)
     from tba.assemble import open_run as opened
 
-    return opened(settings, folder, passed, drop_replay)
+    return opened(settings, folder, passed, replay)
 
 
 def result(folder: str | Path) -> "Result":

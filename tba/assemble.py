@@ -20,6 +20,7 @@ from tba.runs.files import locked, write_json
 from tba.runs.generations import recover
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
+from tba.runs.stored import choose_resumed, renewed
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob, SearchState
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
@@ -87,9 +88,9 @@ def check_memory(each: int, copies: int, room: int) -> None:
         )
 
 
-def run(config: Config, resume: Path | None = None, drop_replay: bool = False) -> Summary:
+def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep") -> Summary:
     """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume, None, drop_replay) as opened:
+    with open_run(config, resume, None, replay) as opened:
         return opened.train()
 
 
@@ -98,7 +99,7 @@ def open_run(
     config: Config,
     resume: Path | None = None,
     passed: Passed | None = None,
-    drop_replay: bool = False,
+    replay: log.Replay = "keep",
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     config = placed(config)
@@ -126,21 +127,19 @@ def open_run(
             write_json(folder / log.CONFIG, setup.config.nested())
         else:
             recover(folder / log.CHECKPOINTS)
-            stored, note = checkpoint.choose_resumed(
-                setup.config, setup.rewards, folder, drop_replay
-            )
+            stored, note = choose_resumed(setup, folder, replay)
         stop = closing.enter_context(Stop())
         with stop.starting():
             console = open_console(setup.config, stop.print)
             closing.callback(console.close)
             console.note(f"run folder: {folder}")
-            run = _assemble(setup, folder, stored, drop_replay, stop, console, closing)
+            run = _assemble(setup, folder, stored, replay, stop, console, closing)
         run.begin(note, run.trainer.model)
         yield run
 
 
 def _assemble(
-    setup: RunSetup, folder: Path, stored: Path | None, drop_replay: bool, stop: Stop,
+    setup: RunSetup, folder: Path, stored: Path | None, replay: log.Replay, stop: Stop,
     console: Console, closing: ExitStack,
 ) -> Run:  # fmt: skip
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
@@ -161,9 +160,9 @@ def _assemble(
         check_step(progress.step, c)
         stream.seek(search.cursor)
         console.note(f"resumed from {stored.name}")
-        if drop_replay:
-            buffer.clear()
-        progress, search = checkpoint.waiting(progress, search, c, drop_replay)
+        progress, search = renewed(
+            setup, progress, search, buffer, replay, place.device, console.phase
+        )
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
     _describe_prompts(console, setup)
     job = SearchJob(

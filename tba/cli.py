@@ -29,7 +29,7 @@ from tba.runs.checks import (
 )
 from tba.runs.console import announce
 from tba.runs.files import is_full
-from tba.runs.log import is_run
+from tba.runs.log import Replay, is_run
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -44,6 +44,7 @@ ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
+Rescore = Annotated[bool, Option("--rescore", help="Resume; score what is stored again.")]
 Drop = Annotated[bool, Option("--drop-replay", help="Resume with an empty replay buffer.")]
 Step = Annotated[
     str | None, Option(metavar="N|best", help="Checkpoint to use; default: the newest one.")
@@ -70,11 +71,15 @@ def train(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
     resume: Annotated[Path | None, Option(metavar="RUN", help="Folder of a run to resume.")] = None,
+    rescore: Rescore = False,
     drop_replay: Drop = False,
 ) -> None:
     """Train a model. Without a config file: three-digit addition on the CPU."""
-    if drop_replay and resume is None:
-        raise ValueError("--drop-replay needs --resume RUN")
+    if rescore + drop_replay > (resume is not None):
+        raise ValueError("--rescore and --drop-replay need --resume RUN; give one of the two")
+    replay: Replay = "keep"
+    if rescore or drop_replay:
+        replay = "rescore" if rescore else "drop"
     config = placed(_config(settings or [], resume))
     if not dry_run:
         announce(config)
@@ -82,11 +87,11 @@ def train(
     if not dry_run:
         from tba.assemble import run
 
-        run(config, resume, drop_replay)
+        run(config, resume, replay)
         return
     from tba.runs.dry_run import dry_run as check
 
-    tables, told = check(config, resume, drop_replay)
+    tables, told = check(config, resume, replay)
     print(printable("\n".join(told)), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
 

@@ -41,7 +41,8 @@ tensorboard = false
 """
 
 MISTAKES = {
-    "no run to drop replayed data of": (["--drop-replay"], "needs --resume RUN"),
+    "no run to drop replayed data of": (["--drop-replay"], "need --resume RUN"),
+    "two ways at once": (["--rescore", "--drop-replay", "--resume", "r"], "give one of the two"),
     "no model": (
         ["policy.model=./nowhere"],
         "policy.model = './nowhere': no such folder; give one that save_pretrained wrote",

@@ -91,6 +91,35 @@ class ReplayBuffer:
         self.counts = Counter(state.counts)
         self._store.restore(state)
 
+    def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
+        """Replace the rewards by those that `score` gives to each group as it arrived.
+
+        Groups of which each response has arrived again since are left out. A response whose rewards
+        are all NaN is dropped.
+        """
+        store = self._store
+        arrivals = []
+        rewards = np.full(len(store.rows["reward"]), np.nan)
+        for prompt in store.prompts_by_arrival().tolist():
+            rows = store.rows_of(prompt)
+            at = {step: list[int]() for step in store.rows["arrived"][rows].tolist()}
+            for row in rows.tolist():
+                latest = [store.rows[name].item(row) for name in ("arrived", "arrived_count")]
+                every = [*store.earlier.get(row, ()), *latest]
+                for step, samples in zip(every[::2], every[1::2], strict=True):
+                    if step in at:
+                        at[step] += [row] * samples
+            arrivals += [np.array(together) for together in at.values()]
+        for rows, own in zip(arrivals, score(store.groups(arrivals)), strict=True):
+            finite = np.isfinite(own)
+            rewards[rows[finite]] = np.asarray(own)[finite]
+        rejected = np.flatnonzero(np.isnan(rewards) & (store.rows["stamp"] != EMPTY))
+        self.counts["dropped"] += store.remove(rejected)
+        store.rows["reward"][:] = rewards
+        state = store.state(self.counts)
+        self._store = Store()
+        self._store.restore(state)  # which orders the prompts by what is left of them
+
     def clear(self) -> None:
         """Drop everything."""
         self.counts["dropped"] += len(self)

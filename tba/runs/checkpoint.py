@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
-from tba.runs.checks import check_resumed, config_of
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -45,7 +44,6 @@ from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
-from tba.tasks._source import RewardSource
 from tba.weights import read_weights, trained, write_weights
 
 STATE = "state.json"
@@ -338,38 +336,6 @@ def restore(
         held=load_groups(generation / HELD),
     )
     return Progress(**state["progress"]), search
-
-
-def choose_resumed(
-    config: Config, rewards: RewardSource, run: Path, drop_replay: bool
-) -> tuple[Path, str]:
-    """Return the checkpoint to resume, and in words what becomes of the samples in it.
-
-    ValueError for a change that these samples do not allow. There are no words if they are kept.
-    """
-    check_resumed(config, config_of(run))
-    generation = newest(run / CHECKPOINTS)
-    before = json.loads((generation / STATE).read_text("utf-8"))["progress"]["rewards"]
-    changed = ", ".join(rewards.changed(RewardSource(**before)))
-    if not drop_replay and changed:
-        raise ValueError(
-            f"{changed}: changed since the rewards in the replay buffer were computed; undo that,"
-            " or add --drop-replay to start with an empty buffer"
-        )
-    if not drop_replay:
-        return generation, ""
-    return generation, "stored samples dropped" + (f" after a change of {changed}" * bool(changed))
-
-
-def waiting(
-    progress: Progress, search: SearchState, config: Config, drop_replay: bool
-) -> tuple[Progress, SearchState]:
-    """Return the states of a resumed run, which waits for new samples before its first step."""
-    held = () if drop_replay else search.held
-    first = config.first_fill if drop_replay else 0
-    new = config.trainer.groups + len(held) if config.asynchronous else 0  # no step on old data
-    progress = replace(progress, missing=max(progress.missing, first, new))
-    return progress, replace(search, held=held)
 
 
 def check_space(config: Config, folder: Path, trainer: Trainer) -> None:

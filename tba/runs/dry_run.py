@@ -17,10 +17,12 @@ from tba.config.tables import Use
 from tba.learn import Trainer
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
-from tba.runs.checkpoint import checkpoint_size, choose_resumed
+from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
 from tba.runs.generations import step_of
+from tba.runs.log import Replay
 from tba.runs.setup import RunSetup, check
+from tba.runs.stored import choose_resumed
 from tba.runtime.placement import places_on_one_machine
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
@@ -41,7 +43,7 @@ NUMBER = "1"
 
 
 def dry_run(
-    config: Config, resume: Path | None = None, drop_replay: bool = False
+    config: Config, resume: Path | None = None, replay: Replay = "keep"
 ) -> tuple[dict[str, Any], list[str]]:
     """Check a config as a run does; return its tables, with defaults, and what there is to tell.
 
@@ -49,7 +51,7 @@ def dry_run(
     """
     setup = check(config)
     if resume is not None:
-        generation, _ = choose_resumed(setup.config, setup.rewards, resume, drop_replay)
+        generation, _ = choose_resumed(setup, resume, replay)
         check_step(step_of(generation), setup.config)
     by_part = setup.by_part()
     lines = []

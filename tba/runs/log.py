@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tba.config.schema import Config, read_json
 from tba.runs.files import write_whole
@@ -17,6 +17,9 @@ CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
 WARNINGS = "warnings.jsonl"
 CHECKPOINTS = "checkpoints"
+
+Replay = Literal["keep", "rescore", "drop"]
+"""What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
 
 Row = dict[str, Any]
 """A line of a JSONL file, or the contents of a JSON file."""

@@ -35,7 +35,7 @@ MISTAKES = {
     "train --gpus 2": "no option --gpus",
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
-    "train --drop-replay": "needs --resume RUN",
+    "train --rescore": "need --resume RUN",
     "train run.folder=used": "holds a run",
     "train run.folder=rows.jsonl": "rows.jsonl' cannot be used as a folder",
     "train policy.model=./nowhere": "no such folder",

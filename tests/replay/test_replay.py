@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward
 from tba.strategies.uniform import Uniform
-from tba.types import Trajectory
+from tba.types import Group, Trajectory
 
 
 def test_every_sample_is_accounted_for() -> None:
@@ -292,9 +293,46 @@ def test_an_empty_buffer_says_so() -> None:
         ReplayBuffer().sample(1, 2, Uniform(), 0, np.random.default_rng(0))
 
 
-def test_a_buffer_is_emptied() -> None:
+def test_groups_are_scored_again_as_they_arrived() -> None:
+    """Each once, with all samples that arrived in it, and the latest one decides."""
+    buffer = ReplayBuffer()
+    a, b, c = (trajectory(token) for token in (3, 4, 5))
+    buffer.add([group("p", a, a, b), group("q", c)], 1)
+    buffer.add([group("p", b, c)], 2)
+    buffer.add([group("q", c)], 3)  # so that nothing is left of the first group of q
+    seen: list[list[int]] = []
+
+    def score(groups: Sequence[Group]) -> list[list[float]]:
+        seen.extend(first_tokens(g) for g in groups)
+        return [[10.0 * len(seen) + len(g.trajectories)] * len(g.trajectories) for g in groups]
+
+    buffer.rescore(score)
+    assert seen == [[3, 3, 4], [4, 5], [5]]
+    rewards = {
+        (g.prompt.id, int(t.tokens[0])): t.reward for g in buffer.groups() for t in g.trajectories
+    }
+    assert rewards == {("p", 3): 33.0, ("p", 4): 32.0, ("p", 5): 32.0, ("q", 5): 31.0}
+    assert conserved(buffer)
+
+
+def test_a_buffer_goes_on_without_what_was_rejected() -> None:
     rng = np.random.default_rng(7)
     buffer = ReplayBuffer(per_prompt=9, capacity=60)
+    for now in range(20):
+        buffer.add(random_groups(rng, 2), now)
+    latest = {g.prompt.id: g for g in buffer.groups()}
+    before = len(buffer)
+
+    def score(groups: Sequence[Group]) -> list[list[float]]:
+        return [[np.nan if rng.random() < 0.5 else 1.0 for _ in g.trajectories] for g in groups]
+
+    buffer.rescore(score)
+    assert 0 < len(buffer) < before and conserved(buffer)
+    assert {t.reward for g in buffer.groups() for t in g.trajectories} == {1.0}
+    assert latest.keys() >= {g.prompt.id for g in buffer.groups()}
+    for strategy in (Recent(), Recent(window=5), Uniform(), Reward(), Mixture()):
+        for now in range(20, 24):
+            assert len(buffer.sample(3, 4, strategy, now, rng)) == 3
     buffer.add(random_groups(rng, 2), 20)
     buffer.clear()
     assert len(buffer) == buffer.prompts == 0 and conserved(buffer)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build import config
+from build import config, replayed
 
 from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.dry_run import dry_run
-from tba.runs.log import CONFIG, METRICS, SESSIONS, read
+from tba.runs.log import CONFIG, METRICS, SESSIONS, Replay, read
 from tba.tasks._source import RewardSource
 
 FILE = """
@@ -250,11 +250,66 @@ def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model: Path, 
     rewrite(user / "helper.py", "'1'", "'2'")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for refused in (run, dry_run):
-        with pytest.raises(ValueError, match=r"^helper\.py: changed .* --drop-replay"):
+        with pytest.raises(ValueError, match=r"^helper\.py: changed .* --rescore .* --drop-replay"):
             refused(_config(["run.steps=3"], folder), folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     rewrite(user / "helper.py", "'2'", "'1'")
     assert run(_config(["run.steps=3"], folder), folder).finished
+
+
+def test_stored_samples_are_scored_again(tiny_model: Path, user: Path) -> None:
+    """As they are, with the new function, before the first step; the next resume is an equal."""
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS))
+    before, counts = rewarded(folder), replayed(folder)[0]
+    assert {0.0} < set(before.values())
+    rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
+    assert run(_config([], folder), folder, "rescore").finished  # without a step
+    assert rewarded(folder) == {key: -1 - reward for key, reward in before.items()}
+    assert dict(replayed(folder)[0]) == {**dict(counts), "dropped": 0}
+    assert run(_config(["run.steps=4"], folder), folder).finished
+    assert max(rewarded(folder).values()) < 0
+    notes = [session["rewards"] for session in read(folder / SESSIONS)]
+    assert notes == ["", "stored samples scored again after a change of reward.py", ""]
+
+
+def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(
+    tiny_model: Path, user: Path
+) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "reward.max_rejected=1"))
+    before = rewarded(folder)
+    rewrite(user / "reward.py", "float(text.count('1'))", "1 / ('1' not in text)")
+    run(_config(["run.steps=3"], folder), folder, "rescore")
+    kept = [key for key, reward in before.items() if reward == 0]
+    left = [key for key, reward in before.items() if reward > 0]
+    assert kept and left and not left & rewarded(folder).keys()
+    last = [row for row in read(folder / METRICS) if "loss" in row][-1]
+    assert last["buffer/dropped"] == len(left)
+
+
+def test_a_group_is_scored_as_it_arrived(tiny_model: Path, user: Path) -> None:
+    """A reward that compares answers gets a whole group, with its repeats."""
+    folder = user / "run"
+    text = "def ones(completions, **row):\n    return [completions.count(c) for c in completions]\n"
+    (user / "reward.py").write_text(text)
+    given = ("engine=scripted", "engine.answers=['1', '1', '2', '22']", "run.steps=1")
+    run(config(tiny_model, folder, *SETTINGS, *given, "sampling.max_tokens=3"))
+    before = rewarded(folder)
+    assert max(before.values()) > 1
+    rewrite(user / "reward.py", "completions.count(c)", "10 * completions.count(c)")
+    run(_config([], folder), folder, "rescore")
+    assert rewarded(folder) == {key: 10 * reward for key, reward in before.items()}
+
+
+def test_too_many_rejections_leave_the_run_as_it_was(tiny_model: Path, user: Path) -> None:
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    rewrite(user / "reward.py", "float(text.count('1'))", "1 / 0")
+    with pytest.raises(Exception, match=r"36 of 36 stored samples were rejected(.|\n)*division"):
+        run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
@@ -262,7 +317,7 @@ def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
     run(config(tiny_model, folder, *SETTINGS, "replay.first_fill=5"))
     stored = rewarded(folder)
     rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
-    run(_config(["run.steps=3"], folder), folder, drop_replay=True)
+    run(_config(["run.steps=3"], folder), folder, "drop")
     assert max(rewarded(folder).values()) < 0
     steps = [row for row in read(folder / METRICS) if "loss" in row]
     assert steps[-1]["buffer/dropped"] == len(stored)
@@ -271,13 +326,28 @@ def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
     assert notes == ["", "stored samples dropped after a change of reward.py"]
 
 
-def test_groups_of_a_constant_lag_are_dropped_too(tiny_model: Path, user: Path) -> None:
+@pytest.mark.parametrize("replay", ["rescore", "drop"])
+def test_groups_of_a_constant_lag_are_scored_again_or_dropped_too(
+    tiny_model: Path, user: Path, replay: Replay
+) -> None:
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "runtime.lag=2"))
     rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
-    run(_config(["run.steps=6"], folder), folder, drop_replay=True)
+    run(_config(["run.steps=6"], folder), folder, replay)
     rewards = [row["reward"] for row in read(folder / METRICS) if "loss" in row]
     assert min(rewards[:2]) >= 0 > max(rewards[2:])
+
+
+def test_dialogues_can_only_be_dropped(tiny_model: Path, user: Path) -> None:
+    """So can attacks on a victim, and value estimates."""
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "objective=vineppo"))
+    rewrite(user / "reward.py", "count('1')", "count('2')")
+    with pytest.raises(ValueError, match="undo that, or add --drop-replay"):
+        run(_config(["run.steps=3"], folder), folder)
+    with pytest.raises(ValueError, match="--rescore: the stored samples have value estimates"):
+        run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert run(_config(["run.steps=3"], folder), folder, "drop").finished
 
 
 def stopped(settings: Any, step: int, folder: Path | None = None) -> None:

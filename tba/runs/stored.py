@@ -1,0 +1,149 @@
+"""Stored samples of a run that is resumed: they are kept, scored again, or dropped."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer
+from tba.replay.buffer import ReplayBuffer
+from tba.runs.checkpoint import STATE, Progress, newest
+from tba.runs.checks import check_resumed, config_of
+from tba.runs.log import CHECKPOINTS, Replay
+from tba.runs.setup import RunSetup
+from tba.runtime import SearchState
+from tba.search.result import SearchStats
+from tba.search.scoring import Scoring
+from tba.search.searcher import SearchSetup
+from tba.search.verdicts import Rejected, Verdict, settle_truncated
+from tba.tasks._source import RewardSource
+from tba.types import Group
+
+AT_ONCE = 16
+"""Groups that are scored at one time."""
+
+
+def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, str]:
+    """Return the checkpoint to resume, and in words what becomes of the samples in it.
+
+    ValueError for a change that these samples do not allow. There are no words if they are kept.
+    """
+    check_resumed(setup.config, config_of(run))
+    generation = newest(run / CHECKPOINTS)
+    before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards")
+    changes = [] if before is None else setup.rewards.changed(RewardSource(**before))
+    changed = ", ".join(changes)
+    lost = ""
+    if setup.task.tools is not None or setup.config.task.use == "redteam":
+        lost = "the environment or the victim of the stored samples is gone"
+    elif setup.objective.at(0).value_rollouts is not None:
+        lost = "the stored samples have value estimates"
+    if replay == "rescore" and lost:
+        raise ValueError(f"--rescore: {lost}; use --drop-replay, which starts an empty buffer")
+    if replay == "keep" and changed:
+        again = "" if lost else "--rescore to score the stored samples again, or "
+        raise ValueError(
+            f"{changed}: changed since the rewards in the replay buffer were computed; undo that,"
+            f" or add {again}--drop-replay to start with an empty buffer"
+        )
+    if replay == "keep":
+        return generation, ""
+    what = "scored again" if replay == "rescore" else "dropped"
+    return generation, f"stored samples {what}" + f" after a change of {changed}" * bool(changed)
+
+
+def renewed(
+    setup: RunSetup, progress: Progress, search: SearchState, buffer: ReplayBuffer, replay: Replay,
+    device: str, tell: Callable[[str], None],
+) -> tuple[Progress, SearchState]:  # fmt: skip
+    """Drop the stored samples or score them again, if that is asked; return the states after it.
+
+    The run waits for new samples before its first step. ValueError if too many are rejected.
+    """
+    c = setup.config
+    held = search.held
+    if replay == "drop":
+        buffer.clear()
+        held = ()
+    elif replay == "rescore":
+        held = rescore(buffer, held, setup.search_setup(), setup.text, device, tell)
+    first = 0 if replay == "keep" or len(buffer) else c.first_fill
+    new = c.trainer.groups + len(held) if c.asynchronous else 0  # no step on old data
+    progress = replace(progress, missing=max(progress.missing, first, new))
+    return progress, replace(search, held=held)
+
+
+def rescore(
+    buffer: ReplayBuffer,
+    held: Sequence[Group],
+    setup: SearchSetup,
+    text: Tokenizer,
+    device: str,
+    tell: Callable[[str], None],
+) -> tuple[Group, ...]:
+    """Give new rewards to the buffer and to groups that are held, as a search would; return these.
+
+    Rejected samples are dropped. ValueError if more than `reward.max_rejected` of all are.
+    """
+    stats = SearchStats()
+    scoring = setup.scoring(device)
+
+    def score(groups: Sequence[Group]) -> list[list[float]]:
+        return _rewards(groups, setup, text, scoring, tell, stats)
+
+    try:
+        scoring.wait_until_ready()
+        buffer.rescore(score)
+        kept = []
+        for group, rewards in zip(held, score(held), strict=True):
+            pairs = zip(group.trajectories, rewards, strict=True)
+            rewarded = tuple(replace(t, reward=r) for t, r in pairs if not math.isnan(r))
+            if rewarded:
+                kept.append(replace(group, trajectories=rewarded))
+    finally:
+        scoring.close()
+    reasons = ", ".join(f"{n} {reason}" for reason, n in stats.rejected.items()) or "none"
+    samples = stats.counts["samples_generated"]
+    tell(f"scored {samples:,} stored samples again; rejected: {reasons}")
+    return tuple(kept)
+
+
+def _rewards(
+    groups: Sequence[Group],
+    setup: SearchSetup,
+    text: Tokenizer,
+    scoring: Scoring,
+    tell: Callable[[str], None],
+    total: SearchStats,
+) -> list[list[float]]:
+    """Return new rewards of stored groups, NaN where a sample is rejected; count in `total`."""
+    rewards: list[list[float]] = []
+    samples = sum(len(g.trajectories) for g in groups)
+    stats = SearchStats(Counter(samples_generated=samples))
+    while len(rewards) < len(groups):
+        tell(f"scoring stored groups again: {len(rewards)}/{len(groups)}")
+        some = groups[len(rewards) :][:AT_ONCE]
+        answers = [_answers(group, setup, text) for group in some]
+        for verdicts in scoring([g.prompt for g in some], answers):
+            stats.reject(verdicts)
+            rewards.append([math.nan if isinstance(v, Rejected) else float(v) for v in verdicts])
+        rejected = stats.rejected.total()
+        if rejected > setup.reward.max_rejected * samples:
+            raise ValueError(
+                f"--rescore: {rejected} of {samples} stored samples were rejected,"
+                f" more than reward.max_rejected = {setup.reward.max_rejected}; the run is as"
+                f" it was. The last error was:\n{stats.last_rejection}"
+            )
+    total.add(stats)
+    return rewards
+
+
+def _answers(group: Group, setup: SearchSetup, text: Tokenizer) -> list[Answer | Verdict]:
+    """Return the answers of a stored group as a search would score them."""
+    answers = []
+    for t in group.trajectories:
+        answers.append(text.answer(t.tokens, t.finished, setup.sampling.stop, t.version))
+    return settle_truncated(answers, setup.sampling.truncated)
