@@ -15,7 +15,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tba.runs.files import write_whole
+from tba.runs.files import own_folder, write_whole
 from tba.runs.log import Row
 
 MODES = ("sampled", "greedy")
@@ -53,7 +53,7 @@ def script(*names: str) -> dict[str, str]:
 
 def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
     """Write `index.html` from a template. Text in `values` never becomes markup."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder).mkdir(parents=True, exist_ok=True)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,

@@ -27,6 +27,7 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
+from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -120,7 +121,7 @@ class Checkpoints:
         target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         name = f"checkpoint of step {progress.step}"
-        self._folder.mkdir(exist_ok=True)  # without parents: a run may be moved away
+        own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
         remove(aside)
         aside.mkdir()
         write_trainer = trainer.save(aside)

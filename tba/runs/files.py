@@ -1,4 +1,4 @@
-"""Files of a run, which are written whole, and the lock of its folder."""
+"""Files of a run and the lock of its folder. Nothing is ever written through a planted link."""
 
 import errno
 import json
@@ -22,6 +22,25 @@ PATIENCE = 0.5
 """Seconds that a lock may be taken without a refusal: a check has it for a moment."""
 
 log = logging.getLogger(__name__)
+
+
+def open_plain(path: str, flags: int) -> int:
+    """Open a file to append to it, as an `opener`; ValueError if another file would change."""
+    file = Path(path)
+    is_plain = file.is_file() and not file.is_symlink() and file.stat().st_nlink == 1
+    if not is_plain and os.path.lexists(file):
+        raise ValueError(
+            f"{path} is a link or a pipe, or has a second name, so that nothing is"
+            " written to it; remove it, or replace it by a copy"
+        )
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def own_folder(folder: Path) -> Path:
+    """Return the folder, which need not exist; ValueError if it is a link."""
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link, so that nothing is written there; remove it")
+    return folder
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:

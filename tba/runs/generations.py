@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from tba.runs.files import own_folder
+
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
@@ -81,9 +83,9 @@ def recover(folder: Path) -> None:
 
     Only for the process that writes checkpoints to this folder.
     """
-    for path in saved(folder) - {*generations(folder)}:
+    for path in saved(own_folder(folder)) - {*generations(folder)}:
         target = path_of(folder, step_of(path))
-        if damage(path) or (target.exists() and not damage(target)):
+        if path.is_symlink() or damage(path) or (target.exists() and not damage(target)):
             remove(path)
         else:
             put(path, target)
@@ -91,7 +93,9 @@ def recover(folder: Path) -> None:
 
 def put(complete: Path, target: Path) -> None:
     """Give a generation its name; one that has it is removed first."""
-    if target.exists():
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
         shutil.rmtree(target)
     complete.rename(target)
 
@@ -103,10 +107,12 @@ def remove(generation: Path) -> None:
     """
     path = generation
     try:
+        if path.is_symlink():
+            return path.unlink()
         if path.name.startswith("step-") and (path / MANIFEST).is_file():
             with (path / MANIFEST).open("rb") as file:
                 if not _locks(file, fcntl.LOCK_EX):  # it is being read: the next save removes it
-                    return
+                    return None
                 path = path.rename(path.with_name(f".{path.name}"))  # no reader finds a part of it
         shutil.rmtree(path)
     except OSError as error:

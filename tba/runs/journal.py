@@ -14,7 +14,7 @@ from typing import Any
 
 from tba.config.schema import Config
 from tba.config.tables import LogTable
-from tba.runs.files import write_whole
+from tba.runs.files import open_plain, own_folder, write_whole
 from tba.runs.log import METRICS, SAMPLES, WARNINGS
 from tba.runs.metrics import first_screen, tensorboard_layout
 
@@ -54,7 +54,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = start + 1 if start else None  # drops the steps that are repeated
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        events = own_folder(folder / "tensorboard")
+        self._writer: Any = SummaryWriter(str(events), purge_step=purge)
         self._writer.add_custom_scalars(tensorboard_layout())
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,7 +123,7 @@ def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
     if config.log.wandb:
         import wandb
 
-        place = {"id": _identity(folder), "dir": str(folder)}
+        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
         sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
     if config.log.trackio:
         import trackio
@@ -210,7 +211,7 @@ class Journal:
         for key, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 row[key] = None  # JSON has no NaN
-        with (self._folder / name).open("a", encoding="utf-8") as file:
+        with open(self._folder / name, "a", encoding="utf-8", opener=open_plain) as file:
             file.write(json.dumps(row) + "\n")
 
 

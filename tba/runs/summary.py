@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.files import write_json
+from tba.runs.files import open_plain, write_json
 from tba.runs.log import SESSIONS, SUMMARY
 from tba.search.result import SearchStats
 from tba.tasks import Task
@@ -265,7 +265,7 @@ def record_session(
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
     }
-    with (run / SESSIONS).open("a", encoding="utf-8") as file:
+    with open(run / SESSIONS, "a", encoding="utf-8", opener=open_plain) as file:
         file.write(json.dumps(session) + "\n")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tba.child import Child, wait_for_parent
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config
-from tba.runs.files import locked
+from tba.runs.files import locked, open_plain
 from tba.runs.generations import generations, recover
 from tba.runs.log import CHECKPOINTS, CONFIG, flat, read_optional
 from tba.runs.stop import Stop
@@ -214,7 +214,7 @@ def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> 
     Ctrl-C reaches the sweep only, which then asks each run to stop once.
     """
     threads = str(len(cores))  # read when torch is imported
-    with log.open("a", encoding="utf-8") as file:
+    with open(log, "a", encoding="utf-8", opener=open_plain) as file:
         return Child(
             "tba.studies.sweep:work",
             config.nested(),
