@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
@@ -143,15 +144,23 @@ def check_responses(run: Path, out: Path) -> None:
 
 
 def _check_temporary_folder() -> None:
-    """Raise ValueError if the paths of Ray's sockets would be too long there."""
+    """Raise ValueError if Ray cannot make its folder or its sockets there."""
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     folder = Path(os.environ.get(name) or "/tmp").absolute()
+    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
     excess = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}")) - LONGEST
     if excess > 0:
         raise ValueError(
-            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; set"
-            " RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
+            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        told = f"{name} = {str(folder)!r} cannot be written to: {why}; {advice}"
+        raise ValueError(told) from error
 
 
 def _check_tokenizer(folder: Path) -> None:

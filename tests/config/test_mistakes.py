@@ -119,6 +119,8 @@ def test_a_mistake_is_one_sentence(
 ENVIRONMENTS = {
     "TMPDIR=/tmp/" + "t" * 100: "bytes too long for sockets of Ray; set RAY_TMPDIR=/tmp",
     "RAY_TMPDIR=/tmp/" + "é" * 40: "RAY_TMPDIR = ",
+    "TMPDIR=/proc": "TMPDIR = '/proc' cannot be written to",
+    "TMPDIR=/dev/null/x": "TMPDIR = '/dev/null/x' cannot be written to: Not a directory",
 }
 
 
