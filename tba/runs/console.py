@@ -174,6 +174,7 @@ class LiveConsole(Console):
         self._evaluations: list[str] = []
         self._sample = ""
         self._terminal = Terminal()
+        self._size = self._terminal.size
         self._live = live.Live(get_renderable=self._view, console=self._terminal)
         self._live.start()
         self._terminal.show_cursor(True)  # a second signal ends the process at once
@@ -197,6 +198,9 @@ class LiveConsole(Console):
         self._live.stop()
 
     def _view(self) -> Panel:
+        if self._size != self._terminal.size:  # the lines of the last panel may be broken now
+            self._size = self._terminal.size
+            self._terminal.clear()
         values = self._values(self._metrics)
         cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in values]
         seconds = f"{time.monotonic() - self._since:.0f} s" if self._phase else ""

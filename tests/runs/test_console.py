@@ -151,6 +151,14 @@ def test_a_sample_sends_no_escape_sequence(live: LiveConsole) -> None:
     assert "2" in live._sample and live._sample.isprintable()
 
 
+def test_a_resized_terminal_is_cleared(live: LiveConsole) -> None:
+    live._terminal = Terminal(width=120, height=40, force_terminal=True)
+    with live._terminal.capture() as captured:
+        live._view()
+        live._view()
+    assert captured.get().count("\x1b[2J") == 1
+
+
 class Clock:
     """A clock that tests move."""
 
