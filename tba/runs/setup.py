@@ -36,7 +36,7 @@ from tba.models.pretrained import (
 )
 from tba.prompt import Prompt
 from tba.runs.journal import check_log
-from tba.search.chat import encoder, identity
+from tba.search.chat import encoder, identity, log_doubled_bos
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -193,6 +193,7 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     encoded += of_sets
     lengths = sorted((ids for _, ids in encoded), key=len)
+    log_doubled_bos(text, lengths)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     setup = RunSetup(
         config=config,

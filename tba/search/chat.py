@@ -1,6 +1,7 @@
 """Tools in a chat: how a model's chat template shows them, their calls and their results."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ You then receive its result:
 QUESTION: Sequence[Message] = ({"role": "user", "content": "?"},)
 TURN = "\ue000a turn of the policy\ue001"
 """Stands for a turn in a dialogue that is rendered for what follows it."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,14 @@ class Chat:
 def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return what encodes the prompts of a task: with its tools, if it has some."""
     return text.encode if task.tools is None else Chat(text, task.tools).encode
+
+
+def log_doubled_bos(text: Tokenizer, prompts: Sequence[np.ndarray]) -> None:
+    """Log how many prompts begin with two BOS tokens: the text of such a prompt has one itself."""
+    two = [text.tokenizer.bos_token_id] * 2
+    if doubled := sum(tokens[:2].tolist() == two for tokens in prompts):
+        told = "%d of %d prompts begin with two BOS tokens; remove %s from their text"
+        log.warning(told, doubled, len(prompts), text.tokenizer.bos_token)
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:

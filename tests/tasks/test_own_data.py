@@ -143,6 +143,19 @@ def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, 
     assert not isinstance(held_out.text, str)
 
 
+def test_the_advice_about_bos_is_given_once_for_all_prompts(
+    model: Model, data: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those to train on, the held-out ones, and those of an evaluation set of the same task."""
+    again = {"prompts": 1, "sets": {"b": {"prompt": BOS + "b: {prompt}"}}}
+    for template, doubled in (("a: {prompt}", 2), (BOS + "{prompt}", 7)):
+        caplog.clear()
+        check(config(model(bos=True), {**data, "prompt": template}, eval=again))
+        assert [text for text in caplog.messages if "two BOS tokens" in text] == [
+            f"{doubled} of 7 prompts begin with two BOS tokens; remove <bos> from their text"
+        ]
+
+
 def test_plain_text_for_want_of_a_template_is_noted(model: Model, data: dict[str, Any]) -> None:
     """Once for all tasks, and not where there is a template, or nothing to decide."""
     asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}
