@@ -55,6 +55,9 @@ BEST = "best"
 
 FORMAT = 8  # version of a generation's files; another version is not resumed
 
+GRACE = 1.0
+"""Seconds that a save has at least, once it is waited for."""
+
 log = logging.getLogger(__name__)
 
 
@@ -153,7 +156,8 @@ class Checkpoints:
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
-        self._thread.join(max(0.0, self._until - time.monotonic()))
+        # if this process has been stopped, the thread has had no time either
+        self._thread.join(max(GRACE, self._until - time.monotonic()))
         if self._thread.is_alive():
             limit = f"checkpoint.deadline = {self._deadline:g} s"
             raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
