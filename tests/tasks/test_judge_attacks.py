@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tba.tasks.judges.http import LARGEST, Http, JudgeError, excerpt
+from tba.tasks.judges.http import LARGEST, Http, JudgeError, excerpt, is_loopback, tell_proxy
 
 Send = Callable[[BaseHTTPRequestHandler], None]
 
@@ -195,6 +195,37 @@ def test_the_key_is_masked_in_any_form(
         for part in ("anary", "ANARY", "YNARY", "4711", FORMS[form][:9]):
             assert part not in told
     assert excerpt(sent, "") == sent[:300]
+
+
+def test_a_key_of_letters_is_masked_within_a_word() -> None:
+    assert excerpt("wrong key: myhiddenword", "hiddenword") == "wrong key: my***"
+    assert excerpt("wrong key: my-hidden wordy", "hiddenword") == "***"
+    assert excerpt("wrong key of a user", "hiddenword") == "wrong key of a user"
+
+
+LOOPBACK = ["127.0.0.2:8", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "0.0.0.0", "[::]"]
+LOOPBACK += ["LOCALHOST", "localhost.", "LOCALHOST.", "judge.localhost", "127.1", "2130706433"]
+LOOPBACK += ["0x7f.0.0.1", "[::ffff:0.0.0.0]", "127.0.0.1."]
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_no_proxy_leads_to_this_machine(host: str) -> None:
+    assert is_loopback(f"http://{host}/x")
+
+
+@pytest.mark.parametrize("host", ["localhost.example.org", "10.0.0.1", "[::ffff:10.0.0.1]"])
+def test_a_proxy_that_leads_to_others_is_named_once(
+    host: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("all_proxy", "http://user:password@127.0.0.1:9")
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url = f"http://{host}/x"
+    assert not is_loopback(url)
+    tell_proxy.cache_clear()
+    for asked in (url, url, "http://localhost/x"):
+        tell_proxy(asked)
+    assert caplog.messages == [f"{url} is asked through a proxy of the environment, 127.0.0.1:9"]
 
 
 def test_a_proxy_of_the_environment_is_not_used_for_it(

@@ -1,15 +1,21 @@
 """A judge behind an HTTP server, as vLLM serves classifiers and causal guard models."""
 
 import asyncio
+import logging
 import math
 import os
 import random
 import re
+import socket
 import ssl
+import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from ipaddress import IPv6Address, ip_address
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
 import httpx2
@@ -32,8 +38,10 @@ LARGEST = 2**22
 """Most bytes of an answer."""
 SHOWN = 300
 """Most characters of an answer that an error shows."""
-THIS_MACHINE = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
-"""Hosts to which no proxy leads."""
+READ = 4_000
+"""Most characters of an answer in which the key is looked for."""
+
+log = logging.getLogger(__name__)
 
 
 class JudgeError(RuntimeError):
@@ -174,6 +182,7 @@ class Http(Judge):
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
+        tell_proxy(self.url)
         judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
         # in a thread, because a notebook has an event loop, and a name's look-up has no deadline
         (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
@@ -198,7 +207,7 @@ class Http(Judge):
             headers=headers,
             timeout=None,  # `_post` has its own
             limits=httpx2.Limits(max_connections=None),
-            trust_env=httpx2.URL(self.url).host not in THIS_MACHINE,
+            trust_env=not is_loopback(self.url),
             verify=self._tls,
         )
         try:
@@ -340,14 +349,49 @@ async def _read(response: httpx2.Response) -> bytes:
     return bytes(body)
 
 
+def is_loopback(url: str) -> bool:
+    """Return whether a server is on this machine, so that no proxy leads to it.
+
+    Its address may be written in any way that a system's resolver reads, such as 127.1.
+    """
+    host = httpx2.URL(url).host.rstrip(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    with suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified
+
+
+@cache
+def tell_proxy(url: str) -> None:
+    """Log once, without its password, which proxy of the environment leads to a server."""
+    proxies = getproxies()
+    asked = httpx2.URL(url)
+    proxy = proxies.get(asked.scheme) or proxies.get("all")
+    if proxy and not is_loopback(url) and not proxy_bypass(asked.host):
+        told = "%s is asked through a proxy of the environment, %s"
+        log.warning(told, url, proxy.rpartition("@")[2])
+
+
 def excerpt(text: str, key: str) -> str:
     """Return the beginning of what a server sent.
 
     The server may repeat the key, in any form. If there is a key, only words stay that people
-    write, and that are not in it.
+    write, and that are not in it; nothing stays if the key is in the letters of several words.
     """
     if not key:
         return text[:SHOWN]
+    text = unicodedata.normalize("NFKC", text[:READ])
+    text = re.sub(re.escape(key), "***", text, flags=re.IGNORECASE)
+    letters, secret = (re.sub(r"[\W_]", "", each).casefold() for each in (text, key))
+    if secret in letters or secret[::-1] in letters:
+        return "***"
     hidden = (key + key[::-1]).lower()
 
     def shown(word: re.Match[str]) -> str:
