@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from tba.engines import SearchError
-from tba.learn import Trainer
+from tba.learn import Trainer, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.checks import config_of
@@ -295,6 +295,8 @@ class Run:
                 complete = complete or ended != ""
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
+        except WrongReference:
+            raise
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         except (OSError, RuntimeError) as error:

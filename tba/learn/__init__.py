@@ -47,5 +47,9 @@ class Trainer(Protocol):
         """Continue from what `save` wrote; ValueError, before any change, for another model's."""
 
 
+class WrongReference(ValueError):
+    """In the first step, policy and reference are not the same model; no weight has changed."""
+
+
 class NotFinite(RuntimeError):
     """A batch, a loss or a gradient is not finite; no weight has been changed."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
 from tba.config.tables import TrainerTable
-from tba.learn import NotFinite, plan, publish, state
+from tba.learn import NotFinite, WrongReference, plan, publish, state
 from tba.learn.policy import Output, Policy
 from tba.objectives import Loss, Objective, kl_k3, total
 from tba.types import Batch, TokenBatch
@@ -127,13 +127,14 @@ class SingleTrainer:
         return {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
 
     def _check_reference(self, gap: float, step: int) -> None:
-        """Raise RuntimeError if log(pi / ref) is not 0 on average before the first step."""
+        """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
         if step == 0 and gap > self.most_at_first:
-            raise RuntimeError(
+            raise WrongReference(
                 f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
                 f" token on average, more than {self.most_at_first:g}, but both are the initial"
-                " model: its files were changed during the start, or its code"
-                " (trust_remote_code) does not compute the same twice"
+                " model. Likely causes: weights that are missing in its files, and random; files"
+                " that were changed during the start; code of the model (trust_remote_code) that"
+                " does not compute the same twice"
             )
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:

@@ -19,7 +19,7 @@ import tba.learn.policy
 import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
-from tba.learn import NotFinite, plan
+from tba.learn import NotFinite, WrongReference, plan
 from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
@@ -141,7 +141,7 @@ def test_the_first_step_needs_the_reference_to_be_the_policy(
     t = trainer(tiny_model)
     t.most_at_first = 0.01
     before = {name: p.clone() for name, p in t.policy.model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"step 1: .* nats a token .* initial model"):
+    with pytest.raises(WrongReference, match=r"step 1: .* nats a token .* missing"):
         t.step(batch, 0)
     for name, p in t.policy.model.named_parameters():
         assert torch.equal(p, before[name])
