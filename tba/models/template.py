@@ -1,5 +1,6 @@
 """Chats as text: what a tokenizer's chat template makes of messages."""
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,22 +15,29 @@ STEPS = 10**6
 """Lines of a chat template, which is code from outside, that may run for one chat."""
 CHARACTERS = 2**24
 """Characters that a chat template may write for one chat."""
+AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
+"""A list of parts that a template has shown as Python or JSON writes it."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     """Return a chat as text, up to where the policy begins its turn, or goes on with it.
 
-    It goes on with a last message of its own. Content is given to the chat template as text, or as
-    a list of parts if the template shows no text. ValueError if it cannot show the chat at all.
+    It goes on with a last message of its own. Content is given to the chat template as it is, a
+    text or a list of parts, unless the template shows only the other. ValueError if it cannot
+    show the chat at all.
     """
     if not all(isinstance(message, Mapping) for message in messages):
         raise ValueError("a message is no table with `role` and `content`")
+    plain = not any(isinstance(m.get("content"), list) for m in messages)
     texts = list(map(_as_text, messages))
-    last = str(texts[-1].get("content") or "").strip()
-    for chat in (texts, list(map(_as_parts, texts))):
+    parts = list(map(_as_parts, messages))
+    contents = [m.get("content") or [] for m in (parts[-1:] if plain else parts)]
+    for chat in (messages, parts):
         with suppress(Exception):  # the template is code from outside
             rendered = _rendered(tokenizer, chat, options)
-            if last in rendered:
+            as_code = AS_CODE.search(rendered) and not (plain and chat is messages)
+            shown = all(p["text"].strip() in rendered for content in contents for p in content)
+            if shown and not as_code:
                 return rendered
     try:
         return _rendered(tokenizer, texts, options)

@@ -265,9 +265,10 @@ def test_parts_are_joined_for_a_template_that_shows_text(case: str) -> None:
     assert rendered(TEXT_ONLY[case], SYSTEM, user) == "<system>Add.<user>What is 1+1?"
 
 
-def test_a_template_that_shows_only_parts_gets_parts() -> None:
+def test_a_template_of_parts_gets_parts() -> None:
     user, plain = {"role": "user", "content": PARTS}, {"role": "user", "content": "What is 1+1?"}
-    assert rendered(BOTH, SYSTEM, user) == "<system>Add.<user>What is 1+1?"
+    assert rendered(BOTH, SYSTEM, user) == "<system>[Add.]<user>[What is][ 1+1?]"
+    assert rendered(BOTH, plain) == "<user>What is 1+1?"
     for message in (user, plain):
         assert rendered(PARTS_ONLY, SYSTEM, message) == "<system>Add.<user>What is 1+1?"
     quoted = {"role": "user", "content": "{'type': 'text', 'text': 'x'}"}
