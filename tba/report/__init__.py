@@ -15,7 +15,7 @@ __all__ = ["report"]
 
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Draw the page of runs or of one study, and return its path; ValueError without data."""
-    out = out and out.expanduser()
+    out = out and out.expanduser().resolve()  # a link that the user names is meant
     studies = [f for f in folders if (f.expanduser() / STUDY).is_file()]
     if not studies:
         return report_runs(folders, out)

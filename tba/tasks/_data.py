@@ -43,7 +43,7 @@ def rows(
         raise ValueError(f"{key} = {str(path)!r}: {suffix} is not one of {', '.join(SUFFIXES)}")
     try:
         table = _from_file(path) if path.is_file() else _from_hub(source, subset, split, columns)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"{key} = {source!r} cannot be read: {why};"
@@ -108,7 +108,7 @@ def _plain(values: Sequence[Any]) -> list[Any]:
         try:
             text = encode(value)
             text.encode()  # raises for half a character, a lone surrogate, which no tokenizer takes
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"row {row}: {error}; convert it to text") from error
         plain.append(json.loads(text))
     return plain

@@ -163,6 +163,11 @@ WRONG = {
         '{"prompt": "1"}\n{"prompt": \n',
         "cannot be read: line 2: Expecting value",
     ),
+    "nested too deeply": (
+        "a.jsonl",
+        f'{{"prompt": "1", "x": {"[" * 5000}{"]" * 5000}}}\n',
+        "cannot be read: maximum recursion depth",
+    ),
     "not rows": ("a.jsonl", '"prompt"\n', "every row must be a table"),
     "not UTF-8": ("a.jsonl", b"\xfc", "line 1 is not UTF-8 (invalid start byte)"),
     "broken Parquet": (
