@@ -90,14 +90,15 @@ def size(number: float) -> str:
 
 def is_secret(name: object) -> bool:
     """Return whether the last word of a name, such as `apiKey`, says that its value is secret."""
-    words = WORDS.findall(str(name))
+    key = str(name).rpartition(".")[2]
+    words = WORDS.findall(key)
     named = bool(words) and SECRET.fullmatch(words[-1].lower()) is not None
-    return named and not OF_TEXTS.fullmatch(str(name))
+    return named and not OF_TEXTS.fullmatch(key)
 
 
 def check_secrets(name: str, value: Any) -> None:
     """Raise ValueError, without quoting it, for a secret that stands in options itself."""
-    _replaced(name, value, is_secret(name.rpartition(".")[2]), _check)
+    _replaced(name, value, is_secret(name), _check)
 
 
 def read_secrets(options: Mapping[str, Any]) -> dict[str, Any]:

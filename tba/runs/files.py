@@ -88,6 +88,8 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
 
 def check_usable(folder: Path, key: str = "run.folder") -> None:
     """Raise ValueError if `locked` would refuse the folder now. Nothing is created or written."""
+    if str(folder).encode(errors="replace").decode() != str(folder):
+        raise _unusable(folder, key, "its name is not UTF-8")
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():
         raise _unusable(folder, key, os.strerror(errno.ENOTDIR))

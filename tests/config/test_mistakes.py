@@ -37,6 +37,7 @@ MISTAKES = {
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
     "train --rescore": "need --resume RUN",
     "train run.folder=used": "holds a run",
+    "train run.folder=\udce9": "its name is not UTF-8",
     "train run.folder=rows.jsonl": "rows.jsonl' cannot be used as a folder",
     "train policy.model=./nowhere": "no such folder",
     "train policy.model=bundled:sums": "no such bundled model",

@@ -48,9 +48,9 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 SECRETS = """key api_key apiKey APIKey api-key API_KEY apikey hfToken db.password clientSecret
-PASSWD x-authorization credentials api_key2 credential"""
-OTHERS = """max_tokens eos_token padToken api_key_env tokenizer key_column monkey turkeys secretary
-passwords_file 7 sort_keys"""
+judge.api_key PASSWD x-authorization credentials api_key2 credential"""
+OTHERS = """max_tokens eos_token policy.eos_token padToken api_key_env tokenizer key_column
+monkey turkeys secretary passwords_file 7 sort_keys"""
 
 
 def test_a_name_says_that_a_value_is_secret() -> None:
