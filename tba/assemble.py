@@ -46,10 +46,26 @@ def open_places(
     from tba.runtime.cluster import open_cluster
 
     gpus = config.engine.options.get("tensor_parallel_size", 1)
-    cluster = open_cluster(config.runtime, gpus)
+    cluster = open_cluster(config.runtime, gpus, config.trainer.devices)
     closing.callback(cluster.connection.close)
     closing.enter_context(cluster.trainer.taken())
     return cluster.trainer, cluster
+
+
+def open_trainer(
+    setup: RunSetup, place: Place, cluster: "Cluster | None", is_new: bool, closing: ExitStack
+) -> Trainer:
+    """Return the trainer in this process, or its ranks in processes of their own."""
+    c = setup.config
+    if c.trainer.devices == 1 or cluster is None:
+        return setup.trainer(place.device, is_new)
+    from tba.runtime.ranks import ShardedTrainer
+
+    start = c.runtime.start_deadline
+    places = place.divided(c.trainer.devices)
+    trainer = ShardedTrainer(setup.trainer_setup(is_new), places, cluster.connection.calls, start)
+    closing.callback(trainer.close)
+    return trainer
 
 
 def open_searchers(
@@ -63,7 +79,7 @@ def open_searchers(
         from tba.runtime.ray import RaySearchers
 
         copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation
-        check_memory(trainer.published_bytes, copies, cluster.room())
+        check_memory(trainer.sizes.published_bytes, copies, cluster.room())
         newest = trainer.copy(step)() if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, stopping, search, newest)
     job.tell("loading the models of the searcher")
@@ -134,7 +150,7 @@ def open_run(
             closing.callback(console.close)
             console.note(f"run folder: {folder}")
             run = _assemble(setup, folder, stored, replay, stop, console, closing)
-        run.begin(note, run.trainer.model)
+        run.begin(note, run.trainer.sizes)
         yield run
 
 
@@ -149,7 +165,7 @@ def _assemble(
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
-    trainer = setup.trainer(place.device, is_new=stored is None)
+    trainer = open_trainer(setup, place, cluster, stored is None, closing)
     checkpoint.check_space(c, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream = setup.prompt_stream()

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from tba.engines import SearchError
-from tba.learn import Trainer, WrongReference
+from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.checks import config_of
@@ -245,13 +243,13 @@ class Run:
         self.checkpoints.config = self.config.nested()
         write_json(self.folder / log.CONFIG, self.checkpoints.config)
 
-    def begin(self, note: str, model: nn.Module) -> None:
+    def begin(self, note: str, sizes: TrainerSizes) -> None:
         """Record this session; with a `note` on stored samples, save what has become of them."""
         if note:
             self.keep_config()
             self.save()
             self.checkpoints.wait()
-        record_session(self.folder, self.step, model, self.config.nested(), note)
+        record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:
         """Start writing a checkpoint of the current step, unless there is one."""
@@ -300,8 +298,10 @@ class Run:
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         except (OSError, RuntimeError) as error:
+            resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
+            if isinstance(error, TrainerLost):
+                raise TrainerLost(f"{error}\n{resume}") from error
             if is_full(error):
-                resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
         if complete:  # a stopped run goes on, and is judged by more steps

@@ -13,6 +13,7 @@ from jaxtyping import Float32, Int32
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,19 @@ class Weights:
 
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
     """Return a copy of the trained parameters (a tied one once), in fp32 or rounded to bf16."""
-    arrays = {name: as_array(p.detach(), bf16) for name, p in trained(model).items()}
+    arrays = {name: as_array(whole(p), bf16) for name, p in trained(model).items()}
     return Weights(version, arrays, probe)
 
 
 def trained(model: Any) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name: all, or those of an adapter."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, put together if ranks share it: all must call this."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def as_array(tensor: Tensor, bf16: bool) -> np.ndarray:

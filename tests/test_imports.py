@@ -26,7 +26,7 @@ LEVELS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}
-RAY = ("ray", "actor", "pool", "cluster")
+RAY = ("ray", "actor", "pool", "cluster", "ranks")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/journal.py"},

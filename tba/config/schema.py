@@ -132,6 +132,12 @@ class Config(Tables):
             raise ValueError(
                 f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
             )
+        ranks = self.trainer.devices
+        if ranks > 1 and (r.use == "local" or r.address is not None):
+            raise ValueError(
+                f"trainer.devices = {ranks} needs the private Ray of one machine: set"
+                " runtime.use=ray without runtime.address, or trainer.devices=1"
+            )
         if r.lag is not None and r.fresh not in (None, self.trainer.groups):
             raise ValueError(
                 f"runtime.fresh = {r.fresh} contradicts runtime.lag; remove one of them"

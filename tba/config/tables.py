@@ -213,6 +213,15 @@ class ReplayTable(Table):
     first_fill: Count = key(0, "groups to collect before the first step; 0: those of one batch")
 
 
+class FsdpTable(Table):
+    reshard_after_forward: bool = key(
+        True,
+        "as in PyTorch's fully_shard; true: a rank keeps the whole weights of one layer at a time;"
+        " false: of all layers until the backward pass, with fewer messages",
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = key("fp32", "precision in which gradients are added up")
+
+
 class TrainerTable(Table):
     batch_size: Positive = key(160, "trajectories per step; a multiple of group_size")
     group_size: Annotated[int, Field(ge=2)] = key(20, "K, trajectories per prompt in a batch")
@@ -231,6 +240,15 @@ class TrainerTable(Table):
         "tokens per forward and backward pass, padding included; a shared prompt counts once",
     )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
+    devices: Positive = key(
+        1,
+        "ranks of the trainer, each a process with a device, which keeps its part of the weights"
+        " and of AdamW's state (ray)",
+    )
+    fsdp: FsdpTable | None = key(None, "how layers are divided over ranks (devices above 1)")
+    deadline: PositiveFloat = key(
+        1800.0, "seconds in which all ranks must end a step, a publication or a copy of their state"
+    )
 
     @model_validator(mode="after")
     def whole_groups(self) -> "TrainerTable":
@@ -241,6 +259,28 @@ class TrainerTable(Table):
             raise ValueError(
                 f"trainer.batch_size = {size} is not a multiple of trainer.group_size = {k};"
                 f" set trainer.batch_size={near}, or change group_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def divisible(self) -> "TrainerTable":
+        if self.devices == 1 and self.fsdp is not None:
+            raise ValueError(
+                "trainer.fsdp needs trainer.devices above 1: set trainer.devices, or remove it"
+            )
+        if self.devices > 1 and self.compile:
+            raise ValueError(
+                "trainer.compile=true works with one device: set it to false, or trainer.devices=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def enough_groups(self) -> "TrainerTable":
+        if self.devices > self.groups:
+            raise ValueError(
+                f"trainer.devices = {self.devices} is more than the {self.groups} groups of a"
+                f" batch, which are not divided: set trainer.batch_size ="
+                f" {self.devices * self.group_size} or more, or trainer.devices={self.groups}"
             )
         return self
 

@@ -1,11 +1,25 @@
 """Contract of a trainer: everything that loop, checkpoint and runtime know about it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tba.types import Batch
 from tba.weights import Weights
+
+
+@dataclass(frozen=True)
+class TrainerSizes:
+    """Sizes of a trainer's model."""
+
+    parameters: int
+    trained: int
+    """Parameters that are trained: all, or those of an adapter."""
+    trained_bytes: int
+    """Bytes of the trained parameters as the trainer keeps them."""
+    published_bytes: int
+    """Bytes of one publication of the weights."""
 
 
 class Trainer(Protocol):
@@ -16,12 +30,8 @@ class Trainer(Protocol):
         """Return whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
 
     @property
-    def model(self) -> Any:
-        """The model, to count its parameters; only the trainer computes with it."""
-
-    @property
-    def published_bytes(self) -> int:
-        """Bytes of the arrays of one publication."""
+    def sizes(self) -> TrainerSizes:
+        """Sizes of the model."""
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
@@ -49,6 +59,13 @@ class Trainer(Protocol):
 
 class WrongReference(ValueError):
     """In the first step, policy and reference are not the same model; no weight has changed."""
+
+
+class TrainerLost(RuntimeError):
+    """A rank of the trainer has died, has failed, or is late; all ranks have ended.
+
+    Nothing can be saved: the run goes on from its newest checkpoint.
+    """
 
 
 class NotFinite(RuntimeError):

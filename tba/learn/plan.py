@@ -41,16 +41,109 @@ class Plan:
     """Tokens of these that are padding."""
 
 
-def chunks(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
-    """Yield batches of one group or more, each of at most `token_budget` tokens if possible."""
+@dataclass(frozen=True)
+class Shape:
+    """Passes of one micro-batch that all ranks make together."""
+
+    layout: Layout | None = None
+    """None: the fastest one for the rank, which is alone."""
+    passes: int = 0
+    """Passes over responses, after the prompts' own, if the layout is `cached`; else 0."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What all ranks run at the same time, so that each takes part in every collective."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of the batch that each rank runs; none: it takes part without a group."""
+    shapes: tuple[Shape, ...]
+    """Shape of each piece of the groups' responses, in order."""
+
+
+def slots(
+    batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, can_pack: bool
+) -> list[Slot]:
+    """Divide a batch into whole groups for each rank, and those into what runs at the same time.
+
+    The longest groups go to the least loaded ranks first. Ranks whose layers are sharded must make
+    the same passes in the same order, or they wait for each other for ever: a rank with fewer
+    pieces or passes than another one makes empty ones.
+    """
+    if ranks == 1:
+        alone = []
+        for part in chunks(batch, token_budget):
+            cut = list(pieces(batch.groups(part), token_budget))
+            alone.append(Slot((tuple(part),), (Shape(),) * len(cut)))
+        return alone
+    divided = [_items(batch, own, token_budget) for own in _shares(batch, ranks)]
+    aligned = []
+    for number in range(max(len(items) for items in divided)):
+        items = [items[number] if number < len(items) else [] for items in divided]
+        groups = tuple(tuple(item) for item in items)
+        divided_groups = [list(pieces(batch.groups(g), token_budget)) for g in groups if g]
+        shapes = []
+        for place in range(max(map(len, divided_groups))):
+            own = [each[place] for each in divided_groups if place < len(each)]
+            shapes.append(_shape([plan_of(piece, share_prompt, can_pack) for piece in own], own))
+        aligned.append(Slot(groups, tuple(shapes)))
+    return aligned
+
+
+def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
+    """Return the shape that fits all of these: packed if each of them would be."""
+    layouts = {plan.layout for plan in plans}
+    if len(layouts) == 1 and layouts != {"cached"}:
+        return Shape(plans[0].layout, 0)
+    cached = [
+        plan if plan.layout == "cached" else plan_of(batch, True, False, "cached")
+        for plan, batch in zip(plans, batches, strict=True)
+    ]
+    return Shape("cached", max(len(plan.passes) for plan in cached))
+
+
+def _shares(batch: TokenBatch, ranks: int) -> list[list[int]]:
+    """Return the groups of each rank: the longest first, to the rank with the fewest tokens."""
+    costs = [cost(batch, [b]) for b in range(len(batch))]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for b in sorted(range(len(batch)), key=lambda b: -costs[b]):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(b)
+        tokens[rank] += costs[b]
+    return shares
+
+
+def _items(batch: TokenBatch, own: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Divide the groups of a rank into micro-batches, those of most pieces and tokens first."""
+    if not own:
+        return []
+    items = [[own[b] for b in part] for part in chunks(batch.groups(own), token_budget)]
+
+    def size(item: list[int]) -> tuple[int, int]:
+        return len(list(pieces(batch.groups(item), token_budget))), cost(batch, item)
+
+    return sorted(items, key=size, reverse=True)
+
+
+def imbalance(batch: TokenBatch, slots: Sequence[Slot]) -> float:
+    """Return by how much the rank with the most tokens has more than the mean."""
+    tokens = np.zeros(len(slots[0].groups))
+    for slot in slots:
+        tokens += [cost(batch, groups) if groups else 0 for groups in slot.groups]
+    return float(tokens.max() / tokens.mean() - 1)
+
+
+def chunks(batch: TokenBatch, token_budget: int) -> Iterator[list[int]]:
+    """Yield the groups of each micro-batch: at most `token_budget` tokens of them if possible."""
     part: list[int] = []
     # groups of similar length together: less padding
     for b in torch.argsort(batch.present.sum(-1).amax(1), stable=True).tolist():
         if part and cost(batch, [*part, b]) > token_budget:
-            yield batch.groups(part)
+            yield part
             part = []
         part.append(b)
-    yield batch.groups(part)
+    yield part
 
 
 def pieces(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
@@ -74,9 +167,16 @@ def cost(batch: TokenBatch, groups: Sequence[int]) -> int:
 
 
 def plan_of(
-    batch: TokenBatch, share_prompt: bool, can_pack: bool, layout: Layout | None = None
+    batch: TokenBatch,
+    share_prompt: bool,
+    can_pack: bool,
+    layout: Layout | None = None,
+    passes_to_make: int = 0,
 ) -> Plan:
-    """Return the plan of a batch, in the fastest layout that is possible unless one is given."""
+    """Return the plan of a batch, in the fastest layout that is possible unless one is given.
+
+    If there are fewer passes than `passes_to_make`, empty ones follow.
+    """
     alike = first_alike(batch)
     is_first = alike == torch.arange(batch.samples)
     distinct = replace(batch, mask=batch.mask & is_first[..., None])
@@ -94,6 +194,7 @@ def plan_of(
         passes = _passes(lengths.flatten().numpy())
         longest = [len(rows) * int(lengths.flatten()[rows].max()) for rows in passes]
         tokens = batch.prompt_mask.numel() + sum(longest)
+        passes += [[]] * (passes_to_make - len(passes))
     elif layout == "plain":
         tokens = batch.samples * batch.prompt_mask.numel() + batch.mask.numel()
         real = int(batch.samples * batch.prompt_mask.sum() + distinct.present.sum())

@@ -39,6 +39,10 @@ class Output(NamedTuple):
     padding: int
     """Tokens of these that were padding."""
 
+    def differentiable(self) -> list[Tensor]:
+        """Return what a loss depends on."""
+        return [self.logp] if self.head is None else [self.logp, self.head]
+
 
 class Hidden(NamedTuple):
     """Hidden states of the prompts, and those that predict the sampled tokens of responses."""
@@ -130,14 +134,16 @@ class Policy(nn.Module):
         batch: TokenBatch,
         layout: Layout | None = None,
         temperature: float | None = None,
+        passes: int = 0,
     ) -> Output:
         """Return log-probability and entropy at each sampled token, and the head's output.
 
         Responses of a group that are alike run once. Indices come from the batch on the CPU, so
         that nothing waits for the GPU. All layouts give the same; by default, it is the fastest
-        that `share_prompt` allows. The temperature is the policy's unless another one is given.
+        that `share_prompt` allows. The temperature is the policy's unless another one is given. In
+        the cached layout, there are at least so many `passes` over responses.
         """
-        plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout)
+        plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout, passes)
         runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self._precision():
             hidden = runs[plan.layout](plan)
@@ -209,12 +215,15 @@ class Policy(nn.Module):
     def _following(
         self, batch: TokenBatch, rows: Sequence[int], cache: Any
     ) -> tuple[Float[Tensor, "M D"], Int[Tensor, " M"]]:
-        """Return the states before these responses' sampled tokens, and the places of those."""
+        """Return the states before these responses' sampled tokens, and the places of those.
+
+        Without responses, one token runs, and no state is returned.
+        """
         t = batch.tokens.shape[2]
-        chosen = torch.tensor(rows)
+        chosen = torch.tensor(rows or [0])
         group = chosen // batch.samples
         present = batch.present.flatten(0, 1)[chosen]
-        length = int(present.sum(-1).max())
+        length = int(present.sum(-1).max()) if rows else 2
         prompt_mask = batch.prompt_mask[group]
         visible = torch.cat([prompt_mask, present[:, : length - 1]], 1)
         position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
@@ -225,7 +234,8 @@ class Policy(nn.Module):
             past_key_values=select(cache, group.to(self.device)),
             use_cache=True,
         )
-        row, column = batch.mask.flatten(0, 1)[chosen, 1:length].nonzero(as_tuple=True)
+        sampled = batch.mask.flatten(0, 1)[chosen, 1:length]
+        row, column = (sampled if rows else sampled[:0]).nonzero(as_tuple=True)
         states = output.last_hidden_state[row.to(self.device), column.to(self.device)]
         return states, chosen[row] * t + column + 1
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, read_adapter, save_adapter
-from tba.weights import check_same_model, trained
+from tba.weights import check_same_model, trained, whole
 
 MODEL = "model"
 TRAINER = "trainer.json"
@@ -23,21 +24,32 @@ SAMPLED = 1024  # elements of each parameter that a fingerprint reads: training 
 
 
 def save(
-    folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    schedule: Any,
+    first_model: str,
+    rank: int = 0,
 ) -> Callable[[], None]:
-    """Return what writes a copy; `first_model` is the fingerprint of the run's first model."""
+    """Return what writes a copy; `first_model` is the fingerprint of the run's first model.
+
+    All ranks of a trainer call this, and put each tensor together; rank 0 keeps and writes them.
+    """
     model = policy.model
     adapted = is_adapted(model)
-    weights = _copy(trained(model) if adapted else model.state_dict())
-    head = {} if policy.readout is None else _copy(policy.readout.state_dict())
-    moments = {"torch_rng": torch.get_rng_state()}
-    for parameter, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            moments[f"{parameter}.{name}"] = torch.as_tensor(value).contiguous()
-    moments = _copy(moments)
+    weights = _copy(trained(model) if adapted else model.state_dict(), model, rank)
+    head = {} if policy.readout is None else _copy(policy.readout.state_dict(), model, rank)
+    moments = {}
+    for name, parameter in policy.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            moments[f"{name}:{kind}"] = torch.as_tensor(value)
+    moments = _copy(moments, model, rank)
+    moments["torch_rng"] = torch.get_rng_state()
     text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
 
     def write() -> None:
+        if rank != 0:
+            return
         if adapted:
             save_adapter(model, weights, folder / MODEL)
         else:
@@ -68,17 +80,18 @@ def load(
             " began with, whose log-probs its replay buffer holds; set policy.model to that model,"
             " or start a new run"
         )
-    policy.model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    _put(weights, policy.model.state_dict())  # tied weights are stored once
     if policy.readout is not None:
-        policy.readout.load_state_dict(load_file(folder / HEAD))
+        _put(load_file(folder / HEAD), policy.readout.state_dict())
     tensors = load_file(folder / OPTIMIZER)
     torch.set_rng_state(tensors.pop("torch_rng"))
-    moments: dict[int, dict[str, Tensor]] = {}
+    parameters = dict(policy.named_parameters())
     for key, value in tensors.items():
-        parameter, _, name = key.partition(".")
-        moments.setdefault(int(parameter), {})[name] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        name, _, kind = key.rpartition(":")
+        own = parameters[name]
+        moment = torch.zeros_like(own) if value.ndim else torch.zeros((), device=own.device)
+        _put({kind: value}, {kind: moment})
+        optimizer.state[own][kind] = moment
     saved = state["schedule"]
     factors = [factor(saved["last_epoch"]) for factor in schedule.lr_lambdas]
     rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
@@ -94,7 +107,7 @@ def fingerprint(model: Any) -> str:
     for name, parameter in model.named_parameters():
         if adapted and parameter.requires_grad:
             continue
-        flat = parameter.detach().flatten()
+        flat = whole(parameter).flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(sample.numpy().tobytes())
@@ -111,13 +124,30 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU. Tensors that share memory share it in the copy, too."""
-    copies: dict[tuple[Any, ...], Tensor] = {}
+@torch.no_grad()
+def _put(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of the same name; a rank takes its part."""
+    for name, tensor in stored.items():
+        target = own[name]
+        if isinstance(target, DTensor):
+            mesh = target.device_mesh
+            target = target.to_local()
+            start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
+            tensor = tensor[start : start + len(target)]
+        target.copy_(tensor)
+
+
+def _copy(tensors: Mapping[str, Tensor], model: Any, rank: int) -> dict[str, Tensor]:
+    """Return complete copies on the CPU, on rank 0. Tied weights stay one tensor."""
+    tied = dict(model.named_parameters(remove_duplicate=False))
+    copies: dict[int, Tensor] = {}
     named = {}
     for name, tensor in tensors.items():
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if memory not in copies:
-            copies[memory] = tensor.detach().to("cpu", copy=True)
-        named[name] = copies[memory]
+        key = id(tied.get(name, tensor))
+        if key not in copies:
+            complete = whole(tensor)
+            copies[key] = (
+                complete.to("cpu", copy=True).contiguous() if rank == 0 else torch.empty(0)
+            )
+        named[name] = copies[key]
     return named

@@ -6,23 +6,109 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
 
 from tba.config.plugins import Plugin
-from tba.config.tables import TrainerTable
-from tba.learn import NotFinite, WrongReference, plan, publish, state
-from tba.learn.policy import Output, Policy
+from tba.config.tables import EngineTable, PolicyTable, TrainerTable
+from tba.engines import engine_in_bf16
+from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
+from tba.learn.policy import Output, Policy, warm_up
+from tba.learn.shard import shard
+from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
+from tba.models.lora import load_placed
+from tba.models.pretrained import computes_in_bf16
 from tba.objectives import Loss, Objective, kl_k3, total
 from tba.types import Batch, TokenBatch
-from tba.weights import Weights, pack, trained
+from tba.weights import Weights, as_array, pack, trained, whole
 
 MOST_K3 = 10.0
 """Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """What a trainer is built from, in this process or in that of a rank."""
+
+    policy: PolicyTable
+    settings: TrainerTable
+    objective: Plugin
+    temperature: float
+    seeds: tuple[int, int]
+    """Seeds of PyTorch's random state, which a checkpoint keeps, and of a new adapter."""
+    steps: int
+    context: int
+    """Maximum number of tokens of a prompt and its response together."""
+    extremes: tuple[np.ndarray, np.ndarray]
+    """Tokens of the shortest prompt and of the longest one."""
+    max_tokens: int
+    engine: EngineTable
+    probe_prompt: int
+    """Tokens of the prompt of probes."""
+    checks_reference: bool
+    """Whether the first step checks that the reference is the policy."""
+
+    def build(
+        self,
+        device: str,
+        rank: int | None = None,
+        gather: "Callable[[list[Ran]], list[Ran]]" = list,
+    ) -> "SingleTrainer":
+        """Load the model in fp32, or with an adapter, and return its trainer.
+
+        One of several ranks keeps its part of each tensor, and gathers what all of them have run.
+        """
+        torch_seed, adapter_seed = self.seeds
+        torch.manual_seed(torch_seed)
+        bf16 = computes_in_bf16(self.policy, device)
+        model = load_placed(self.policy, device, bf16, seed=adapter_seed)
+        if self.settings.compile:
+            compile_layers(model)
+        if self.policy.gradient_checkpointing:
+            enable_gradient_checkpointing(model)
+        policy = Policy(
+            model,
+            temperature=self.temperature,
+            autocast=bf16,
+            share_prompt=self.policy.share_prompt,
+            head=self.objective.at(0).head,
+        )
+        if self.settings.compile:
+            warm_up(policy, self.context)
+        policy.check_lengths(self.extremes, self.max_tokens)
+        if rank is not None:
+            shard(policy, self.settings.devices, self.settings.fsdp)
+        limit = 0.05 if bf16 else 0.01
+        # as long as the longest sequence: positions may depend on that
+        longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
+        first = publish.probe_tokens(self.extremes, self.context, max(longest, self.probe_prompt))
+        return SingleTrainer(
+            policy=policy,
+            objective=self.objective,
+            settings=self.settings,
+            steps=self.steps,
+            bf16_weights=engine_in_bf16(self.engine, bf16),
+            context=self.context,
+            probe_prompt=self.probe_prompt,
+            most_at_first=limit if self.checks_reference else math.inf,
+            probe=first,
+            rank=rank or 0,
+            gather=gather,
+        )
+
+
+class Ran(NamedTuple):
+    """A micro-batch that has run forward and back."""
+
+    metrics: dict[str, Tensor]
+    """Metrics of each group; none without a group."""
+    tokens: int
+    padding: int
+    """Tokens that the model ran over, and those among them that were padding."""
 
 
 @dataclass
@@ -38,6 +124,9 @@ class SingleTrainer:
     probe_prompt: int = publish.PROMPT  # tokens of the prompt of probes
     probe: TokenBatch | None = None  # probe of the next publication, if any
     most_at_first: float = math.inf  # mean |log(pi / ref)| a token that step 0 may have, in nats
+    rank: int = 0
+    gather: Callable[[list["Ran"]], list["Ran"]] = field(default=list)
+    """Returns what all ranks have run, from what this one has."""
     optimizer: torch.optim.AdamW = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
@@ -57,15 +146,19 @@ class SingleTrainer:
         self._first_model = state.fingerprint(policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
+        slots = plan.slots(batch, self.settings.token_budget, 1, False, False)
+        return self.run(batch, slots, step)
+
+    def run(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
+        """Take a step of which this rank computes its part; metrics are those of all ranks."""
         started = time.perf_counter()
         _check_finite(batch, step)
         objective = self.objective.at(step)
         self.optimizer.zero_grad(set_to_none=True)
-        chunks = plan.chunks(batch, self.settings.token_budget)
-        ran = [self._backward(chunk, objective, batch) for chunk in chunks]
-        metrics = _mean([part for part, _, _ in ran])
+        ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
+        metrics = _mean([each.metrics for each in ran if each.metrics])
         self._check_reference(metrics.pop("from_ref"), step)
-        metrics["batch/padding"] = sum(padding for *_, padding in ran) / sum(t for _, t, _ in ran)
+        metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -84,10 +177,20 @@ class SingleTrainer:
         return self.policy.model
 
     @property
-    def published_bytes(self) -> int:
-        """Bytes of one publication of the weights."""
-        size = 2 if self.bf16_weights else 4
-        return size * sum(p.numel() for p in trained(self.policy.model).values())
+    def sizes(self) -> TrainerSizes:
+        own = trained(self.policy.model).values()
+        numbers = sum(p.numel() for p in own)
+        return TrainerSizes(
+            parameters=sum(p.numel() for p in self.policy.model.parameters()),
+            trained=numbers,
+            trained_bytes=sum(p.numel() * p.element_size() for p in own),
+            published_bytes=numbers * (2 if self.bf16_weights else 4),
+        )
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether a prompt and its responses may be one row."""
+        return takes_masks(self.policy.model)
 
     def copy(self, version: int) -> Callable[[], Weights]:
         copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
@@ -97,34 +200,69 @@ class SingleTrainer:
     def reference(self, version: int) -> Weights:
         return pack(self.policy.model, version, bf16=False)
 
+    @torch.no_grad()
+    def gathered(self, version: int, bf16: bool) -> Weights | None:
+        """Put the weights of all ranks together, and return them with their probe on rank 0."""
+        answered = None if self.probe is None else publish.answer(self.policy, self.probe)
+        arrays: dict[str, np.ndarray] = {}
+        for name, parameter in trained(self.policy.model).items():
+            complete = whole(parameter)
+            if self.rank == 0:
+                arrays[name] = as_array(complete, bf16)
+        return Weights(version, arrays, answered) if self.rank == 0 else None
+
     def save(self, folder: Path) -> Callable[[], None]:
-        return state.save(folder, self.policy, self.optimizer, self.schedule, self._first_model)
+        return state.save(
+            folder, self.policy, self.optimizer, self.schedule, self._first_model, self.rank
+        )
 
     def load(self, folder: Path) -> None:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
-    def _backward(
-        self, chunk: Batch, objective: Objective, batch: Batch
-    ) -> tuple[dict[str, Tensor], int, int]:
-        """Add the gradients of sum(loss) / B of the batch.
+    def _backward(self, slot: plan.Slot, batch: Batch, objective: Objective) -> "Ran":
+        """Add the gradients of sum(loss) / B for the groups that this rank has in the slot.
 
-        Return the metrics of each group, the tokens that the policy ran over, and the padding.
-
-        A chunk above the token budget (one long group) runs in pieces of its responses. A loss
-        needs the whole group, so each piece runs once more on the way back, and only one has its
-        activations in memory.
+        A group above the token budget runs in pieces of its responses. A loss needs the whole
+        group: all pieces run once for their log-probs, and once more to carry the gradient of the
+        loss with respect to those back, so that only one has its activations in memory. Without a
+        group, a short response runs beside the other ranks' passes, and counts nothing.
         """
-        pieces = list(plan.pieces(chunk, self.settings.token_budget))
-        if len(pieces) == 1:
-            output: Output = self.policy(chunk)
-        else:
-            output = _joined([checkpoint(self.policy, p, use_reentrant=False) for p in pieces])
+        groups = slot.groups[self.rank]
+        chunk = batch.groups(groups) if groups else None
+        if chunk is not None and len(slot.shapes) == 1:
+            return self._loss_of(self._forward(chunk, slot.shapes[0]), chunk, batch, objective)
+        pieces = [] if chunk is None else list(plan.pieces(chunk, self.settings.token_budget))
+        missing = len(slot.shapes) - len(pieces)
+        runs = list(zip(pieces + [filler(batch)] * missing, slot.shapes, strict=True))
+        ran = Ran({}, 0, 0)
+        slopes: list[list[Tensor]] = []
+        if len(slot.shapes) > 1:
+            with torch.no_grad():
+                outputs = [self._forward(piece, shape) for piece, shape in runs]
+            if chunk is not None:
+                joined = _joined(outputs[: len(pieces)])
+                for tensor in joined.differentiable():
+                    tensor.requires_grad_()
+                ran = self._loss_of(joined, chunk, batch, objective)
+                slopes = _slopes(joined, [piece.samples for piece in pieces])
+        for place, (piece, shape) in enumerate(runs):
+            found = self._forward(piece, shape).differentiable()
+            nothing = [torch.zeros_like(tensor) for tensor in found]
+            torch.autograd.backward(found, slopes[place] if place < len(slopes) else nothing)
+        return ran
+
+    def _forward(self, piece: Batch, shape: plan.Shape) -> Output:
+        output: Output = self.policy(piece, layout=shape.layout, passes=shape.passes)
+        return output
+
+    def _loss_of(self, output: Output, chunk: Batch, batch: Batch, objective: Objective) -> "Ran":
+        """Compute the loss of whole groups, go back from it, and return the metrics of each."""
         moved = chunk.to(output.logp.device)
         loss, extras = _loss(objective, output, moved)
         (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
         tokens = int(batch.mask.sum()) / len(batch)
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
-        return {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
+        return Ran({"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding)
 
     def _check_reference(self, gap: float, step: int) -> None:
         """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
@@ -210,6 +348,27 @@ def _joined(outputs: Sequence[Output]) -> Output:
         tokens=sum(output.tokens for output in outputs),
         padding=sum(output.padding for output in outputs),
     )
+
+
+def _slopes(joined: Output, samples: Sequence[int]) -> list[list[Tensor]]:
+    """Return the gradients with respect to what each piece has computed, which add up."""
+    slopes: list[list[Tensor]] = [[] for _ in samples]
+    for tensor in joined.differentiable():
+        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if tensor.ndim > 1:
+            parts = gradient.split(list(samples), dim=1)
+        else:  # a head on the prompt, which is the same in each piece
+            parts = (gradient, *[torch.zeros_like(gradient)] * (len(samples) - 1))
+        for own, part in zip(slopes, parts, strict=True):
+            own.append(part)
+    return slopes
+
+
+def filler(batch: Batch) -> Batch:
+    """Return the shortest response of the batch, which a rank without a group runs."""
+    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
+    group, sample = divmod(int(lengths.argmin()), batch.samples)
+    return batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:

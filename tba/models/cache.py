@@ -123,12 +123,12 @@ def fork(cache: Any) -> Any:
 def compile_layers(model: Any) -> None:
     """Compile the layers for passes with gradients. They share programs, for any lengths."""
     run = torch.compile(_run, dynamic=True, fullgraph=True)
-    for index, layer in enumerate(_layers(model)):
+    for index, layer in enumerate(layers_of(model)):
         # a method, which a copy of the model binds to its own layer
         layer.forward = MethodType(partial(_forward, run, index), layer)
 
 
-def _layers(model: Any) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -147,7 +147,7 @@ def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
 
 def enable_gradient_checkpointing(model: Any) -> None:
     """Recompute activations in the backward pass, with a cache: transformers' own way has none."""
-    for layer in _layers(model):
+    for layer in layers_of(model):
         layer.forward = partial(_checkpointed, layer.forward)
 
 

@@ -45,7 +45,7 @@ from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
 from tba.runtime import SearchState
 from tba.search.prompts import Cursor
 from tba.search.result import SearchStats
-from tba.weights import read_weights, trained, write_weights
+from tba.weights import read_weights, write_weights
 
 STATE = "state.json"
 HELD = "held.jsonl"
@@ -357,7 +357,7 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
 
 def checkpoint_size(config: Config, trainer: Trainer) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
-    weights = sum(p.nbytes for p in trained(trainer.model).values())
-    searcher = trainer.published_bytes if config.runtime.use == "local" else 0
+    weights = trainer.sizes.trained_bytes
+    searcher = trainer.sizes.published_bytes if config.runtime.use == "local" else 0
     reference = weights if config.policy.reset_reference_every else 0
     return 3 * weights + searcher + reference

@@ -14,8 +14,8 @@ from tba.config.errors import size
 from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.tables import Use
-from tba.learn import Trainer
 from tba.learn.policy import Policy
+from tba.learn.trainer import SingleTrainer
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
@@ -162,7 +162,7 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 
 
-def needs(setup: RunSetup, trainer: Trainer, prompt: int) -> list[str]:
+def needs(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
     """Return in words how long and how large a run is, whose prompts have so many tokens."""
     c = setup.config
     t = c.trainer
@@ -188,7 +188,9 @@ def needs(setup: RunSetup, trainer: Trainer, prompt: int) -> list[str]:
     ]
 
 
-def _measured(trainer: Trainer, prompt: int, responses: int, length: int) -> tuple[float, int]:
+def _measured(
+    trainer: SingleTrainer, prompt: int, responses: int, length: int
+) -> tuple[float, int]:
     """Return the seconds of a pass over random responses, and the bytes kept for its backward."""
     policy = Policy(trainer.model, temperature=1.0, autocast=trainer.computes_in_bf16)
     rng = np.random.default_rng(0)

@@ -1,36 +1,30 @@
 """The setup of a run: everything that its config names, resolved and checked before the start."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from textwrap import shorten
 
 import numpy as np
-import torch
 
 from tba.config.errors import about
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF
-from tba.engines import Engine, engine_in_bf16
-from tba.learn.policy import Policy, warm_up
-from tba.learn.publish import RESPONSE, probe_tokens, prompt_length
-from tba.learn.trainer import SingleTrainer
+from tba.engines import Engine
+from tba.learn.publish import prompt_length
+from tba.learn.trainer import SingleTrainer, TrainerSetup
 from tba.models.cache import (
     check_compiler,
     check_rotary,
-    compile_layers,
-    enable_gradient_checkpointing,
 )
-from tba.models.lora import check_adapter, load_placed
+from tba.models.lora import check_adapter
 from tba.models.pretrained import (
     EAGER_TOKENS,
     Encode,
     Tokenizer,
     check_model,
-    computes_in_bf16,
     load_config,
     load_text,
 )
@@ -103,48 +97,29 @@ class RunSetup:
             chosen = Interleaved(selections, task.part_weights, lambda p: task.part(p)[0])
         return PromptStream(self.prompts, chosen, self.given, self.config.reward.quarantine)
 
-    def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
-        """Load the model in fp32, or with an adapter, and return its trainer.
-
-        In a new run, its first step checks that the reference is the policy.
-        """
+    def trainer_setup(self, is_new: bool = False) -> TrainerSetup:
+        """Return what the trainer is built from; a new run checks its reference."""
         c = self.config
-        torch.manual_seed(seed_of(c.run.seed, Use.TORCH))  # a checkpoint has this generator's state
-        bf16 = computes_in_bf16(c.policy, device)
-        model = load_placed(c.policy, device, bf16, seed=seed_of(c.run.seed, Use.ADAPTER))
-        if c.trainer.compile:
-            compile_layers(model)
-        if c.policy.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
-        policy = Policy(
-            model,
-            temperature=c.sampling.temperature,
-            autocast=bf16,
-            share_prompt=c.policy.share_prompt,
-            head=self.objective.at(0).head,
-        )
-        if c.trainer.compile:
-            warm_up(policy, self.text.context)
-        policy.check_lengths(self.extremes, c.sampling.max_tokens)
-        limit = 0.05 if bf16 else 0.01
         # whether the reference is no model
         apart = c.engine.options.get("own_reference", self.engine.own_reference)
-        block = self.engine.longest_block
-        # as long as the longest sequence: positions may depend on that
-        longest = len(self.extremes[1]) + c.sampling.max_tokens - RESPONSE
-        return SingleTrainer(
-            policy=policy,
-            objective=self.objective,
+        return TrainerSetup(
+            policy=c.policy,
             settings=c.trainer,
+            objective=self.objective,
+            engine=c.engine,
+            temperature=c.sampling.temperature,
+            seeds=(seed_of(c.run.seed, Use.TORCH), seed_of(c.run.seed, Use.ADAPTER)),
             steps=c.run.steps,
-            bf16_weights=engine_in_bf16(c.engine, bf16),
             context=self.text.context,
-            probe_prompt=prompt_length(block),
-            most_at_first=limit if is_new and not apart else math.inf,
-            probe=probe_tokens(
-                self.extremes, self.text.context, max(longest, prompt_length(block))
-            ),
+            extremes=self.extremes,
+            max_tokens=c.sampling.max_tokens,
+            probe_prompt=prompt_length(self.engine.longest_block),
+            checks_reference=is_new and not apart,
         )
+
+    def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
+        """Load the model and return its trainer in this process."""
+        return self.trainer_setup(is_new).build(device)
 
     def search_setup(self) -> SearchSetup:
         c = self.config

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
+from tba.learn import TrainerSizes
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.files import open_plain, write_json
 from tba.runs.log import SESSIONS, SUMMARY
@@ -242,13 +242,12 @@ def _idle_share(seconds: Mapping[str, float]) -> float:
 
 
 def record_session(
-    run: Path, step: int, model: nn.Module, config: Mapping[str, Any], rewards: str
+    run: Path, step: int, sizes: TrainerSizes, config: Mapping[str, Any], rewards: str
 ) -> None:
     """Append this session, which begins at `step`, to the sessions of a run.
 
     `rewards` says what has become of the stored ones.
     """
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     memory = psutil.virtual_memory().total / 2**30
     installed = {package.name: package.version for package in distributions()}
     versions = {name: installed[name] for name in PACKAGES if name in installed}
@@ -262,8 +261,8 @@ def record_session(
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
         "config": config,
         "rewards": rewards,
-        "parameters": sum(size for size, _ in sizes),
-        "trained_parameters": sum(size for size, trained in sizes if trained),
+        "parameters": sizes.parameters,
+        "trained_parameters": sizes.trained,
     }
     with open(run / SESSIONS, "a", encoding="utf-8", opener=open_plain) as file:
         file.write(json.dumps(session) + "\n")

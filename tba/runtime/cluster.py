@@ -164,10 +164,10 @@ class Cluster:
         return int(min(stores))
 
 
-def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
+def open_cluster(settings: RuntimeTable, each: int = 1, ranks: int = 1) -> Cluster:
     """Join the cluster at `runtime.address`, or start a private Ray on loopback.
 
-    On a cluster with GPUs, an engine runs on `each` of them.
+    On a cluster with GPUs, an engine runs on `each` of them. The trainer has so many `ranks`.
     """
     connection = Connection(settings)
     try:
@@ -178,7 +178,7 @@ def open_cluster(settings: RuntimeTable, each: int = 1) -> Cluster:
     except BaseException:
         connection.close()
         raise
-    trainer, searchers = placement.places_on_one_machine(settings)
+    trainer, searchers = placement.places_on_one_machine(settings, ranks)
     on_linux = sys.platform == "linux"
     transport = SharedMemory() if on_linux else ObjectStore(settings.task_deadline)
     return Cluster(connection, transport, trainer, searchers)

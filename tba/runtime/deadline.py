@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import psutil
 
 from tba.engines import SearchError
+from tba.learn import TrainerLost
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def search_errors(problem: str) -> Iterator[None]:
     """
     try:
         yield
-    except (SearchError, NoAnswerError):
+    except (SearchError, NoAnswerError, TrainerLost):
         raise
     except Exception as error:
         raise SearchError(f"{problem} ({type(error).__name__}): {error}") from error

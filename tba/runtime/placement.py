@@ -32,6 +32,16 @@ class Place:
         if sys.platform == "linux":
             os.sched_setaffinity(0, self.cores)
 
+    def divided(self, ranks: int) -> list["Place"]:
+        """Return the places of a trainer's ranks: a GPU each, and equal parts of the cores."""
+        each = len(self.cores) // ranks
+        places = []
+        for rank in range(ranks):
+            device = f"cuda:{rank}" if self.device.startswith("cuda") else self.device
+            own = self.cores[rank * each : (rank + 1) * each] or self.cores
+            places.append(Place(device, own))
+        return places
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take the place inside the block, and give all cores back after it."""
@@ -71,10 +81,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list[Place]]:
+def divide(
+    cores: Sequence[int], gpus: int, searchers: int, ranks: int = 1
+) -> tuple[Place, list[Place]]:
     """Return the trainer's place and each searcher's on one machine.
 
-    GPUs: the first is the trainer's and searchers take turns at the rest; a single one is shared.
+    GPUs: the first ones are those of the trainer's ranks, and searchers take turns at the rest; a
+    single one is shared.
     Cores: half are the trainer's, or as many as leave one for each searcher; searchers divide the
     rest, and share where there are too few.
     """
@@ -84,14 +97,20 @@ def divide(cores: Sequence[int], gpus: int, searchers: int) -> tuple[Place, list
     each = max(1, len(rest) // searchers)
     starts = range(0, len(rest) - each + 1, each)
     slots = [tuple(rest[start : start + each]) for start in starts] or [()]
-    pairs = zip(cycle(devices[1:] or devices), cycle(slots))
+    pairs = zip(cycle(devices[ranks:] or devices), cycle(slots))
     searching = [Place(*pair) for pair in islice(pairs, searchers)]
     return Place(devices[0], tuple(cores[:half])), searching
 
 
-def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
+def places_on_one_machine(settings: RuntimeTable, ranks: int = 1) -> tuple[Place, list[Place]]:
+    """Return the places on this machine; ValueError if it has too few GPUs for the ranks."""
     cores = available_cores() if settings.cores == "divide" else []
-    return divide(cores, gpu_count(), settings.searchers)
+    gpus = gpu_count()
+    if 0 < gpus < ranks:
+        raise ValueError(
+            f"trainer.devices = {ranks}, but this machine has {gpus} GPUs: lower trainer.devices"
+        )
+    return divide(cores, gpus, settings.searchers, ranks)
 
 
 def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:

@@ -71,9 +71,9 @@ def test_masks_tell_what_was_sampled_from_what_is_there(spread: list[Group]) -> 
     lengths = [[len(t.tokens) for t in g.trajectories] for g in spread]
     assert batch.present.sum(-1).tolist() == lengths
     assert int(batch.mask.sum()) == sum(map(sum, lengths)) - 2 * 6  # six of twelve have a reply
-    for chunk in chunks(batch, 30):
+    for chunk in map(batch.groups, chunks(batch, 30)):
         assert chunk.tokens.shape[-1] == chunk.present.sum(-1).max()
-    assert sum(int(c.mask.sum()) for c in chunks(batch, 30)) == int(batch.mask.sum())
+    assert sum(int(batch.groups(c).mask.sum()) for c in chunks(batch, 30)) == int(batch.mask.sum())
 
 
 @pytest.mark.parametrize("layout", ["packed", "cached", "plain"])

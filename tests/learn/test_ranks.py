@@ -1,0 +1,153 @@
+"""Ranks of a trainer: one plan for all of them, and the gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from build import trainer
+from pair import STILL, Pair, divided_gradients, gradients, open_pair, saved_again
+from safetensors.torch import load_file
+
+from tba.learn import plan
+from tba.prompt import Prompt
+from tba.types import Batch, Group, Trajectory, collate
+
+
+def random_batch(seed: int, groups: int, samples: int, longest: int) -> Batch:
+    """Groups of responses of 1 to `longest` tokens, some of which are alike."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for b in range(groups):
+        trajectories = []
+        for _ in range(samples):
+            n = int(rng.integers(1, longest + 1))
+            logps = -rng.random((2, n), np.float32)
+            trajectories.append(
+                Trajectory(
+                    tokens=rng.integers(2, 14, n).astype(np.int32),
+                    behavior_logp=logps[0],
+                    ref_logp=logps[1],
+                    reward=float(rng.random()),
+                    version=0,
+                    finished=True,
+                )
+            )
+        trajectories[-1] = trajectories[0]
+        prompt = rng.integers(2, 14, int(rng.integers(1, 9))).astype(np.int32)
+        made.append(Group(Prompt(str(b), "?"), prompt, tuple(trajectories)))
+    return collate(made)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    for seed in range(34):
+        groups, samples = int(rng.integers(1, 10)), int(rng.integers(2, 33))
+        batch = random_batch(seed, groups, samples, int(rng.integers(1, 301)))
+        budget = int(rng.integers(50, 3000))
+        slots = plan.slots(batch, budget, ranks, share_prompt=True, can_pack=True)
+        assert sorted(b for s in slots for own in s.groups for b in own) == [*range(groups)]
+        for slot in slots:
+            assert len(slot.groups) == ranks
+            for own in filter(None, slot.groups):
+                pieces = list(plan.pieces(batch.groups(own), budget))
+                assert len(pieces) <= len(slot.shapes)
+                assert sum(piece.samples for piece in pieces) == samples
+                for piece, shape in zip(pieces, slot.shapes, strict=False):
+                    made = plan.plan_of(piece, True, True, shape.layout, shape.passes)
+                    assert len(made.passes) == shape.passes
+
+
+def test_the_longest_groups_go_to_the_least_loaded_ranks() -> None:
+    batch = random_batch(0, groups=7, samples=4, longest=100)
+    slots = plan.slots(batch, 10**6, 2, share_prompt=True, can_pack=True)
+    (slot,) = slots
+    loads = [plan.cost(batch, own) for own in slot.groups]
+    assert plan.imbalance(batch, slots) == pytest.approx(max(loads) / np.mean(loads) - 1)
+    most = max(plan.cost(batch, [b]) for b in range(7))
+    assert max(loads) - min(loads) <= most
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    with open_pair() as opened:
+        yield opened
+
+
+SIZES = [(1, 7, 4, 12), (2, 5, 3, 40), (3, 3, 8, 60), (4, 1, 4, 30), (5, 9, 2, 10), (6, 2, 6, 40)]
+BUDGETS = [60, 100, 50, 40, 10_000, 30]
+"""Groups run together, alone, and in pieces; ranks have as many passes, fewer, and no group."""
+
+CASES: dict[str, tuple[bool, bool, tuple[str, ...]]] = {
+    "tied": (True, True, ()),
+    "untied, layers kept": (False, False, ()),
+    "head on tokens": (True, True, ("objective=ppo",)),
+    "head on prompts": (True, False, ("objective=tb_learned_z",)),
+    "adapter": (True, True, ("policy.lora.r=4",)),
+    "checkpointed": (False, True, ("policy.gradient_checkpointing=true",)),
+    "prompts are not shared": (True, True, ("policy.share_prompt=false",)),
+}
+
+
+@pytest.mark.parametrize(("tied", "reshard", "settings"), CASES.values(), ids=CASES)
+def test_gradients_are_those_of_one_process(
+    tied: bool,
+    reshard: bool,
+    settings: tuple[str, ...],
+    make_model: Callable[..., Path],
+    pair: Pair,
+) -> None:
+    if "policy.lora.r=4" in settings:
+        pytest.importorskip("peft")
+    model = make_model(context=256, tied=tied)
+    batches = [random_batch(*size) for size in SIZES]
+    divided, _ = pair(divided_gradients, model, reshard, settings, batches, BUDGETS)
+    alone = gradients(trainer(model, *settings, STILL), batches, BUDGETS)
+    for (metrics, own), (expected, exact) in zip(divided, alone, strict=True):
+        assert own.keys() == exact.keys()
+        for name, gradient in exact.items():
+            near = 1e-5 * float(gradient.norm()) + 1e-12  # an adapter begins with zeros
+            torch.testing.assert_close(own[name], gradient, rtol=0, atol=near)
+        for name in expected.keys() - {"step_time", "batch/padding"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{file.name}/{n}": tensor for file in files for n, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("setting", ["objective=tb", "objective=ppo", "policy.lora.r=4"])
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
+    setting: str, tiny_model: Path, pair: Pair, tmp_path: Path
+) -> None:
+    """One process saves, two load and save, one loads and saves: every tensor is equal."""
+    if setting == "policy.lora.r=4":
+        pytest.importorskip("peft")
+    folders = [tmp_path / name for name in ("one", "two", "again")]
+    for folder in folders:
+        folder.mkdir()
+    one, two, again = folders
+    first = trainer(tiny_model, setting)
+    batch = random_batch(1, 3, 4, 6)
+    for step in range(2):
+        first.step(batch, step)
+    first.save(one)()
+    pair(saved_again, tiny_model, (setting,), one, two)
+    last = trainer(tiny_model, setting)
+    last.load(two)
+    last.save(again)()
+    expected = tensors(one)
+    assert any("exp_avg" in name for name in expected)
+    for folder in (two, again):
+        found = tensors(folder)
+        del found["optimizer.safetensors/torch_rng"]
+        assert found.keys() == expected.keys() - {"optimizer.safetensors/torch_rng"}
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+    one_more = [first.step(batch, 2), last.step(batch, 2)]
+    assert one_more[0]["loss"] == one_more[1]["loss"]

@@ -1,0 +1,137 @@
+"""Two ranks for tests: processes with gloo that stay alive, and run functions of tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from build import trainer
+from torch import distributed
+
+from tba.config.tables import FsdpTable
+from tba.learn import plan
+from tba.learn.shard import shard
+from tba.learn.trainer import SingleTrainer
+from tba.runtime.ranks import _gather
+from tba.types import Batch
+from tba.weights import whole
+
+RANKS = 2
+STILL = "trainer.learning_rate=1e-30"
+"""So that steps leave the weights as they are."""
+
+SECONDS = 60
+
+
+def _work(rank: int, port: int, orders: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=20),
+    )
+    while (order := orders.recv()) is not None:
+        try:
+            orders.send((True, order(rank)))
+        except BaseException as error:
+            orders.send((False, f"{type(error).__name__}: {error}"))
+
+
+class Pair:
+    """Two processes that run the same function at the same time."""
+
+    def __init__(self, orders: list[Connection]):
+        self._orders = orders
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call function(*arguments, rank) in both, and return their results."""
+        for orders in self._orders:
+            orders.send(partial(function, *arguments))
+        results = []
+        for rank, orders in enumerate(self._orders):
+            assert orders.poll(SECONDS), f"rank {rank} is late"
+            worked, result = orders.recv()
+            assert worked, f"rank {rank}: {result}"
+            results.append(result)
+        return results
+
+
+@contextmanager
+def open_pair() -> Iterator[Pair]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(RANKS)]
+    processes = [
+        context.Process(target=_work, args=(rank, port, end), daemon=True)
+        for rank, (_, end) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield Pair([own for own, _ in ends])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def divided(model: Path, reshard: bool, settings: tuple[str, ...], rank: int) -> SingleTrainer:
+    """Return a rank's trainer, of which it keeps a part."""
+    t = trainer(model, *settings, STILL)
+    own = FsdpTable(reshard_after_forward=reshard)
+    shard(t.policy, RANKS, own)
+    table = t.settings.model_copy(update={"devices": RANKS, "fsdp": own})
+    return replace(t, settings=table, rank=rank, gather=_gather)
+
+
+Step = tuple[dict[str, float], dict[str, torch.Tensor]]
+"""Metrics of a step, and the gradients of all parameters."""
+
+
+def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> list[Step]:
+    """Return what each batch gives, from the same weights."""
+    steps = []
+    for batch, budget in zip(batches, budgets, strict=True):
+        t.settings = t.settings.model_copy(update={"token_budget": budget})
+        slots = plan.slots(batch, budget, t.settings.devices, t.policy.share_prompt, t.can_pack)
+        metrics = t.run(batch, slots, 1)
+        named = t.policy.named_parameters()
+        steps.append((metrics, {n: whole(p.grad) for n, p in named if p.grad is not None}))
+    return steps
+
+
+def divided_gradients(
+    model: Path,
+    reshard: bool,
+    settings: tuple[str, ...],
+    batches: list[Batch],
+    budgets: list[int],
+    rank: int,
+) -> list[Step]:
+    steps = gradients(divided(model, reshard, settings, rank), batches, budgets)
+    return steps if rank == 0 else []
+
+
+def saved_again(
+    model: Path, settings: tuple[str, ...], source: Path, target: Path, rank: int
+) -> None:
+    """Load a checkpoint into two ranks, and save what they have loaded."""
+    t = divided(model, True, settings, rank)
+    t.load(source)
+    t.save(target)()
+    distributed.barrier()

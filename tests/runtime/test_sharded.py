@@ -1,0 +1,79 @@
+"""Runs whose trainer is divided over two ranks on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from build import newest_files, ray_config, replayed, wait_until
+
+from tba.assemble import open_run, run
+from tba.learn import TrainerLost
+from tba.runs.checkpoint import newest
+from tba.runs.generations import path_of
+from tba.runs.log import CHECKPOINTS, METRICS, read
+
+TWO = (
+    "trainer.devices=2",
+    "runtime.lag=0",
+    "runtime.publish_every=1",
+    "runtime.searchers=1",
+    "checkpoint.every=2",
+)
+
+
+def test_two_ranks_train_and_one_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(ray_config(tiny_model, folder, *TWO, "run.steps=2"))
+    run(ray_config(tiny_model, folder, *TWO, "trainer.devices=1", "run.steps=3"), resume=folder)
+    rows = [row for row in read(folder / METRICS) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row.get("batch/imbalance", 0) >= 0 for row in rows] == [True] * 3
+    assert max(row["sync/logp_gap"] for row in rows) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_two_ranks_equals_the_uninterrupted_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, in lockstep with one searcher."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run(ray_config(tiny_model, whole, *TWO, "run.steps=4"))
+    run(ray_config(tiny_model, part, *TWO, "run.steps=2"))
+    run(ray_config(tiny_model, part, *TWO, "run.steps=4"), resume=part)
+    assert replayed(whole) == replayed(part)
+    one, other = newest_files(whole), newest_files(part)
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        assert one[name] == other[name], name
+
+
+@pytest.mark.fault
+def test_a_killed_rank_ends_the_run_with_its_newest_checkpoint(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    settings = (*TWO, "run.steps=1000")
+
+    def ranks() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children(True) if "RankActor" in " ".join(p.cmdline())]
+
+    with open_run(ray_config(tiny_model, folder, *settings)) as opened:
+        processes = ranks()
+        assert len(processes) == 2
+
+        def kill() -> bool:
+            if opened.step >= 3:
+                os.kill(processes[1].pid, signal.SIGKILL)
+            return opened.step >= 3
+
+        killer = threading.Thread(target=lambda: wait_until(kill, 60))
+        killer.start()
+        with pytest.raises(TrainerLost, match=r"rank \d of the trainer has"):
+            opened.train()
+        killer.join()
+    assert wait_until(lambda: not any(p.is_running() for p in processes), 10)
+    assert newest(folder / CHECKPOINTS).name == path_of(folder, 2).name
