@@ -78,6 +78,10 @@ def open_run(
     The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
     its summary. Leaving the block ends all processes.
     """
+    if replay not in ("keep", "rescore", "drop") or (replay != "keep" and resume is None):
+        raise ValueError(
+            f'replay = {replay!r}: give "keep", or with resume=RUN also "rescore" or "drop"'
+        )
     from tba.runs.console import announce
 
     settings = config if isinstance(config, Config) else load(config)

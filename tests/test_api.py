@@ -215,6 +215,20 @@ def test_a_run_is_resumed_with_the_same_rows(trained: Path) -> None:
     assert result.metrics()["step"].tolist() == [1, 2, 3]
 
 
+def test_stored_samples_are_scored_again_by_another_function(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    given: dict[str, Any] = {"data": ROWS, "held_out_data": EVALUATED}
+    tba.train(config(tiny_model, folder), reward=length, **given)
+    settings = tba.load(folder / CONFIG, ["run.steps=3"])
+    other = constant(1.0)
+    with tba.open_run(settings, folder, reward=other, replay="rescore", **given) as run:
+        rewards = {t.reward for group in run.buffer.groups() for t in group.trajectories}
+        assert rewards == {1.0}
+        assert run.train().finished
+
+
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "other rows": ({"data": ROWS[:4]}, "data= is not what the run was started with; pass the same"),
     "other held-out rows": (

@@ -198,6 +198,7 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     "settings as text": (lambda: tba.load(None, "run.steps=5"), "list"),
     "no config": (lambda: tba.train(7), "config is of type int"),  # type: ignore[arg-type]
     "a missing run": (lambda: tba.train(tba.load(), resume="nowhere"), "nowhere is not the folder"),
+    "samples of no run": (lambda: tba.train({}, replay="rescore"), "with resume=RUN also"),
     "no result": (lambda: tba.result("nowhere"), "nowhere is not the folder of a run"),
     "rows without a model": (
         lambda: tba.train(tba.load(None, ["task.held_out_size=16"]), data=ROWS, reward=len),
