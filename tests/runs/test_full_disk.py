@@ -200,7 +200,7 @@ def test_weights_that_have_no_room_in_memory_are_told(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = check(config(tiny_model, tmp_path)).trainer("cpu")
-    each = trainer.published_bytes
+    each = trainer.sizes.published_bytes
     assert each == trainer.copy(version=0)().nbytes
     caplog.clear()
     check_memory(each, 5, 5 * each)

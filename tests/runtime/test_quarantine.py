@@ -17,6 +17,7 @@ from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
 from tba.search.prompts import Cursor, PromptStream
 from tba.selections.cyclic import Cyclic
+from tba.streams import Use, seed_of
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=") for i in range(5)]
 
@@ -211,7 +212,7 @@ def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
 ) -> None:
     """Prompts that were in flight both times may be left out as well; each one is counted."""
     prompts = [Prompt(f"{i}", f"{i}+1=") for i in range(899)]
-    poison = str(Cyclic(prompts, 0, None).choose(11)[10].text)
+    poison = str(Cyclic(prompts, seed_of(0, Use.SELECTION, 0), None).choose(11)[10].text)
     task = settings(tmp_path, rows=900, poison=poison)
     chosen = ray_config(tiny_model, tmp_path / "run", *SCRIPTED, *task, "run.steps=20")
     ended = run_and_keep(chosen)
