@@ -88,10 +88,14 @@ def sessions() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_ray_gives_the_trainers_gpu_to_no_searcher(
     monkeypatch: pytest.MonkeyPatch, sessions: Path
 ) -> None:
-    """A Ray of two nodes that are told to have one GPU and two; the driver is on the first."""
+    """A Ray of two nodes that are told to have one GPU and two; the driver is on the first.
+
+    Slow because of two nodes; the test of shares above has the numbers.
+    """
     bind_ray(None)
     import ray
     from ray.cluster_utils import Cluster as Nodes

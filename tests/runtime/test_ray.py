@@ -217,9 +217,9 @@ def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_pa
     kept = []
 
     def count(run: Run) -> None:
-        while run.step < 40 and len(kept) < 6000:
+        while run.step < 30:
             kept.append(copies())
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     given = config(tiny_model, tmp_path / "run", *slow, *often, *reset)
     run = run_and_keep(given, meanwhile=count)

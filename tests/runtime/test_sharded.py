@@ -26,13 +26,13 @@ TWO = (
 )
 
 
-def test_two_ranks_train_and_one_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    """In tests/learn/test_ranks.py, any number of ranks goes on from a checkpoint."""
     folder = tmp_path / "run"
-    run(ray_config(tiny_model, folder, *TWO, "run.steps=2"))
-    run(ray_config(tiny_model, folder, *TWO, "trainer.devices=1", "run.steps=3"), resume=folder)
+    run(ray_config(tiny_model, folder, *TWO, "run.steps=3"))
     rows = [row for row in read(folder / METRICS) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert [row.get("batch/imbalance", 0) >= 0 for row in rows] == [True] * 3
+    assert min(row["batch/imbalance"] for row in rows) >= 0
     assert max(row["sync/logp_gap"] for row in rows) < 1e-4
 
 
