@@ -6,7 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test quick test-slow faults test-vllm study bench bench-long check coverage wheel configuration docs links clean
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# tba/__init__.py has the version, which an installation records
+$(VENV)/installed: pyproject.toml constraints.txt tba/__init__.py
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@echo "installing the package and what it needs into $(VENV) (a minute or two) ..."
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
