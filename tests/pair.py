@@ -20,8 +20,8 @@ from torch import distributed
 
 from tba.config.tables import FsdpTable
 from tba.learn import plan
-from tba.learn.shard import shard
 from tba.learn.trainer import SingleTrainer
+from tba.models.cache import shard
 from tba.runtime.ranks import _gather
 from tba.types import Batch
 from tba.weights import whole
@@ -94,7 +94,7 @@ def divided(model: Path, reshard: bool, settings: tuple[str, ...], rank: int) ->
     """Return a rank's trainer, of which it keeps a part."""
     t = trainer(model, *settings, STILL)
     own = FsdpTable(reshard_after_forward=reshard)
-    shard(t.policy, RANKS, own)
+    shard(t.policy, t.policy.model, False, RANKS, own)
     table = t.settings.model_copy(update={"devices": RANKS, "fsdp": own})
     return replace(t, settings=table, rank=rank, gather=_gather)
 

@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Slot:
-    """What all ranks run at the same time, so that each takes part in every collective."""
+    """Micro-batches that all ranks run at the same time: each takes part in every collective."""
 
     groups: tuple[tuple[int, ...], ...]
     """Groups of the batch that each rank runs; none: it takes part without a group."""

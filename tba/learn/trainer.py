@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from tba.config.plugins import Plugin
-from tba.config.tables import EngineTable, PolicyTable, TrainerTable
+from tba.config.tables import EngineTable, FsdpTable, PolicyTable, TrainerTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
 from tba.learn.policy import Output, Policy, warm_up
-from tba.learn.shard import shard
-from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
+from tba.models.cache import (
+    compile_layers,
+    enable_gradient_checkpointing,
+    shard,
+    takes_masks,
+)
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.objectives import Loss, Objective, kl_k3, total
@@ -32,7 +36,7 @@ MOST_K3 = 10.0
 
 @dataclass(frozen=True)
 class TrainerSetup:
-    """What a trainer is built from, in this process or in that of a rank."""
+    """Settings that a trainer is built from, in this process or in that of a rank."""
 
     policy: PolicyTable
     settings: TrainerTable
@@ -81,7 +85,8 @@ class TrainerSetup:
             warm_up(policy, self.context)
         policy.check_lengths(self.extremes, self.max_tokens)
         if rank is not None:
-            shard(policy, self.settings.devices, self.settings.fsdp)
+            fsdp = self.settings.fsdp or FsdpTable()
+            shard(policy, model, bf16, self.settings.devices, fsdp)
         limit = 0.05 if bf16 else 0.01
         # as long as the longest sequence: positions may depend on that
         longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
@@ -189,7 +194,7 @@ class SingleTrainer:
 
     @property
     def can_pack(self) -> bool:
-        """Whether a prompt and its responses may be one row."""
+        """Tell whether a prompt and its responses may be one row."""
         return takes_masks(self.policy.model)
 
     def copy(self, version: int) -> Callable[[], Weights]:

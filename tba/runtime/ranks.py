@@ -44,7 +44,7 @@ WRITING = "writing"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the driver knows of a trainer whose model it does not hold."""
+    """Facts that the driver knows of a trainer whose model it does not hold."""
 
     sizes: TrainerSizes
     computes_in_bf16: bool
