@@ -354,7 +354,7 @@ def test_a_judge_that_works_is_accepted(server: Judge, task: Callable[..., Any])
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (Reply(delay=3.0), "failed: TimeoutError"),
+        (Reply(delay=6.0), "failed: TimeoutError"),
         (Reply(503, "starting"), "status 503: starting"),
         (Reply(401, "who are you?"), "failed: status 401: who are you?"),
         (Reply(body="{}"), "answered nonsense (data: Field required)"),
@@ -367,11 +367,11 @@ def test_a_judge_that_does_not_work_at_the_start_is_refused(
     reply: Reply,
     told: str,
 ) -> None:
-    monkeypatch.setattr(http, "REACHED_WITHIN", 1.0)
+    monkeypatch.setattr(http, "REACHED_WITHIN", 3.0)  # a busy machine needs a part of it
     server.always, began = reply, time.monotonic()
     with pytest.raises(ValueError) as error:
         task().check()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6
     assert str(error.value).startswith(f"task.reward: {server.url}/classify ")
     assert told in str(error.value)
 
