@@ -192,6 +192,7 @@ class ShardedTrainer:
         """Return the results of the ranks; an error of one of them ends all."""
         until = time.monotonic() + seconds
         waiting = begun
+        results: dict[int, Any] = {}
         try:
             while waiting:
                 left = min(1.0, until - time.monotonic())
@@ -204,8 +205,9 @@ class ShardedTrainer:
                 look = partial(ray.wait, waiting, timeout=left)
                 ended, waiting = self._calls("report on ranks", look)
                 for each in ended:
-                    self._result(each, begun.index(each))
-            return [self._result(each, rank) for rank, each in enumerate(begun)]
+                    rank = begun.index(each)
+                    results[rank] = self._result(each, rank)
+            return [results[rank] for rank in range(len(begun))]
         except TrainerLost:
             self.close()
             raise
