@@ -13,7 +13,6 @@ from jaxtyping import Float32, Int32
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ def trained(model: Any) -> dict[str, Tensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor without its graph, put together if ranks share it: all must call this."""
+    from torch.distributed.tensor import DTensor  # half a second that searchers do not need
+
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 

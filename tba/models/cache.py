@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tba.config.tables import FsdpTable
@@ -144,6 +142,9 @@ def shard(root: nn.Module, model: Any, bf16: bool, ranks: int, settings: FsdpTab
     Gradients are added up over ranks, not averaged: the loss of a group is divided by all groups
     of the batch on every rank.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     mesh = init_device_mesh(model.device.type, (ranks,))
     options: dict[str, Any] = {"mesh": mesh}
     reduced = torch.float32 if settings.reduce_dtype == "fp32" else torch.bfloat16
