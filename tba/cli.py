@@ -185,6 +185,23 @@ def export(
     print(share(run, out, adapter, step, push_to_hub, private))
 
 
+@app.command(context_settings=PASS_ON)
+def launch(
+    config: Annotated[Path, Argument(metavar="CONFIG.toml", help="Config file of the run.")],
+    settings: Settings = None,
+    slurm: Annotated[bool, Option("--slurm", help="Write a batch file for Slurm.")] = False,
+    nodes: Annotated[int, Option(metavar="N", help="Machines of the job.")] = 1,
+    gpus: Annotated[int | None, Option(metavar="N", help="GPUs of each machine.")] = None,
+) -> None:
+    """Print a batch file that trains on a cluster; `sbatch` submits it. Nothing is started."""
+    _refuse_dashes(settings or [])
+    if not slurm:
+        raise ValueError(f"type `tba launch {config} --slurm`: there are files for Slurm only")
+    from tba.launch import batch_file
+
+    print(batch_file(config, settings or [], nodes, gpus), end="")
+
+
 @app.command("list")
 def list_plugins(
     name: Annotated[

@@ -19,7 +19,7 @@ LEVELS = [
     {"runtime"},
     {"runs"},
     {"run"},
-    {"assemble"},
+    {"assemble", "launch"},
     {"studies"},
     {"report"},
     {"cli"},

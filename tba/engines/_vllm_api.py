@@ -1,6 +1,7 @@
-"""vLLM 0.32, behind the few calls that the engine needs: the only file that imports it.
+"""vLLM 0.32 and 0.33, behind the few calls that the engine needs: the only file that imports it.
 
-It is imported in the process that generates, once the environment is prepared.
+It is imported in the process that generates, once the environment is prepared. What is called here
+is the same in both versions; what will differ in a later one belongs into this file.
 """
 
 import math

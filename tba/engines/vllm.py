@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """Settings that vLLM reads when it is imported. The user's own come first."""
-SUPPORTED = "0.32"
-"""Version of vLLM that is tested. With 0.26, updates left the tied heads of models wrong."""
+SUPPORTED = ("0.32", "0.33")
+"""Minor versions of vLLM that are accepted. With 0.26, updates left tied heads of models wrong."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can make room."""
 
@@ -268,7 +268,7 @@ def _completion(output: Output, version: int) -> Completion:
 
 
 def _check_installed(gpus: int) -> None:
-    """Raise ValueError unless the tested version of vLLM is installed, in the build for the GPUs.
+    """Raise ValueError unless an accepted vLLM is installed, in the build for the GPUs.
 
     The two builds are packages with names of their own.
     """
@@ -283,8 +283,8 @@ def _check_installed(gpus: int) -> None:
             f"the installed vLLM is not the build for this machine, which has {gpus} GPUs that"
             f" PyTorch can use: {install}"
         ) from None
-    if not version.startswith(f"{SUPPORTED}."):
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ValueError(
-            f"vLLM {version} is installed, and weight updates are tested with {SUPPORTED} only:"
-            f" {install}"
+            f"vLLM {version} is installed, and weight updates work with {' and '.join(SUPPORTED)}"
+            f" only: {install}"
         )

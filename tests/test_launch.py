@@ -1,0 +1,127 @@
+"""Batch files for Slurm: what they say, and what they start, with stand-ins for Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba.launch import batch_file
+
+GOLDEN = """#!/bin/bash
+#SBATCH --job-name=tba
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+
+set -euo pipefail
+cd -- FOLDER
+export PATH=PROGRAMS:"$PATH"
+
+# a job with a time limit is asked to save and stop 5 minutes before it
+left=0
+if [ -n "${SLURM_JOB_END_TIME:-}" ]; then
+    left=$((SLURM_JOB_END_TIME - $(date +%s) - 300))
+fi
+train=(timeout --signal=TERM "$((left > 0 ? left : 0))" tba train)
+run=runs/first
+if [ -d "$run/checkpoints" ]; then  # submitted again, or requeued
+    train+=(--resume "$run" trainer.learning_rate=1e-4)
+else
+    train+=(FOLDER/run.toml run.folder=runs/first trainer.learning_rate=1e-4)
+fi
+
+# Ray accepts nobody who does not have the token of this job
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | cut -d' ' -f1)
+address=$address:$((20000 + SLURM_JOB_ID % 10000))
+
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --kill-on-bad-exit=0 \\
+    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-gpus 8 \\
+    --include-dashboard=false -- "${train[@]}" runtime.address="$address"
+"""
+SRUN = """#!/bin/bash
+case "$*" in
+*hostname*) echo 10.0.0.7 10.0.0.8 ;;
+*) printf '%s\\n' "$@" ;;
+esac
+"""
+ODD = "a b'c$(touch made)`id`"
+"""Name that a shell would divide, and take for commands."""
+
+
+def started(text: str, folder: Path) -> list[str]:
+    """Run a batch file as Slurm would on the first of two machines; return what `srun` is given."""
+    (folder / "srun").write_text(SRUN)
+    (folder / "scontrol").write_text("#!/bin/bash\necho one\necho two\n")
+    for name in ("srun", "scontrol"):
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "one,two", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "70123"}
+    environment = {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash"], input=text, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_the_file_of_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text('[run]\nfolder = "runs/first"\n')
+    text = batch_file(Path("run.toml"), ["trainer.learning_rate=1e-4"], nodes=2, gpus=8)
+    programs = str(Path(sys.executable).parent)
+    assert text.replace(str(tmp_path), "FOLDER").replace(programs, "PROGRAMS") == GOLDEN
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    shown = started(text, tmp_path)
+    assert shown[:3] == ["--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
+    ray, run = shown[3 : shown.index("--")], shown[shown.index("--") + 1 :]
+    assert ray[:4] == ["ray", "symmetric-run", "--address", "10.0.0.7:20123"]
+    assert run[3:] == [
+        "tba", "train", str(config), "run.folder=runs/first", "trainer.learning_rate=1e-4",
+        "runtime.address=10.0.0.7:20123",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_one_machine_with_names_that_a_shell_would_read(
+    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Ray is started for it. A folder with checkpoints is resumed."""
+    here = tmp_path / ODD
+    here.mkdir()
+    monkeypatch.chdir(here)
+    config = here / f"{ODD}.toml"
+    config.write_text("")
+    if not is_new:
+        (here / ODD / "checkpoints").mkdir(parents=True)
+    text = batch_file(config, [f"run.folder={ODD}", f"task.data={ODD}"], nodes=1, gpus=None)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    run = [str(config), f"run.folder={ODD}"] if is_new else ["--resume", ODD]
+    wanted = ["timeout", "--signal=TERM", "0", "tba", "train", *run, f"task.data={ODD}"]
+    assert started(text, tmp_path) == ["--nodes=1", "--ntasks=1", *wanted]
+    assert not list(tmp_path.rglob("made"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "error"),
+    [
+        (["run.folder=r"], 0, "--nodes 0"),
+        ([], 2, "run.folder is missing"),
+        (["run.folder=r", "runtime.use=local"], 1, "runtime.use=local is one process"),
+        (["run.folder=r", "trainer.steps=3"], 1, "unknown key"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_sentence(
+    settings: list[str], nodes: int, error: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("")
+    with pytest.raises(ValueError, match=error):
+        batch_file(config, settings, nodes, None)
