@@ -210,3 +210,28 @@ def test_the_sums_beside_measurements() -> None:
         assert 0.75 < total / measured < 1
     assert rows["LoRA published bytes"]["value"] == 2 * own.adapters
     assert f"{2 * own.all:,} bytes" in PAGE and f"{2 * own.adapters:,} bytes" in PAGE
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_smaller_weights_and_moments(weights: str, optimizer: str, batch: Batch) -> None:
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="an extra: see pyproject.toml")
+    own = trainer(MODEL, f"trainer.weights={weights}", f"trainer.optimizer={optimizer}")
+    own.step(batch, 0)
+    large = [p for p in own.policy.parameters() if p.numel() >= 4096]
+    count = sum(p.numel() for p in large)
+    moments = 0
+    for parameter in large:
+        parts = own.optimizer.state[parameter].items()
+        moments += sum(
+            part.nbytes for name, part in parts if name not in ("step", "qmap1", "qmap2")
+        )
+    row = rf"^\| `{weights}` \| `{optimizer}` \| (.+) \|$"
+    expected = [float(cell) for cell in re.findall(row, PAGE, re.M)[0].split(" | ")]
+    of_weights = sum(p.nbytes for p in large) / count
+    of_gradients = sum(p.grad.nbytes for p in large if p.grad is not None) / count
+    of_moments = moments / count
+    total = of_weights + of_gradients + of_moments
+    shown = [of_weights, of_gradients, of_moments, total, of_weights + of_moments]
+    assert shown == pytest.approx(expected, rel=0.002)

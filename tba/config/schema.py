@@ -76,7 +76,8 @@ class Config(Tables):
     def with_defaults(cls, plain: Any) -> Any:
         """Accept `objective = "rloo"`, and `[objective] beta = 0.02` for the default objective.
 
-        The default of `checkpoint.keep_best` depends on `eval.patience`.
+        The default of `checkpoint.keep_best` depends on `eval.patience`, and the default of
+        `policy.autocast` on `trainer.weights`.
         """
         if not isinstance(plain, Mapping):
             return plain
@@ -90,6 +91,9 @@ class Config(Tables):
         match complete.get("eval"), complete.get("checkpoint", {}):
             case {"patience": int()}, Mapping() as table:
                 complete["checkpoint"] = {"keep_best": True, **table}
+        match complete.get("trainer"), complete.get("policy", {}):
+            case {"weights": "bf16"}, Mapping() as table:
+                complete["policy"] = {"autocast": "bf16", **table}
         return complete
 
     @classmethod
@@ -144,6 +148,21 @@ class Config(Tables):
             )
         if r.lag is not None and r.publish_every != 1:
             raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
+        return self
+
+    @model_validator(mode="after")
+    def consistent_weights(self) -> "Config":
+        p = self.policy
+        if self.trainer.weights == "bf16" and p.autocast != "bf16":
+            raise ValueError(
+                f"policy.autocast = {p.autocast!r} with trainer.weights=bf16, which computes in"
+                " bf16: set policy.autocast=bf16, or trainer.weights=fp32"
+            )
+        if self.trainer.weights == "bf16" and p.lora is not None:
+            raise ValueError(
+                "trainer.weights=bf16 is for training all weights, and policy.lora trains adapters"
+                " in fp32: remove one of them; policy.autocast=bf16 has frozen layers in bf16"
+            )
         return self
 
     @model_validator(mode="after")

@@ -235,6 +235,17 @@ class TrainerTable(Table):
     betas: Betas = key((0.9, 0.999), "betas of AdamW")
     weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "weight decay of AdamW")
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
+    optimizer: Literal["adamw", "adamw_8bit"] = key(
+        "adamw",
+        "adamw_8bit: AdamW of bitsandbytes, with moments of 2 bytes a parameter in place of 8; it"
+        " needs pip install 'tba[quantised]'",
+    )
+    weights: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "precision of the weights that are trained; bf16: half the memory for them and their"
+        " gradients, computed in bf16, but a step loses every change below 1/512 of a weight: at"
+        " learning rates such as 1e-6 most of them",
+    )
     token_budget: Positive = key(
         16_384,
         "tokens per forward and backward pass, padding included; a shared prompt counts once",
@@ -267,6 +278,11 @@ class TrainerTable(Table):
         if self.devices == 1 and self.fsdp is not None:
             raise ValueError(
                 "trainer.fsdp needs trainer.devices above 1: set trainer.devices, or remove it"
+            )
+        if self.devices > 1 and (self.optimizer != "adamw" or self.weights != "fp32"):
+            raise ValueError(
+                f"trainer.optimizer = {self.optimizer!r} with trainer.weights = {self.weights!r}"
+                " works with one device only: set adamw and fp32, or trainer.devices=1"
             )
         if self.devices > 1 and self.compile:
             raise ValueError(

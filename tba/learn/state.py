@@ -42,7 +42,8 @@ def save(
     moments = {}
     for name, parameter in policy.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            moments[f"{name}:{kind}"] = torch.as_tensor(value)
+            # a view of its own: all parameters share the maps of 8-bit moments
+            moments[f"{name}:{kind}"] = torch.as_tensor(value).detach()
     moments = _copy(moments, model, rank)
     moments["torch_rng"] = torch.get_rng_state()
     text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
@@ -89,9 +90,12 @@ def load(
     for key, value in tensors.items():
         name, _, kind = key.rpartition(":")
         own = parameters[name]
-        moment = torch.zeros_like(own) if value.ndim else torch.zeros((), device=own.device)
-        _put({kind: value}, {kind: moment})
-        optimizer.state[own][kind] = moment
+        moment = value.to(own.device)  # a step, or a part of 8-bit moments
+        if value.shape == own.shape:
+            moment = torch.zeros_like(own, dtype=value.dtype)
+            _put({kind: value}, {kind: moment})
+        is_number = value.dtype == torch.int64  # the steps of 8-bit AdamW
+        optimizer.state[own][kind] = int(value) if is_number else moment
     saved = state["schedule"]
     factors = [factor(saved["last_epoch"]) for factor in schedule.lr_lambdas]
     rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from tba.config.plugins import Plugin
 from tba.config.tables import EngineTable, FsdpTable, PolicyTable, TrainerTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
+from tba.learn.optimizer import build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy, warm_up
 from tba.models.cache import (
     compile_layers,
@@ -62,14 +62,15 @@ class TrainerSetup:
         rank: int | None = None,
         gather: "Callable[[list[Ran]], list[Ran]]" = list,
     ) -> "SingleTrainer":
-        """Load the model in fp32, or with an adapter, and return its trainer.
+        """Load the model in `trainer.weights`, or with an adapter, and return its trainer.
 
         One of several ranks keeps its part of each tensor, and gathers what all of them have run.
         """
         torch_seed, adapter_seed = self.seeds
         torch.manual_seed(torch_seed)
         bf16 = computes_in_bf16(self.policy, device)
-        model = load_placed(self.policy, device, bf16, seed=adapter_seed)
+        dtype = torch.bfloat16 if self.settings.weights == "bf16" else torch.float32
+        model = load_placed(self.policy, device, bf16, dtype, seed=adapter_seed)
         if self.settings.compile:
             compile_layers(model)
         if self.policy.gradient_checkpointing:
@@ -118,7 +119,7 @@ class Ran(NamedTuple):
 
 @dataclass
 class SingleTrainer:
-    """Trainer in this process: master weights (fp32), the objective's head, and the optimizer."""
+    """Trainer in this process: master weights, the objective's head, and the optimizer."""
 
     policy: Policy
     objective: Plugin
@@ -132,23 +133,16 @@ class SingleTrainer:
     rank: int = 0
     gather: Callable[[list["Ran"]], list["Ran"]] = field(default=list)
     """Returns what all ranks have run, from what this one has."""
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
     _free: list[publish.Copy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         s = self.settings
-        policy = self.policy
-        groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
-        if policy.head is not None and policy.readout is not None:
-            rate = policy.head.learning_rate
-            groups.append({"params": list(policy.readout.parameters()), "lr": rate})
-        self.optimizer = torch.optim.AdamW(
-            groups, s.learning_rate, betas=s.betas, weight_decay=s.weight_decay, fused=True
-        )
+        self.optimizer = build_optimizer(self.policy, s)
         self.schedule = learning_rate(self.optimizer, s, self.steps)
-        self._first_model = state.fingerprint(policy.model)
+        self._first_model = state.fingerprint(self.policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         slots = plan.slots(batch, self.settings.token_budget, 1, False, False)
@@ -292,26 +286,6 @@ class SingleTrainer:
                 " lower trainer.learning_rate or raise objective.beta"
             )
         return norms[0]
-
-
-def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
-    """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
-    from transformers import get_scheduler
-
-    ratio = settings.min_lr_ratio
-    warmup = settings.warmup_steps
-    stable = {"min_lr_ratio": ratio, "num_decay_steps": settings.decay(steps)}
-    extra: dict[str, dict[str, Any]] = {
-        "cosine_with_min_lr": {"min_lr_rate": ratio},
-        "warmup_stable_decay": stable,
-    }
-    names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}
-    name = names.get(settings.schedule, settings.schedule)
-    schedule: Any = get_scheduler(name, optimizer, warmup, steps, extra.get(name))
-    if name != "warmup_stable_decay":
-        return schedule
-    later = schedule.lr_lambdas[0]  # its own warm-up begins at `min_lr_ratio`
-    return LambdaLR(optimizer, lambda step: step / warmup if step < warmup else later(step))
 
 
 def _check_finite(batch: Batch, step: int) -> None:

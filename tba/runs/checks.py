@@ -195,7 +195,7 @@ def stored_config(run: Path, settings: Sequence[str]) -> Config:
 
 
 def check_resumed(config: Config, before: Config) -> None:
-    """Raise ValueError for a change that makes the contents of the replay buffer wrong."""
+    """Raise ValueError for a change that makes the replay buffer or the moments wrong."""
     then = _decisive(before)
     changes = []
     for key, value in _decisive(config).items():
@@ -207,7 +207,7 @@ def check_resumed(config: Config, before: Config) -> None:
 
 
 def _decisive(config: Config) -> dict[str, Any]:
-    """Return what decides the contents of the replay buffer."""
+    """Return what decides the contents of the replay buffer, and of the optimizer's state."""
     objective = resolve_all(config).objective.at(0)
     lora = config.policy.lora
     return {
@@ -216,6 +216,8 @@ def _decisive(config: Config) -> dict[str, Any]:
         "policy.lora": lora and lora.model_dump(by_alias=True, exclude_none=True),
         "policy.chat_template_kwargs": config.policy.chat_template_kwargs,
         "the head of objective.use": objective.head and objective.head.on,
+        "trainer.optimizer": config.trainer.optimizer,
+        "trainer.weights": config.trainer.weights,
         VALUES: objective.value_rollouts and objective.value_rollouts.step_tokens,
     }
 

@@ -13,6 +13,7 @@ from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF
 from tba.engines import Engine
+from tba.learn.optimizer import check_optimizer
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
 from tba.models.cache import (
@@ -133,6 +134,7 @@ class RunSetup:
             runtime=c.runtime,
             held_out=tuple(self.held_out),
             token_budget=c.trainer.token_budget,
+            weights=c.trainer.weights,
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
             sets=self.sets,
@@ -213,6 +215,7 @@ def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
 def _check_policy(config: Config) -> list[str]:
     """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
     check_model(config.policy)
+    check_optimizer(config.trainer)
     if config.trainer.compile:
         check_compiler()
     return [] if config.policy.lora is None else [check_adapter(config.policy)]

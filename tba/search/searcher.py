@@ -8,6 +8,7 @@ from itertools import chain
 from statistics import fmean
 
 import numpy as np
+import torch
 from jaxtyping import Float32
 
 from tba.config import tables
@@ -75,6 +76,8 @@ class SearchSetup:
     """Least and highest temperature at which a search may choose tokens, drawn for each."""
     explore_share: float = 1.0
     """Share of the searches for which it is drawn."""
+    weights: str = "fp32"
+    """Precision of the trained weights, `trainer.weights`, in which the reference's are, too."""
     steps: int = 0
     """`run.steps`, which reward functions may ask for."""
 
@@ -129,7 +132,9 @@ class SearchSetup:
         if self.policy.lora is not None and engine.model is not None:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
         kind = Reference if self.policy.lora is None else AdapterReference
-        return kind(Policy(load_placed(self.policy, device, bf16), temperature, bf16), budget)
+        dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
+        model = load_placed(self.policy, device, bf16, dtype)
+        return kind(Policy(model, temperature, bf16), budget)
 
 
 @dataclass(frozen=True)
