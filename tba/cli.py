@@ -186,6 +186,19 @@ def export(
 
 
 @app.command(context_settings=PASS_ON)
+def doctor(settings: ConfigSettings = None) -> None:
+    """Examine this machine and a config: versions, GPUs, disks, network, and a short run.
+
+    The text is for bug reports. The exit status is 1 if something is off.
+    """
+    config = placed(_config(settings or [], None))
+    from tba.doctor import examine
+
+    if examine(config):
+        raise Exit(1)
+
+
+@app.command(context_settings=PASS_ON)
 def launch(
     config: Annotated[Path, Argument(metavar="CONFIG.toml", help="Config file of the run.")],
     settings: Settings = None,

@@ -20,7 +20,7 @@ LEVELS = [
     {"runs"},
     {"run"},
     {"assemble", "launch"},
-    {"studies"},
+    {"studies", "doctor"},
     {"report"},
     {"cli"},
 ]

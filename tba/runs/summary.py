@@ -249,14 +249,12 @@ def record_session(
     `rewards` says what has become of the stored ones.
     """
     memory = psutil.virtual_memory().total / 2**30
-    installed = {package.name: package.version for package in distributions()}
-    versions = {name: installed[name] for name in PACKAGES if name in installed}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     session = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "step": step,
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | versions,
+        "versions": installed(),
         "system": platform.platform(),
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
         "config": config,
@@ -266,6 +264,13 @@ def record_session(
     }
     with open(run / SESSIONS, "a", encoding="utf-8", opener=open_plain) as file:
         file.write(json.dumps(session) + "\n")
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a run does."""
+    found = {package.name: package.version for package in distributions()}
+    versions = {name: found[name] for name in PACKAGES if name in found}
+    return {"python": platform.python_version()} | versions
 
 
 def _commit() -> str | None:

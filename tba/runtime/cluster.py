@@ -5,12 +5,15 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
@@ -29,6 +32,9 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 INLINE = 2**28
 """Bytes of arguments and results that a private Ray keeps out of its object store."""
+
+SENT = 2**26
+"""Bytes that are sent to each machine to see how fast the network is."""
 
 LEAVING = 30.0
 LEAVING_LOST = 10.0
@@ -215,3 +221,44 @@ def _share(connection: Connection, settings: RuntimeTable, each: int) -> Cluster
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return replace(cluster, trainer=Place(device), reservation=reservation)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a cluster, and the bytes per second that it receives."""
+
+    name: str
+    gpus: int
+    packages: str
+    rate: float
+
+
+def look_at_nodes(settings: RuntimeTable) -> list[Node]:
+    """Join the cluster, and ask each of its machines, to which SENT bytes are sent.
+
+    ClusterLostError, which names the machine, unless it answers in `runtime.start_deadline`.
+    """
+    connection = Connection(settings)
+    try:
+        found = []
+        for node in connection.calls("list its nodes", ray.nodes):
+            if not node["Alive"]:
+                continue
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ask: Any = ray.remote(_answer).options(num_cpus=0, scheduling_strategy=there)
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            answer = ask.remote((ray.put(np.zeros(SENT, np.uint8)),))
+            what = f"get an answer from {name}"
+            given = connection.calls.within(settings.start_deadline, what, ray.get, answer)
+            found.append(Node(name, int(node["Resources"].get("GPU", 0)), *given))
+        return found
+    finally:
+        connection.close()
+
+
+def _answer(sent: tuple[Any, ...]) -> tuple[str, float]:
+    """Return a machine's packages, and the bytes per second to it."""
+    began = time.perf_counter()
+    ray.get(sent[0])
+    rate = SENT / (time.perf_counter() - began)
+    return ", ".join(f"{name} {version(name)}" for name in ("tba", "torch", "ray")), rate
