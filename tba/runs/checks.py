@@ -20,6 +20,8 @@ from tba.tasks._memory import Passed, build_task
 
 logger = logging.getLogger(__name__)
 
+SHARED = Path("/dev/shm")
+"""Folder of shared memory."""
 IMPORT_TORCH = ("objectives", "engines")
 """Plug-ins whose options are checked later."""
 SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
@@ -77,7 +79,7 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
     if resume is None:
         log.check_unused(folder)
     if config.runtime.use == "ray" and config.runtime.address is None:
-        _check_temporary_folder()
+        _check_folders_of_ray()
     check_config(config, passed, folder)
 
 
@@ -143,8 +145,8 @@ def check_responses(run: Path, out: Path) -> None:
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
 
 
-def _check_temporary_folder() -> None:
-    """Raise ValueError if Ray cannot make its folder or its sockets there."""
+def _check_folders_of_ray() -> None:
+    """Raise ValueError if Ray cannot make its folder, its sockets or its shared memory."""
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     folder = Path(os.environ.get(name) or "/tmp").absolute()
     advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
@@ -153,14 +155,20 @@ def _check_temporary_folder() -> None:
         raise ValueError(
             f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
         )
+    _check_writable(folder, f"{name} = {str(folder)!r}", advice)
+    if SHARED.exists():  # else Ray uses its folder
+        advice = "mount a tmpfs there, or set runtime.use=local"
+        _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
+
+
+def _check_writable(folder: Path, named: str, advice: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder):
             pass
     except OSError as error:
         why = error.strerror or error
-        told = f"{name} = {str(folder)!r} cannot be written to: {why}; {advice}"
-        raise ValueError(told) from error
+        raise ValueError(f"{named} cannot be written to: {why}; {advice}") from error
 
 
 def _check_tokenizer(folder: Path) -> None:

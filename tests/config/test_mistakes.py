@@ -17,6 +17,7 @@ import tba
 from tba.cli import main
 from tba.config.schema import Config
 from tba.engines import RewardError
+from tba.runs import checks
 
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
 
@@ -137,6 +138,15 @@ def test_a_temporary_folder_that_ray_cannot_use_is_named(
     err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
     assert err.startswith("error: ") and ENVIRONMENTS[environment] in err
     assert len(err.splitlines()) == 1
+
+
+def test_shared_memory_that_ray_cannot_use_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(checks, "SHARED", Path("/proc"))
+    err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
+    assert err.startswith("error: shared memory for Ray, /proc, cannot be written to: ")
 
 
 def test_a_locale_without_utf_8_changes_nothing(folder: Path) -> None:
