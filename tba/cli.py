@@ -1,6 +1,7 @@
 """Post-training of language models with Trajectory Balance with Asynchrony (TBA)."""
 
 import difflib
+import gc
 import io
 import json
 import logging
@@ -297,6 +298,8 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(error, 2)
+    finally:
+        gc.freeze()  # else Python looks at every object of every library once more, for a second
 
 
 def _fail(error: Exception, status: int) -> NoReturn:

@@ -1,9 +1,11 @@
 """Chats as text: what a tokenizer's chat template makes of messages."""
 
+import faulthandler
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from threading import Lock
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,10 @@ STEPS = 10**6
 """Lines of a chat template, which is code from outside, that may run for one chat."""
 CHARACTERS = 2**24
 """Characters that a chat template may write for one chat."""
+SECONDS = 20
+"""Longest time that one chat may take, after which the process ends."""
+ALONE = Lock()
+"""Of the thread that uses a chat template: a process has one limit of time."""
 AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
 """A list of parts that a template has shown as Python or JSON writes it."""
 
@@ -48,7 +54,11 @@ def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, An
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raise TemplateError where a chat template runs too many lines, or writes too much."""
+    """Raise TemplateError where a chat template runs too many lines, or writes too much.
+
+    Nothing can interrupt one long operation, such as 9**9**9: it ends the process, with a traceback
+    that shows the template's line.
+    """
     steps = 0
     characters = 0
 
@@ -64,11 +74,14 @@ def limited() -> Iterator[None]:
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    with ALONE:
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:

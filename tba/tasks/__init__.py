@@ -212,6 +212,8 @@ def listed(scores: Any) -> list[Any]:
     WrongLength for what has no order or is text.
     """
     plain = _plain(scores)
+    if isinstance(plain, int | float) and plain is not scores:
+        return [plain]  # an array without an axis, of one completion
     wrong = isinstance(plain, Mapping | Set | str | bytes | bytearray)
     if wrong or not isinstance(plain, Iterable):
         raise WrongLength(
@@ -242,15 +244,16 @@ def _alone(score: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return an array or a scalar of any library as a list or a number; other things as they are.
 
-    numpy, PyTorch, JAX and pandas have `tolist`, the arrays of others `__array__`.
+    numpy, PyTorch, JAX and pandas have `tolist`, the arrays of others `__array__` or `__dlpack__`.
     """
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
-    if not hasattr(value, "__array__"):
+    has_array = hasattr(value, "__array__")
+    if not has_array and not hasattr(value, "__dlpack__"):
         return value
     import numpy as np  # not above: most scoring processes do without
 
-    return np.asarray(value).tolist()
+    return (np.asarray(value) if has_array else np.from_dlpack(value)).tolist()
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

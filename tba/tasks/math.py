@@ -23,7 +23,7 @@ UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z
 """A box without braces, up to the end of the formula, as some solutions of MATH have it."""
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
-NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a)\s*$|\bor\b", re.IGNORECASE)
+NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
 """A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3

@@ -200,3 +200,23 @@ def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(
     name = ("searcher", "driver", "raylet")[case.index]
     own = ("engine=vllm", "engine.kv_cache_gib=0.1")
     leaves_nothing_and_goes_on(case, name, wide_model, tmp_path / "run", *own)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("after", [0.0, 0.5, 2.0])
+def test_a_stop_while_ray_starts_ends_the_run_and_leaves_nothing(
+    after: float, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The run ends without Python's last collection, which takes longer than everything else."""
+    chosen = config(tiny_model, tmp_path / "run", "run.steps=1000000")
+    with started(tmp_path / "run", as_settings(chosen)) as run:
+        watchers = named(WATCHER)
+        until(lambda: any(map(watchers, map(command_of, children(run.process.pid)))), 300)
+        time.sleep(after)
+        run.look()
+        run.process.terminate()
+        run.process.wait(30)
+        assert run.process.returncode == 130
+        assert "stopped before the first step" in run.told()
+    until(lambda: not run.left(), 2)

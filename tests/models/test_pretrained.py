@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,3 +199,13 @@ def test_a_template_that_never_ends_is_refused(
     with pytest.raises(ValueError, match="prompt 'a': the tokenizer's chat template refuses it"):
         text.encode(Prompt("a", [{"role": "user", "content": "1+1="}]))
     assert time.monotonic() - started < 30
+
+
+def test_one_long_operation_of_a_template_ends_the_process_with_its_line() -> None:
+    code = """from tba.models import template
+template.SECONDS = 1
+with template.limited():
+    9**9**9"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Timeout (0:00:01)!") and "line 4" in ended.stderr

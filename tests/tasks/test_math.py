@@ -268,7 +268,9 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
         task.held_out()
 
 
-@pytest.mark.parametrize("answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}"])
+@pytest.mark.parametrize(
+    "answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}", "3.0.0", "1..5", "3 7"]
+)
 def test_an_answer_that_is_none_or_several_is_refused(tmp_path: Path, answer: str) -> None:
     """In MATH, such words stand in `\\text`."""
     real = [r"\text{None}", r"-2 \text{ or } -12", r"\text{neither}", "D"]

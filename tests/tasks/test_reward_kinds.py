@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,17 @@ from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected, parse_score
 from tba.tasks import WrongLength, listed
 from tba.tasks.custom import Custom, reward_function
+
+
+class OnlyDlpack:
+    def __init__(self, array: Any):
+        self._array = array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
 
 
 class OnlyArray:
@@ -50,6 +63,9 @@ TWO: dict[str, Callable[[], Any]] = {
     "pyarrow": lambda: pyarrow.array([0.5, 2.0]),
     "pyarrow, chunks": lambda: pyarrow.chunked_array([[0.5], [2.0]]),
     "array": OnlyArray,
+    "dlpack": lambda: OnlyDlpack(torch.tensor([0.5, 2.0])),
+    "scalars of dlpack": lambda: [OnlyDlpack(np.array(0.5)), OnlyDlpack(np.array([2.0]))],
+    "scalars of arrays": lambda: [np.array(0.5), memoryview(np.array(2.0))],
     "memoryview": lambda: memoryview(np.array([0.5, 2.0])),
     "exact": lambda: [Decimal("0.5"), Fraction(4, 2)],
 }
@@ -59,6 +75,15 @@ TWO: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", TWO)
 def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind: str) -> None:
     assert [parse_score(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
+
+
+def test_an_array_without_an_axis_is_the_reward_of_one_completion() -> None:
+    task = Custom(data="", reward="", passed=(lambda completions: torch.ones(1, 1).squeeze(),))
+    (one, two) = Scoring({"": task})(
+        [Prompt("0", "?"), Prompt("1", "?")], [[Answer("a", True)], [Answer("a", True)] * 2]
+    )
+    assert one == [1.0]
+    assert [v.reason for v in two if isinstance(v, Rejected)] == ["wrong_length"] * 2
 
 
 def test_true_is_one_and_none_stays_none() -> None:
@@ -93,7 +118,7 @@ def test_what_is_not_one_number_is_none(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None, np.array(0.5)]
+    "whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None, np.array("12")]
 )
 def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
     with pytest.raises(WrongLength, match="return a list with one number for each completion"):
@@ -103,6 +128,7 @@ def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
 BROKEN = {
     "import sys; sys.exit(4)": "SystemExit: 4",
     "quit()": "SystemExit: None",
+    "import os; os._exit(0)": "SystemExit: 0",
     "def f(:": "SyntaxError: invalid syntax (bad.py, line 2)",
     "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package_that_nob",
     "from math import nothing": "ImportError: cannot import name 'nothing'",
@@ -125,6 +151,21 @@ def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(
         told = str(error.value)
         assert told.startswith(f"task.reward = {name!r}: {BROKEN[code]}")
         assert "SyntaxError" in told or told.endswith(f"({file}, line 2)")
+
+
+def test_a_file_may_fork_while_it_is_imported(tmp_path: Path) -> None:
+    code = """
+    import os
+    if not (pid := os.fork()):
+        os._exit(3)
+    _, status = os.waitpid(pid, 0)
+    def f(completions):
+        return [status >> 8] * len(completions)
+    """
+    (tmp_path / "forks.py").write_text(dedent(code))
+    before = os._exit
+    assert reward_function("task.reward", f"{tmp_path}/forks.py:f")(["a"]) == [3]
+    assert os._exit is before
 
 
 def test_a_member_of_a_class_can_be_named(tmp_path: Path) -> None:
