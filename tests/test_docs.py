@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from conftest import module_at
 
 from tba import run
@@ -83,11 +84,29 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_configs_of_the_scaling_page_are_accepted() -> None:
     """Keys and options; adapters get the learning rate that the key's own help advises."""
     tables = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
-    assert len(tables) >= 3
+    assert len(tables) >= 6
     for text in tables:
         config = Config(**tomllib.loads(text))
         resolve_all(config)
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
+
+
+def test_the_cluster_of_the_scaling_page_is_one_of_kuberay() -> None:
+    """All pods have GPUs, shared memory of their own, and the volume that `tba train` is told."""
+    (text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL
+    )
+    cluster = yaml.safe_load(text)
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted == {"shared": "/shared", "memory": "/dev/shm"}
+        assert {volume["name"] for volume in pod["volumes"]} == set(mounted)
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert len(groups) == 2
 
 
 def test_the_diagram_of_the_architecture_page_needs_no_network_and_no_script() -> None:

@@ -35,8 +35,13 @@ ELSEWHERE = {
     "tba report runs/my_study": "studies/test_study_report.py",
     "tba export RUN FOLDER --adapter": "models/test_lora.py",
     "tba export RUN --push-to-hub me/my-model": "runs/test_share.py",
+    "tba doctor run.toml": "test_doctor.py",
+    "tba launch run.toml --slurm --nodes 2 --gpus 8 run.folder=/shared/runs/first '>' job.sh": (
+        "test_launch.py"
+    ),
 }
-"""Commands that need judges, a library, a study, adapters or a hub, and where they are tested."""
+"""Commands that need judges, a library, a study, adapters, a hub, a cluster or a minute, and where
+they are tested."""
 
 DEFAULT = ["task.train_size=40", "task.held_out_size=8", "eval.prompts=8"]
 SMALL = [
