@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import _measure
+import _ranks
 
 HERE = Path(__file__).parent
 Part = tuple[str, tuple[str, ...], Callable[[], list[_measure.Row]]]
@@ -34,6 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {
         "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
+    },
+    "7B": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064,
     },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -65,8 +70,9 @@ def main() -> None:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped everything: this machine has no GPU; `--device cpu --tiny` tries the script")
-        return
+        print("skipped all measurements: there is no GPU; tiny models on the CPU try the script")
+        options.device = "cpu"
+        options.tiny = True
     bench = Bench(options)
     rows: list[_measure.Row] = []
     for name, needs, part in bench.parts():
@@ -132,7 +138,7 @@ class Bench:
             (f"synchronous training, {first}", (), lambda: self.synchronous(first)),
             (f"asynchronous training, {first}", ("ray",), lambda: self.asynchronous(first)),
         ]
-        return [*parts, self.step(first, "compiled")]
+        return [*parts, *_ranks.parts(self), self.step(first, "compiled")]
 
     def step(self, shape: str, kind: str) -> Part:
         """Return the part that measures such training steps."""
@@ -148,6 +154,9 @@ class Bench:
         started = time.perf_counter()
         try:
             rows = part()
+        except _ranks.Skipped as reason:
+            print(f"skipped {name}: {reason}", flush=True)
+            return []
         except Exception as error:  # memory, a driver, an API: the next part may still work
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
             return []
@@ -345,7 +354,7 @@ class Bench:
 
             def recorded(metrics: dict[str, float], groups: list[Any]) -> None:
                 marks.append(time.perf_counter())
-                generated.append(opened.searchers.stats.samples)
+                generated.append(opened.searchers.stats.counts["samples_generated"])
                 if len(marks) == 3 + 2 * self.repeats or self.seconds() > 600:
                     opened.stop.requested = True
 

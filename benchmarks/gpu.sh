@@ -2,9 +2,9 @@
 # Measure everything that needs a GPU, in less than ten minutes on one card, without a network.
 #
 #     bash benchmarks/gpu.sh                        # PYTHON=... names another interpreter
-#     bash benchmarks/gpu.sh --device cpu --tiny    # shows in a minute that the script works
 #
-# Parts whose packages cannot be imported are named and skipped.
+# Parts that need more than the machine has, such as several cards, and parts whose packages cannot be
+# imported, are named and skipped. Without a GPU, tiny models show in some minutes that the script works.
 set -e
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -116,7 +116,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
             log(metrics, groups)
             samples.append(time.perf_counter())
             times.append(metrics["step_time"])
-            generated.append(opened.searchers.stats.samples)
+            generated.append(opened.searchers.stats.counts["samples_generated"])
             if len(times) == WARMUP + steps:
                 opened.stop.requested = True
 

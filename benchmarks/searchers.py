@@ -139,7 +139,7 @@ def account(opened, arrived: Counter[str]) -> tuple[int, int]:
     handed_out = cursor["state"]["chosen"] - len(cursor["outstanding"])
     lost = max(0, handed_out * SAMPLES - sum(arrived.values()))
     doubled = sum(max(0, n - SAMPLES) for n in arrived.values())
-    return lost + abs(stats.samples - sum(arrived.values())), doubled
+    return lost + abs(stats.counts["samples_generated"] - sum(arrived.values())), doubled
 
 
 def wait_for_all(opened, count: int) -> None:

@@ -1,0 +1,137 @@
+"""Parts of `benchmarks/gpu.sh` about a trainer that is divided: one device, several, a lost one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import _measure
+import psutil
+
+if TYPE_CHECKING:
+    from _gpu import Bench, Part
+
+SCRIPTED = (
+    "runtime.use=ray", "runtime.lag=0", "engine=scripted", "engine.answers=['1']",
+    "engine.own_reference=true", "trainer.devices=",
+)  # fmt: skip
+"""Settings of a run whose searchers need no device. The last one is completed."""
+
+
+class Skipped(Exception):
+    """A part that this machine cannot run, and why."""
+
+
+def parts(bench: Bench) -> list[Part]:
+    """Return the parts; those that need more than the machine has raise Skipped."""
+    first = bench.shapes[0]
+    every: list[Part] = [
+        (f"step through FSDP2 on one device, {first}", (), partial(one_device, bench, first))
+    ]
+    for n in (2, 4):
+        every.append((f"step on {n} devices, {first}", ("ray",), partial(devices, bench, first, n)))
+    return [*every, ("LoRA step of a 7B shape", ("peft",), partial(large, bench))]
+
+
+def batch_of(bench: Bench) -> Any:
+    from _gpu import random_groups
+
+    from tba.types import collate
+
+    tokens = (16, 16) if bench.tiny else (128, 256)
+    return collate(random_groups(8, 4 if bench.tiny else 16, *tokens))
+
+
+def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
+    """Compare the first gradient, step time and peak memory with the undivided trainer's."""
+    from torch import cuda, distributed
+
+    from tba.learn import plan
+    from tba.runs.setup import check
+
+    parts = check(bench.config(shape)).trainer_setup()
+    batch = batch_of(bench)
+    on_gpu = bench.device != "cpu"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend = "nccl" if on_gpu else "gloo"
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    seconds: dict[str, list[float]] = {}
+    norms = {}
+    peaks = {}
+    try:
+        for side, rank in (("undivided", None), ("FSDP2", 0)):
+            trainer = parts.build(bench.device, rank)
+            budget = parts.settings.token_budget
+            slots = plan.slots(batch, budget, 1, trainer.policy.share_prompt, trainer.can_pack)
+            if on_gpu:
+                cuda.reset_peak_memory_stats()
+            norms[side] = trainer.run(batch, slots, 0)["grad_norm"]
+            steps = iter(range(1, 100))
+            step = {"step": lambda t=trainer, s=slots, n=steps: t.run(batch, s, next(n))}
+            seconds[side] = _measure.alternate(step, bench.repeats, warmup=1)["step"]
+            peaks[side] = cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
+            del trainer, step
+    finally:
+        distributed.destroy_process_group()
+    name = f"full training step through FSDP2 on one {bench.card}, Qwen2.5-{shape} shape"
+    off = abs(norms["FSDP2"] / norms["undivided"] - 1)
+    given = (seconds["FSDP2"], "s", seconds["undivided"])
+    rows = [
+        _measure.row(name, *given, peer_is="undivided"),
+        _measure.row(f"{name}: relative difference of the first gradient's norm", off, ""),
+    ]
+    if on_gpu:
+        both = (peaks["FSDP2"], "GB", peaks["undivided"])
+        rows.append(_measure.row(f"{name}: peak memory", *both, peer_is="undivided"))
+    return rows
+
+
+def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
+    """Measure steps and publications of several ranks, and how soon a killed one is noticed."""
+    import torch
+
+    from tba.assemble import open_run
+    from tba.learn import TrainerLost
+
+    has = torch.cuda.device_count() if bench.device != "cpu" else 2
+    if has < count:
+        raise Skipped(f"it needs {count} devices, and there are {has}")
+    batch = batch_of(bench)
+    name = f"full training step on {count} x {bench.card}, Qwen2.5-{shape} shape"
+    with open_run(bench.config(shape, *SCRIPTED[:-1], f"{SCRIPTED[-1]}{count}")) as run:
+        steps = iter(range(100))
+        calls = {
+            "step": lambda: run.trainer.step(batch, next(steps)),
+            "publish": lambda: run.publish(),
+        }
+        seconds = _measure.alternate(calls, bench.repeats, warmup=2)
+        ranks = [p for p in psutil.Process().children(True) if "RankActor" in " ".join(p.cmdline())]
+        ranks[-1].kill()
+        began = time.perf_counter()
+        try:
+            run.trainer.step(batch, next(steps))
+        except TrainerLost:
+            noticed = time.perf_counter() - began
+        else:
+            raise RuntimeError("the death of a rank went unnoticed")
+    tokens = batch.mask.numel()
+    rows = [_measure.row(name, [tokens / s for s in seconds["step"]], "answer tokens/s")]
+    rows.append(_measure.row(f"{name}: publication", seconds["publish"], "s"))
+    return [*rows, _measure.row(f"{name}: a killed rank is noticed", noticed, "s")]
+
+
+def large(bench: Bench) -> list[_measure.Row]:
+    """Measure a LoRA step of a model with the shape of Qwen2.5-7B."""
+    import torch
+
+    if bench.device == "cpu":
+        raise Skipped("it needs a GPU of 40 GB")
+    memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+    if memory < 40:
+        raise Skipped(f"it needs a GPU of 40 GB, and this one has {memory:.0f}")
+    return bench.training("7B", "LoRA")
