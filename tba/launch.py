@@ -47,7 +47,7 @@ address=$address:$((20000 + SLURM_JOB_ID % 10000))
 
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --kill-on-bad-exit=0 \\
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES"{gpus} \\
-    --include-dashboard=false -- "${{train[@]}}" runtime.address="$address"
+    -- "${{train[@]}}" runtime.address="$address"
 """
 
 
