@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tba.config.plugins import JUDGES, Option, find, meanings_of, names, options_of
-from tba.config.schema import Config
-from tba.config.tables import PLUGGED, Table, inner_table
+from tba.config.schema import Config, inner_table
+from tba.config.tables import PLUGGED, Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
 HEAD = """# All keys
@@ -54,7 +54,7 @@ def _table(name: str, holder: FieldInfo) -> str:
 
 
 def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
-    assert field.description, f"{key} has no description in tba/config/tables.py"
+    assert field.description, f"{key} has no description in tba/config"
     return (
         f"`{key}`",
         _type(field.annotation, field.metadata),

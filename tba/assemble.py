@@ -62,8 +62,8 @@ def open_trainer(
     from tba.runtime.ranks import ShardedTrainer
 
     start = c.runtime.start_deadline
-    places = place.divided(c.trainer.devices)
-    trainer = ShardedTrainer(setup.trainer_setup(is_new), places, cluster.connection.calls, start)
+    calls = cluster.connection.calls
+    trainer = ShardedTrainer(setup.trainer_setup(is_new), cluster.ranks, calls, start)
     closing.callback(trainer.close)
     return trainer
 
@@ -78,7 +78,8 @@ def open_searchers(
         from tba.runtime.pool import PUBLISHED
         from tba.runtime.ray import RaySearchers
 
-        copies = min(PUBLISHED, job.settings.searchers) + 2  # the newest, and that of an evaluation
+        # also the newest, and that of an evaluation
+        copies = min(PUBLISHED, job.settings.most_searchers) + 2
         check_memory(trainer.sizes.published_bytes, copies, cluster.room())
         newest = trainer.copy(step)() if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, stopping, search, newest)

@@ -17,8 +17,8 @@ from typer.main import get_command
 import tba
 from tba.config.errors import choices, printable
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
-from tba.config.schema import DEFAULT, Config, load, read_toml, without_table
-from tba.config.tables import Table, inner_table
+from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
+from tba.config.tables import Table
 from tba.runs.checks import (
     check_config,
     check_evaluated,

@@ -13,14 +13,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tba.config import tables
 from tba.config.errors import check_secrets, choices, explain, reason
-from tba.config.tables import PLUGGED, Table, Use, inner_table
+from tba.config.runtime import RuntimeTable
+from tba.config.tables import PLUGGED, Table, Use
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
@@ -33,6 +35,14 @@ PLACES: dict[str, list[str]] = _OTHERS["places"]
 """Names of settings in other packages, by the place of the same setting here."""
 NONE = "none"
 """Beginning of the place of a setting without counterpart, before the reason if there is one."""
+
+
+def inner_table(field: FieldInfo) -> type[Table] | None:
+    """Return the table that a field holds, which may be optional; None if it holds a value."""
+    for kind in get_args(field.annotation) or (field.annotation,):
+        if isinstance(kind, type) and issubclass(kind, Table):
+            return kind
+    return None
 
 
 class Tables(Table):
@@ -64,7 +74,7 @@ class Config(Tables):
     selection: Use = Use(use="cyclic")
     replay: tables.ReplayTable = tables.ReplayTable()
     trainer: tables.TrainerTable = tables.TrainerTable()
-    runtime: tables.RuntimeTable = tables.RuntimeTable()
+    runtime: RuntimeTable = RuntimeTable()
     reward: tables.RewardTable = tables.RewardTable()
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
@@ -132,15 +142,19 @@ class Config(Tables):
                 "runtime.fresh = 0 with runtime.use = 'local' would never search;"
                 " set runtime.fresh=1 or more, or runtime.use=ray"
             )
-        if r.use == "local" and r.searchers > 1:
+        if r.use == "local" and r.searchers != 1:
             raise ValueError(
                 f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
             )
-        ranks = self.trainer.devices
-        if ranks > 1 and (r.use == "local" or r.address is not None):
+        if not isinstance(r.searchers, int) and (r.address is None or r.lag is not None):
             raise ValueError(
-                f"trainer.devices = {ranks} needs the private Ray of one machine: set"
-                " runtime.use=ray without runtime.address, or trainer.devices=1"
+                "a range of runtime.searchers needs a cluster, and no lockstep: set runtime.address"
+                f" and remove runtime.lag, or write runtime.searchers={r.searchers.max}"
+            )
+        ranks = self.trainer.devices
+        if ranks > 1 and r.use == "local":
+            raise ValueError(
+                f"trainer.devices = {ranks} needs runtime.use=ray; set it, or trainer.devices=1"
             )
         if r.lag is not None and r.fresh not in (None, self.trainer.groups):
             raise ValueError(
@@ -215,7 +229,7 @@ class Config(Tables):
         evaluation holds the searchers. It is as long as two searches of each searcher last, which
         may arrive at once: at least 8 steps, at most 50.
         """
-        searches = 2 * self.runtime.searchers * self.runtime.prompts_per_task
+        searches = 2 * self.runtime.most_searchers * self.runtime.prompts_per_task
         batches = searches * self.sampling.samples / self.trainer.batch_size
         return ceil(min(50, max(8, self.runtime.max_reuse * batches)))
 

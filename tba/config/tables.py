@@ -1,10 +1,9 @@
 """The tables of a config: every key with its type, default and meaning."""
 
 from math import isfinite
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 LOGP_NOISE_FP32 = 0.01
 """Mean difference of log-probs, in nats, that rounding may explain."""
@@ -55,14 +54,6 @@ class Table(BaseModel):
         validate_default=True,
         hide_input_in_errors=True,  # it may be a secret
     )
-
-
-def inner_table(field: FieldInfo) -> type[Table] | None:
-    """Return the table that a field holds, which may be optional; None if it holds a value."""
-    for kind in get_args(field.annotation) or (field.annotation,):
-        if isinstance(kind, type) and issubclass(kind, Table):
-            return kind
-    return None
 
 
 def key(default: Any, meaning: str) -> Any:
@@ -308,45 +299,6 @@ class TrainerTable(Table):
     def decay(self, steps: int) -> int:
         """Return the final steps of `warmup_stable_decay` in a run of so many steps."""
         return self.decay_steps or max(1, steps // 10)
-
-
-class RuntimeTable(Table):
-    use: Literal["local", "ray"] = key(
-        "ray",
-        "local: search and training alternate in this process, bit-reproducible;"
-        " ray: searchers run in processes of their own",
-    )
-    searchers: Positive = key(1, "number of searcher processes (ray)")
-    publish_every: Positive = key(1, "k: send new weights to the searchers every k steps")
-    fresh: Count | None = key(
-        None,
-        "new groups to wait for at each step; default: 0 on ray, a batch of groups on local",
-    )
-    max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
-        4.0,
-        "most times that a sample is trained on, on average over the last 8 to 50 steps: before a"
-        " step, the trainer waits for samples (ray), or searches for them (local); inf: no limit",
-    )
-    lag: Count | None = key(
-        None,
-        "train new groups exactly this many versions after they were sampled, with search and"
-        " training in lockstep; 0, with strategy=recent: on-policy; default: no lockstep",
-    )
-    prompts_per_task: Positive = key(8, "prompts per search task; default with vllm on ray: 1")
-    concurrent_searches: Positive = key(
-        2, "tasks a searcher runs at once (ray); default with vllm: 16"
-    )
-    address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
-    task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
-    start_deadline: PositiveFloat = key(300.0, "seconds that Ray or a searcher may take to start")
-    cluster_deadline: PositiveFloat = key(
-        60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
-    )
-    gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
-    max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
-    cores: Literal["divide", "share"] = key(
-        "divide", "divide: pin each process to its own CPU cores; share: no pinning"
-    )
 
 
 class RewardTable(Table):

@@ -69,8 +69,8 @@ class VLLM(Engine):
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory for vLLM; reference, judges and perhaps the trainer need some too."""
     tensor_parallel_size: int = 1
-    """GPUs that hold the model together, in processes of their own. It needs `runtime.address`: a
-    Ray cluster gives each searcher as many, of one machine."""
+    """GPUs that hold the model together, in processes of their own. It needs `runtime.use=ray`,
+    which gives each searcher as many, of one machine."""
     enforce_eager: bool | None = None
     """Use no CUDA graphs and no compilation; default: true on a CPU, where compilation needs a C++
     compiler and time at the start, and makes generation about a sixth faster."""
@@ -105,12 +105,10 @@ class VLLM(Engine):
         if lora is not None and lora.modules_to_save:
             raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
         size = options.get("tensor_parallel_size", 1)
-        own_cluster = config.runtime.use == "ray" and config.runtime.address is not None
-        if gpus and size > 1 and not own_cluster:
+        if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(
-                f"engine.tensor_parallel_size = {size} needs runtime.use=ray and a Ray cluster,"
-                " which gives each searcher GPUs of its own; on one machine, run `ray start --head`"
-                " and set runtime.address=auto"
+                f"engine.tensor_parallel_size = {size} needs runtime.use=ray, which gives each"
+                " searcher GPUs of its own; set it"
             )
 
     def __post_init__(self) -> None:

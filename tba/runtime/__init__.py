@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable
 from tba.learn import Trainer
 from tba.search.prompts import Cursor, PromptStream
 from tba.search.result import Evaluation, SearchStats

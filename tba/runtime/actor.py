@@ -1,21 +1,26 @@
 """Searcher in a process of its own."""
 
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+import ray
 import torch
 
 from tba.engines import SearchError, SharedLock
 from tba.prompt import Prompt
+from tba.runtime.cluster import check_seen
 from tba.runtime.placement import Place, reuse_memory
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.weights import Sent, Weights
+
+
+class UnseenError(SearchError):
+    """The machine of a searcher cannot see a folder that it needs."""
 
 
 class SearcherActor:
@@ -33,6 +38,7 @@ class SearcherActor:
         place: Place,
         bf16: bool,
         path: list[str],
+        folders: Mapping[str, str],
         receive: Callable[[Sent], Weights],
         newest: Sent | None,
     ):
@@ -42,6 +48,12 @@ class SearcherActor:
             reuse_memory()
         self._place = place
         self._receive = receive
+        self._wrong: SearchError | None = None  # every later call raises it
+        try:
+            check_seen(folders)
+        except ValueError as error:
+            self._wrong = UnseenError(str(error))
+            return
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
         self._version = SharedLock()  # held shared by work during which the version must stay
@@ -51,14 +63,13 @@ class SearcherActor:
         self._unreported = SearchStats()
         self._working = 0
         self._idle_since = time.perf_counter()
-        self._wrong: SearchError | None = None  # every later call raises it
-        with suppress(SearchError):  # raised by `pid`: it would be lost with the constructor
+        with suppress(SearchError):  # raised by `machine`: it would be lost with the constructor
             self._load_newest(newest)
 
-    def pid(self) -> int:
-        """Return the process id, once the searcher has started."""
+    def machine(self) -> str:
+        """Return Ray's id of this machine, once the searcher has started."""
         self._refuse_wrong()
-        return os.getpid()
+        return str(ray.get_runtime_context().get_node_id())
 
     def publish(self, weights: Sent) -> None:
         """Load newer weights beside the searches that run."""

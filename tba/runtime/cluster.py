@@ -4,10 +4,12 @@ import atexit
 import logging
 import os
 import secrets
+import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +19,28 @@ import numpy as np
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from tba.child import MARK, Child, clean_up
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable
+from tba.config.tables import PolicyTable
 from tba.engines import EngineError
 from tba.runtime import placement
 from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.weights import Sent, Weights
+
+log = logging.getLogger(__name__)
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -39,6 +53,9 @@ SENT = 2**26
 LEAVING = 30.0
 LEAVING_LOST = 10.0
 """Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
+
+REACHED = 2.0
+"""Seconds in which a machine of the cluster must accept a connection, or it is lost."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,60 @@ class ObjectStore:
         pass  # Ray keeps nothing without a reference
 
 
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Room for a process: its place on a machine, and the GPUs or CPUs that it needs of Ray.
+
+    A `group` holds them on one machine, which Ray looks for until there is one.
+    """
+
+    place: Place
+    needs: Mapping[str, float]
+    group: PlacementGroup | None = None
+    index: int = 0  # of the room in its group
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's options of an actor that takes the room."""
+        needs = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
+        if self.group is None:
+            return needs
+        strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
+        return {**needs, "scheduling_strategy": strategy}
+
+    def machine(self) -> str | None:
+        """Return Ray's id of the machine with the room of the group, if it has found one."""
+        table = placement_group_table(self.group)
+        found = table["state"] == "CREATED"
+        return str(table["bundles_to_node_id"][self.index]) if found else None
+
+    def anew(self) -> "Slot":
+        """Ask Ray for the same room on any machine."""
+        if self.group is None:
+            return self
+        remove_placement_group(self.group)
+        (slot,) = request([self.place], self.needs)
+        return slot
+
+
+def request(
+    places: Sequence[Place], needs: Mapping[str, float], strategy: str = "STRICT_PACK"
+) -> list[Slot]:
+    """Ask Ray for room for processes at these places, on one machine."""
+    group = placement_group([dict(needs)] * len(places), strategy)
+    return [Slot(place, needs, group, index) for index, place in enumerate(places)]
+
+
+def is_lost(machine: str) -> bool:
+    """Return whether a machine has left the cluster, or cannot be reached from here."""
+    for node in ray.nodes():
+        if node["NodeID"] == machine and node["Alive"]:
+            address = node["NodeManagerAddress"], node["NodeManagerPort"]
+            with suppress(OSError), socket.create_connection(address, timeout=REACHED):
+                return False
+    return True
+
+
 class Reservation:
     """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""
 
@@ -80,7 +151,7 @@ class Connection:
     processes inherit a mark. A watcher ends them after a kill, which Ray's agents outlive.
     """
 
-    def __init__(self, settings: RuntimeTable):
+    def __init__(self, settings: RuntimeTable, ranks: int = 0):
         self.calls = Calls(settings.cluster_deadline)
         self._watcher: Child | None = None
         self._clean_up: Callable[[], None] = lambda: None
@@ -92,12 +163,13 @@ class Connection:
             self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
             folder.mkdir(mode=0o700)
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
-            start = partial(_start_private, settings.searchers, mark, folder)
+            processes = settings.most_searchers + ranks
+            start = partial(_start_private, processes, mark, folder)
         try:
             context: Any = self.calls.within(settings.start_deadline, "start", start)
             info = context.address_info
-            processes = processes_of_ray(info["session_dir"], info["raylet_socket_name"])
-            self.calls.watch(processes)
+            watched = processes_of_ray(info["session_dir"], info["raylet_socket_name"])
+            self.calls.watch(watched)
         except BaseException as error:
             self.calls.lose("it has not started")
             self.close()
@@ -124,10 +196,8 @@ class Connection:
         self.calls.close()
 
 
-def _start_private(searchers: int, mark: str, folder: Path) -> Any:
-    """Start a private Ray and return its context."""
-    # searchers choose their device themselves: Ray must not hide the GPUs from them
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+def _start_private(processes: int, mark: str, folder: Path) -> Any:
+    """Start a private Ray for so many processes, with the GPUs of this machine."""
     # at Ray's default of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
     before = os.environ.get(MARK, "")
@@ -135,7 +205,8 @@ def _start_private(searchers: int, mark: str, folder: Path) -> Any:
     try:
         return ray.init(
             "local",
-            num_cpus=searchers,
+            num_cpus=processes,
+            num_gpus=placement.gpu_count(),
             include_dashboard=False,
             _temp_dir=str(folder / "ray"),  # Ray lets everybody enter this one
             # when the object store dies, it ends every process that waits for it, and nothing
@@ -156,9 +227,10 @@ class Cluster:
 
     connection: Connection
     transport: SharedMemory | ObjectStore
-    trainer: Place
-    searchers: list[Place]
-    searcher_gpus: float = 0.0  # requested of Ray; 0 on one machine, where places name devices
+    machine: str  # Ray's id of this one
+    trainer: Place  # of this process
+    searchers: list[Slot] = field(default_factory=list)
+    ranks: list[Slot] = field(default_factory=list)  # none if the trainer is in this process
     reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
 
     def room(self) -> int:
@@ -173,54 +245,127 @@ class Cluster:
 def open_cluster(settings: RuntimeTable, each: int = 1, ranks: int = 1) -> Cluster:
     """Join the cluster at `runtime.address`, or start a private Ray on loopback.
 
-    On a cluster with GPUs, an engine runs on `each` of them. The trainer has so many `ranks`.
+    An engine runs on `each` GPUs. The trainer has so many `ranks`. ValueError if the cluster is too
+    small, TimeoutError if other jobs have what is needed for longer than `runtime.start_deadline`.
     """
-    connection = Connection(settings)
+    connection = Connection(settings, ranks if ranks > 1 else 0)
     try:
-        if settings.address is not None:
-            seconds = 2 * settings.start_deadline  # of two waits
-            what = "share its GPUs"
-            return connection.calls.within(seconds, what, _share, connection, settings, each)
+        seconds = 2 * settings.start_deadline  # its own deadline is half of it, and has a sentence
+        what = "share its GPUs"
+        return connection.calls.within(seconds, what, _share, connection, settings, each, ranks)
     except BaseException:
         connection.close()
         raise
-    trainer, searchers = placement.places_on_one_machine(settings, ranks)
+
+
+def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int) -> Cluster:
+    """Divide GPUs, or CPUs where there are none, between the trainer and the searchers."""
+    until = time.monotonic() + settings.start_deadline
+    here = ray.get_runtime_context().get_node_id()
+    machines = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    kind = "GPU" if any(has.get("GPU", 0) for has in machines.values()) else "CPU"
+    free = {machine: int(has.get(kind, 0)) for machine, has in machines.items()}
+    uses_gpu = placement.gpu_count() > 0 and kind == "GPU" and free[here] > 0
+    trainer = ranks if ranks > 1 else int(uses_gpu)
+    reserved, share = placement.share(kind, sum(free.values()), trainer, settings.most_searchers)
+    least, needs = placement.needs(settings, kind, share, each)
+    check_room = partial(placement.check_room, searchers=least, each=needs[kind], kind=kind)
+    check_room([sum(free.values()) - reserved])
+    _wait_until_free(kind, reserved + least * needs[kind], settings.start_deadline, until)
+    own, searching = placement.places_on_one_machine(settings)
     on_linux = sys.platform == "linux"
     transport = SharedMemory() if on_linux else ObjectStore(settings.task_deadline)
-    return Cluster(connection, transport, trainer, searchers)
+    if settings.address is not None:
+        own = Place("cuda:0" if uses_gpu else "cpu")
+        searching = [Place("cuda:0" if kind == "GPU" else "cpu")] * settings.most_searchers
+        transport = ObjectStore(settings.task_deadline)
+    cluster = Cluster(connection, transport, here, own)
+    if ranks > 1:
+        places = replace(own, device=searching[0].device).divided(ranks)
+        cluster.ranks = _room_for_ranks(places, kind, free, until)
+    elif reserved:
+        free[here] -= 1
+        cluster.reservation, cluster.trainer = _reserve(own, here, until)
+    check_room([*free.values()])
+    in_groups = not isinstance(settings.searchers, int)
+    cluster.searchers = [
+        request([place], needs)[0] if in_groups else Slot(place, needs) for place in searching
+    ]
+    return cluster
 
 
-def _share(connection: Connection, settings: RuntimeTable, each: int) -> Cluster:
-    """Divide the GPUs of the cluster that this process has joined, and reserve the trainer's."""
-    node_id = ray.get_runtime_context().get_node_id()
-    gpus = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
-    sees_gpu = placement.gpu_count() > 0
-    own = int(sees_gpu and gpus[node_id] > 0)
-    reserved, share = placement.share_gpus(sum(gpus.values()), own, settings.searchers)
-    if share and each > 1:
-        gpus[node_id] -= reserved
-        share = placement.whole_gpus(list(gpus.values()), settings.searchers, each)
-    cluster = Cluster(
-        connection=connection,
-        transport=ObjectStore(settings.task_deadline),
-        trainer=Place("cuda:0" if sees_gpu else "cpu"),
-        searchers=[Place("cuda:0" if share else "cpu")] * settings.searchers,
-        searcher_gpus=share,
-    )
-    if not reserved:
-        return cluster
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=here)
+def _wait_until_free(kind: str, needed: float, deadline: float, until: float) -> None:
+    """Wait until trainer and searchers find the GPUs or CPUs that they need."""
+    while (free := ray.available_resources().get(kind, 0.0)) < needed - 1e-3:
+        if time.monotonic() > until:
+            every = ray.cluster_resources().get(kind, 0.0)
+            raise TimeoutError(
+                f"trainer and searchers need {needed:g} {kind}s, and other jobs of this Ray have"
+                f" {every - free:g} of its {every:g} (`ray status` shows them) since"
+                f" runtime.start_deadline = {deadline:g} s; end these jobs, or lower"
+                " runtime.searchers or trainer.devices"
+            )
+        time.sleep(0.5)
+
+
+def _room_for_ranks(
+    places: Sequence[Place], kind: str, free: dict[str, int], until: float
+) -> list[Slot]:
+    """Return the room of the trainer's ranks, on one machine if one is large enough."""
+    together = max(free.values()) >= len(places)
+    slots = request(places, {kind: 1.0}, "STRICT_PACK" if together else "PACK")
+    group = slots[0].group
+    assert group is not None
+    if not group.wait(max(1.0, until - time.monotonic())):
+        where = "on one machine" if together else "in the cluster"
+        raise TimeoutError(
+            f"no {len(places)} {kind}s became free {where} for trainer.devices = {len(places)}"
+            " within runtime.start_deadline: end the jobs that have them (`ray status`)"
+        )
+    machines = [slot.machine() for slot in slots]
+    if len({*machines}) > 1:
+        log.warning(
+            "no machine has %d %ss: the ranks of the trainer are on %d machines, and every pass"
+            " sends the model's weights through the network",
+            *(len(places), kind, len({*machines})),
+        )
+    for machine in machines:
+        free[str(machine)] -= 1
+    return slots
+
+
+def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
+    """Reserve a GPU of this machine for the trainer; return what holds it, and its place."""
+    strategy = NodeAffinitySchedulingStrategy(here, soft=False)
+    request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)
     reservation: Any = request.remote()
     try:
-        (gpu,) = ray.get(reservation.gpus.remote(), timeout=settings.start_deadline)
+        (gpu,) = ray.get(reservation.gpus.remote(), timeout=max(1.0, until - time.monotonic()))
     except GetTimeoutError:
         raise TimeoutError(
-            f"no GPU of this machine became free for the trainer within runtime.start_deadline ="
-            f" {settings.start_deadline:g} s; end the job that has it"
+            "no GPU of this machine became free for the trainer within runtime.start_deadline;"
+            " end the job that has it"
         ) from None
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return replace(cluster, trainer=Place(device), reservation=reservation)
+    return reservation, replace(own, device=device)
+
+
+def folders(policy: PolicyTable) -> dict[str, str]:
+    """Return the folders that every machine must see, by their settings, if they exist here."""
+    lora = policy.lora
+    named = {"policy.model": policy.model, "policy.lora.from": lora.start if lora else None}
+    return {key: path for key, path in named.items() if path and Path(path).is_dir()}
+
+
+def check_seen(folders: Mapping[str, str]) -> None:
+    """Raise ValueError, which names this machine, unless it sees each of the folders."""
+    for key, path in folders.items():
+        if not Path(path).is_dir():
+            machine = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
+            raise ValueError(
+                f"machine {machine} cannot see {key} = {path!r}: put the folder on a disk that"
+                " all machines of the cluster have at the same path"
+            )
 
 
 @dataclass(frozen=True)

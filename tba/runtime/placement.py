@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import torch
 
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of glibc's `mallopt`
 
@@ -33,14 +33,10 @@ class Place:
             os.sched_setaffinity(0, self.cores)
 
     def divided(self, ranks: int) -> list["Place"]:
-        """Return the places of a trainer's ranks: a GPU each, and equal parts of the cores."""
+        """Return the places of a trainer's ranks, which have equal parts of the cores."""
         each = len(self.cores) // ranks
-        places = []
-        for rank in range(ranks):
-            device = f"cuda:{rank}" if self.device.startswith("cuda") else self.device
-            own = self.cores[rank * each : (rank + 1) * each] or self.cores
-            places.append(Place(device, own))
-        return places
+        parts = [self.cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
+        return [Place(self.device, part or self.cores) for part in parts]
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -81,64 +77,79 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def divide(
-    cores: Sequence[int], gpus: int, searchers: int, ranks: int = 1
-) -> tuple[Place, list[Place]]:
-    """Return the trainer's place and each searcher's on one machine.
+def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the trainer's cores and those of each searcher on one machine.
 
-    GPUs: the first ones are those of the trainer's ranks, and searchers take turns at the rest; a
-    single one is shared.
-    Cores: half are the trainer's, or as many as leave one for each searcher; searchers divide the
-    rest, and share where there are too few.
+    Half are the trainer's, or as many as leave one for each searcher; searchers divide the rest,
+    and share where there are too few.
     """
-    devices = [f"cuda:{gpu}" for gpu in range(gpus)] or ["cpu"]
     half = max(1, min(len(cores) // 2, len(cores) - searchers))
     rest = cores[half:] or cores
     each = max(1, len(rest) // searchers)
     starts = range(0, len(rest) - each + 1, each)
-    slots = [tuple(rest[start : start + each]) for start in starts] or [()]
-    pairs = zip(cycle(devices[ranks:] or devices), cycle(slots))
-    searching = [Place(*pair) for pair in islice(pairs, searchers)]
-    return Place(devices[0], tuple(cores[:half])), searching
+    parts = [tuple(rest[start : start + each]) for start in starts] or [()]
+    return tuple(cores[:half]), [*islice(cycle(parts), searchers)]
 
 
-def places_on_one_machine(settings: RuntimeTable, ranks: int = 1) -> tuple[Place, list[Place]]:
-    """Return the places on this machine; ValueError if it has too few GPUs for the ranks."""
-    cores = available_cores() if settings.cores == "divide" else []
-    gpus = gpu_count()
-    if 0 < gpus < ranks:
-        raise ValueError(
-            f"trainer.devices = {ranks}, but this machine has {gpus} GPUs: lower trainer.devices"
-        )
-    return divide(cores, gpus, settings.searchers, ranks)
+def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
+    """Return the trainer's place and each searcher's on this machine.
 
-
-def share_gpus(gpus: int, trainer: int, searchers: int) -> tuple[int, float]:
-    """Return the GPUs to reserve for the trainer and those that each searcher requests of Ray.
-
-    The cluster has `gpus`; `trainer` of them, 0 or 1, is the trainer's. Searchers get one each, or
-    equal shares if there are too few. A single GPU is shared by all, and then not reserved.
+    A process uses the first GPU that it sees: Ray hides the others.
     """
-    if gpus == 0:
-        return 0, 0.0
-    reserved = min(trainer, gpus - 1)
-    sharing = math.ceil(searchers / (gpus - reserved))
+    cores = available_cores() if settings.cores == "divide" else []
+    device = "cuda:0" if gpu_count() else "cpu"
+    (own, others) = divide(cores, settings.most_searchers)
+    return Place(device, own), [Place(device, part) for part in others]
+
+
+def share(kind: str, total: int, trainer: int, searchers: int) -> tuple[int, float]:
+    """Return the GPUs or CPUs to reserve for the trainer, and the GPUs that each searcher requests.
+
+    Ray has a `total` of this kind, and the trainer needs some of them. Searchers get one GPU each,
+    or equal shares if there are too few. A single GPU is shared by all, and then not reserved.
+    ValueError if there are too few for several ranks.
+    """
+    left = int(kind == "GPU")
+    if trainer > 1 and total - left < trainer:
+        others = ", of which searchers need one" if left else ""
+        raise ValueError(
+            f"trainer.devices = {trainer}, but Ray has {total} {kind}s{others}: lower"
+            " trainer.devices, or add some"
+        )
+    if kind == "CPU":
+        return trainer, 0.0
+    reserved = min(trainer, total - 1)
+    sharing = math.ceil(searchers / (total - reserved))
     return reserved, math.floor(10_000 / sharing) / 10_000  # Ray rounds to so many places
 
 
-def whole_gpus(free: Sequence[int], searchers: int, each: int) -> float:
-    """Return the GPUs that a searcher requests of Ray if its engine runs on `each` of them.
+def needs(
+    settings: RuntimeTable, kind: str, share: float, each: int
+) -> tuple[int, dict[str, float]]:
+    """Return the least number of searchers, and the GPUs or CPUs that each of them needs.
 
-    ValueError unless there are so many for each searcher on one machine; they have `free`.
+    A range of searchers has whole ones: a CPU each where there are no GPUs. Otherwise, they have a
+    share of a GPU, if there are some, and take no CPU. An engine runs on `each` GPUs.
     """
-    most = sum(gpus // each for gpus in free)
+    whole = float(each if kind == "GPU" else 1)
+    if not isinstance(settings.searchers, int):
+        return settings.searchers.min, {kind: whole}
+    return settings.searchers, {kind: whole if share and each > 1 else share}
+
+
+def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> None:
+    """Raise ValueError unless so many searchers find `each` GPUs or CPUs on one machine.
+
+    Apart from the trainer's, each machine has as many as `free` says.
+    """
+    most = sum(int(number // each) for number in free) if each >= 1 else searchers
     if most < searchers:
+        of_engine = " (engine.tensor_parallel_size)" if each > 1 else ""
         raise ValueError(
-            f"engine.tensor_parallel_size = {each}: each searcher needs {each} GPUs of one machine,"
-            f" and apart from the trainer's there are such for {most} of {searchers}; lower it, or"
-            " runtime.searchers"
+            f"runtime.searchers needs {searchers} searchers, and apart from the trainer's there are"
+            f" {kind}s for {most}: each needs {each:g} of one machine{of_engine}; lower it, or add"
+            " machines"
         )
-    return float(each)
 
 
 def reserved_device(gpu: str, visible: str | None) -> str:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, takewhile
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import ray
 
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable
 from tba.prompt import Prompt
-from tba.runtime.deadline import Calls
-from tba.runtime.placement import Place
+from tba.runtime.cluster import Slot
+from tba.runtime.deadline import Calls, NoAnswerError
 from tba.search.evaluate import EvaluatedPiece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
@@ -45,6 +45,9 @@ UNDER_WAY = 2
 BACKOFF = 1.0
 LONGEST_BACKOFF = 60.0
 """Seconds before the second restart in a row of a searcher, which double, and most seconds."""
+
+LOOK = 1.0
+"""Seconds until Ray is asked again whether it has room for a searcher that waits for it."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 
@@ -90,7 +93,7 @@ class Task:
 class Handle:
     """Searcher process as the collector sees it."""
 
-    place: Place
+    slot: Slot
     actor: Any
     version: int  # version of the newest weights that it was sent
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
@@ -99,6 +102,8 @@ class Handle:
     """Searchers in a row that have failed in its place, and have delivered nothing before."""
     sent: float = -inf
     """Time of the last publication to it."""
+    machine: str | None = None
+    """Ray's id of its machine, when it is known."""
 
     def work(self) -> list[Task]:
         """Return all tasks but a publication, which arrives beside them."""
@@ -176,7 +181,7 @@ class Pool:
 
     def __init__(
         self,
-        begin: Callable[[Place, Sent | None], tuple[Any, Any]],
+        begin: Callable[[Slot, Sent | None], tuple[Any, Any]],
         settings: RuntimeTable,
         calls: Calls,
         clock: Callable[[], float] = time.monotonic,
@@ -192,21 +197,30 @@ class Pool:
             "evaluate": task,
             "publish": 3 * task,  # it may be behind a piece of an evaluation, and that one a search
         }
-        # places of searchers that have ended, with the time of the restart, and failures in a row
-        self._vacancies: list[tuple[Place, float, int]] = []
+        # room of searchers to start, with the time at which to do so, and failures in a row
+        self._vacancies: list[tuple[Slot, float, int]] = []
+        self._enough = clock()  # last time at which there were enough searchers
         self.handles: list[Handle] = []
         self.newest: Sent | None = None  # weights that were published last
         self.published = 0.0  # time at which they were
         self.newest_reference: Sent | None = None
         self.restarts_left = settings.max_restarts
 
-    def start(self, place: Place, failures: int = 0) -> None:
+    def fill(self, slots: Sequence[Slot]) -> None:
+        """Start the searchers of these slots, or let them wait until Ray has room for them."""
+        for slot in slots:
+            if slot.group is None:  # in lockstep, they share the work from the start
+                self.start(slot)
+            else:
+                self._vacancies.append((slot, self._clock(), 0))
+
+    def start(self, slot: Slot, failures: int = 0) -> None:
         """Start a searcher with the newest weights, or with the initial ones."""
         newest = self.newest
-        actor, ref = self._calls("start a searcher", self._begin, place, newest)
+        actor, ref = self._calls("start a searcher", self._begin, slot, newest)
         version = 0 if newest is None else newest.version
         tasks = [Task("start", ref, weights=newest)]
-        self.handles.append(Handle(place, actor, version, tasks, self._calls, failures))
+        self.handles.append(Handle(slot, actor, version, tasks, self._calls, failures))
 
     def replace(self, handle: Handle) -> float:
         """End a searcher; return the seconds until `restart` starts another in its place.
@@ -219,16 +233,55 @@ class Pool:
         wait = 0.0
         if handle.failures > 0:
             wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (handle.failures - 1))
-        self._vacancies.append((handle.place, self._clock() + wait, handle.failures + 1))
+        self._vacancies.append((handle.slot, self._clock() + wait, handle.failures + 1))
         return wait
 
+    def leave(self, machine: str) -> list[Handle]:
+        """End the searchers of a machine that is lost, and ask Ray for room on others."""
+        self.restarts_left -= 1
+        ended = [handle for handle in self.handles if handle.machine == machine]
+        for handle in ended:
+            handle.kill()
+            self.handles.remove(handle)
+            slot = self._calls("look for another machine", handle.slot.anew)
+            self._vacancies.append((slot, self._clock(), 0))
+        return ended
+
     def restart(self) -> None:
-        """Start the searchers that need not wait any longer."""
-        for vacancy in [*self._vacancies]:
-            (place, at, failures) = vacancy
-            if at <= self._clock():
-                self._vacancies.remove(vacancy)
-                self.start(place, failures)
+        """Start the searchers that need not wait any longer, for their time or for room."""
+        now = self._clock()
+        for slot, at, failures in [*self._vacancies]:
+            if at > now:
+                continue
+            self._vacancies.remove((slot, at, failures))
+            if slot.group is None:
+                self.start(slot, failures)
+            elif machine := self._calls("look for room", slot.machine):
+                self.start(slot, failures)
+                self.handles[-1].machine = machine
+            else:
+                self._vacancies.append((slot, now + LOOK, failures))
+        self._check_enough()
+
+    def running(self) -> list[Handle]:
+        """Return the searchers that have started."""
+        return [handle for handle in self.handles if not handle.has("start")]
+
+    def _check_enough(self) -> None:
+        """Raise NoAnswerError if a range of searchers has had too few of them for too long."""
+        if isinstance(self._settings.searchers, int):
+            return
+        least = self._settings.searchers.min
+        running = len(self.running())
+        limit = self._settings.start_deadline
+        if running >= least:
+            self._enough = self._clock()
+        elif self._clock() - self._enough > limit:
+            raise NoAnswerError(
+                f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
+                f" runtime.searchers.min = {least}: add machines (`ray status` shows those that"
+                " there are), or lower it"
+            )
 
     def least_busy_first(self) -> list[Handle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))

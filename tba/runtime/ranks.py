@@ -29,6 +29,7 @@ from torch import distributed
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
+from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place, reuse_memory
 from tba.types import Batch
@@ -121,12 +122,12 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
 class ShardedTrainer:
     """Trainer in the processes of its ranks. Every call to them has `trainer.deadline` seconds."""
 
-    def __init__(self, setup: TrainerSetup, places: Sequence[Place], calls: Calls, start: float):
+    def __init__(self, setup: TrainerSetup, slots: Sequence[Slot], calls: Calls, start: float):
         self._settings = setup.settings
         self._calls = calls
-        options: Any = {"num_cpus": 0, "concurrency_groups": {WRITING: 1}}
-        rank: Any = ray.remote(**options)(RankActor)
-        self._ranks = [rank.remote(place, sys.path) for place in places]
+        groups: Any = {"concurrency_groups": {WRITING: 1}}
+        rank: Any = ray.remote(**groups)(RankActor)
+        self._ranks = [rank.options(**slot.options).remote(slot.place, sys.path) for slot in slots]
         try:
             address = self._wait([self._ranks[0].address.remote()], start, "meet")[0]
             deadline = self._settings.deadline

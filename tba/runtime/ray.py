@@ -42,10 +42,9 @@ from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import SearchJob, SearchState
-from tba.runtime.actor import SearcherActor
-from tba.runtime.cluster import Cluster
+from tba.runtime.actor import SearcherActor, UnseenError
+from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.runtime.placement import Place
 from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
 from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
@@ -77,7 +76,8 @@ class RaySearchers:
         self._calls = cluster.connection.calls
         self._transport = cluster.transport
         self._bf16 = bf16
-        self._gpus = cluster.searcher_gpus
+        self._here = cluster.machine
+        self._folders = folders(job.setup.policy)
         self._changed = threading.Condition()  # guards everything below, and the stream
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
@@ -93,20 +93,21 @@ class RaySearchers:
             self._pool.newest = self._sent(newest)
         if self._reference is not None:
             self._pool.newest_reference = self._sent(self._reference)
-        for place in cluster.searchers:
-            self._pool.start(place)
+        self._pool.fill(cluster.searchers)
         self._publisher = Publisher(self._send, self._fail, job.settings.task_deadline)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
-    def _begin(self, place: Place, newest: Sent | None) -> tuple[Any, Any]:
+    def _begin(self, slot: Slot, newest: Sent | None) -> tuple[Any, Any]:
         """Return a searcher that starts, and Ray's reference to what it says once it has."""
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self._gpus, "max_restarts": 0}
+        options = {**slot.options, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(SearcherActor)
         receive = self._transport.receive
-        actor = start.remote(self._job.setup, place, self._bf16, sys.path, receive, newest)
-        return actor, actor.pid.options(concurrency_group=CONTROL).remote()
+        actor = start.remote(
+            self._job.setup, slot.place, self._bf16, sys.path, self._folders, receive, newest
+        )
+        return actor, actor.machine.options(concurrency_group=CONTROL).remote()
 
     def _sent(self, weights: Weights) -> Sent:
         """Make the weights available to all searchers."""
@@ -118,6 +119,9 @@ class RaySearchers:
         """Return a copy, because the collector keeps counting."""
         with self._changed:
             self._stats.counts["searchers/evaluations_left_out"] = self._evaluations.left_out
+            running = self._pool.running()
+            self._stats.latest["searchers/running"] = len(running)
+            self._stats.latest["searchers/nodes"] = len({handle.machine for handle in running})
             return deepcopy(self._stats)
 
     def gather(self, at_least: int) -> list[Group]:
@@ -253,8 +257,9 @@ class RaySearchers:
             if handle in self._pool.handles:  # else its tasks have been issued again
                 self._receive(handle, task)
         with self._changed:
-            for handle, why in self._pool.late().items():
-                self._restart(handle, why)
+            late = self._pool.late()
+        for handle, why in late.items():
+            self._restart(handle, why)
 
     def _hand_out_evaluations(self) -> None:
         """Give each searcher one piece of an evaluation at a time, between its searches."""
@@ -290,6 +295,8 @@ class RaySearchers:
             result = self._calls("return a result", received, task.ref)
         except LogpGapError as error:
             raise LogpGapError(str(error.args[0])) from error  # without Ray's own traceback
+        except UnseenError as error:
+            raise SearchError(str(error.args[0])) from error
         except EngineError as error:
             self._restart(handle, f"failed ({error.args[0]})")
             return
@@ -306,7 +313,9 @@ class RaySearchers:
             return
         with self._changed:
             handle.done(task)
-            if task.kind == "publish":
+            if task.kind == "start":
+                handle.machine = result
+            elif task.kind == "publish":
                 self._stats.latest["sync/adopted"] = time.monotonic() - task.published
             elif task.kind == "search":
                 self._rejections.add(result.stats)
@@ -316,20 +325,36 @@ class RaySearchers:
             self._changed.notify_all()
 
     def _restart(self, handle: Handle, why: str) -> None:
-        """Replace a searcher and issue its tasks again; late results of the old one are lost."""
+        """Replace a searcher, or all searchers of a machine that is lost, and issue their tasks
+        again; late results of the old ones are lost."""
+        machine = handle.machine
+        elsewhere = machine is not None and machine != self._here
+        lost = elsewhere and self._calls("look at a machine", is_lost, machine)
         with self._changed:
-            searching = [p for task in handle.tasks if task.began is not None for p in task.prompts]
-            self._stats.counts["searchers/quarantined"] += self._stream.died(searching)
+            if handle not in self._pool.handles:  # it was lost with its machine
+                return
+            if not lost:
+                searching = [p for t in handle.tasks if t.began is not None for p in t.prompts]
+                self._stats.counts["searchers/quarantined"] += self._stream.died(searching)
             if self._pool.restarts_left == 0:
                 raise EngineError(
                     f"a searcher {why} after runtime.max_restarts = {self._settings.max_restarts}"
                     " restarts; see why searchers fail, or raise that setting"
                 )
-            wait = self._pool.replace(handle)
             self._stats.counts["searchers/restarts"] += 1
-            when = f"in {wait:g} s" if wait else "now"
-            log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
-            for task in handle.tasks:
+            if lost and machine is not None:
+                ended = self._pool.leave(machine)
+                log.warning(
+                    "a machine with %d searchers is lost: they are started on others as soon as"
+                    " there is room, and their tasks are issued again",
+                    len(ended),
+                )
+            else:
+                ended = [handle]
+                wait = self._pool.replace(handle)
+                when = f"in {wait:g} s" if wait else "now"
+                log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
+            for task in (task for each in ended for task in each.tasks):
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)

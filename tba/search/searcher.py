@@ -13,6 +13,7 @@ from jaxtyping import Float32
 
 from tba.config import tables
 from tba.config.plugins import resolve
+from tba.config.runtime import RuntimeTable
 from tba.engines import Engine, SearchError, logp_gap_limit
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
@@ -62,7 +63,7 @@ class SearchSetup:
     sampling: Sampling
     reward: tables.RewardTable
     evaluation: tables.EvalTable
-    runtime: tables.RuntimeTable
+    runtime: RuntimeTable
     held_out: tuple[Prompt, ...]
     token_budget: int
     """Tokens, padding included, in one forward pass of the reference."""

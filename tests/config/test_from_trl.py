@@ -12,8 +12,8 @@ import pytest
 from build import ROOT, environment, python_with_trl
 
 from tba.config.plugins import find, names, options_of, resolve_all
-from tba.config.schema import NEAREST, NONE, PLACES, Config, counterpart, load
-from tba.config.tables import PLUGGED, LoraTable, inner_table
+from tba.config.schema import NEAREST, NONE, PLACES, Config, counterpart, inner_table, load
+from tba.config.tables import PLUGGED, LoraTable
 from tba.runs.log import METRICS, read
 
 NAME = re.compile(r"`(?:[\w.]+\()?(\w+).*?`")  # model in `GRPOTrainer(model=…)`

@@ -152,9 +152,10 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(vllm, "distribution", gpu_build)
     VLLM.check(config(wide_model))
-    VLLM.check(config(wide_model, "engine.tensor_parallel_size=2", "runtime.address=auto"))
-    with pytest.raises(ValueError, match=r"tensor_parallel_size = 2 .* runtime\.address=auto"):
-        VLLM.check(config(wide_model, "engine.tensor_parallel_size=2"))
+    two = "engine.tensor_parallel_size=2"
+    VLLM.check(config(wide_model, two, "runtime.use=ray"))
+    with pytest.raises(ValueError, match=r"tensor_parallel_size = 2 needs runtime\.use=ray"):
+        VLLM.check(config(wide_model, two, "runtime.use=local"))
 
 
 def test_samples_of_several_versions_are_counted(wide_model: Path, tmp_path: Path) -> None:

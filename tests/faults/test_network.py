@@ -1,4 +1,4 @@
-"""A slow network and a partition between the two machines of a cluster, each a name space."""
+"""Two machines of a cluster, each a name space: slow and cut networks, machines that leave."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ import pytest
 from build import ENVIRONMENT, as_settings, goes_on, steps
 from build import ray_config as config
 from suite import Case, cases, command_of, until
+
+from tba.runs.log import METRICS, read
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
@@ -142,8 +145,19 @@ SETTINGS = (
     "engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.2",
     "engine.own_reference=true", "run.steps=1000000", "task.size=20000", "eval.prompts=0",
 )  # fmt: skip
-NODE = (str(RAY), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000")
+NODE = (str(RAY), "start", "--block", "--object-store-memory=100000000")
+JOINED = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
 FAULTS = (cut_for_a_moment, slow, cut)
+
+
+def head_of(ending: ExitStack, cpus: int) -> tuple[str, str]:
+    """Start Ray on one of two machines, and return the name of both."""
+    one, other = ending.enter_context(machines(f"tba{os.getpid() % 10000}"))
+    head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
+    sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
+    ending.enter_context(inside(one, *NODE, f"--num-cpus={cpus}", *head, f"--temp-dir={sessions}"))
+    until(lambda: machines_of_the_cluster(one) == 1, 180, every=1)
+    return one, other
 
 
 @pytest.mark.timeout(900)
@@ -153,13 +167,9 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
 ) -> None:
     """Four searchers on both. Training goes on with those that are left, and the run ends well."""
     fault = FAULTS[case.index % len(FAULTS)]
-    with ExitStack() as ending, machines(f"tba{os.getpid() % 10000}") as (one, other):
-        head = ("--head", f"--node-ip-address={HEAD}", "--port=6379", "--include-dashboard=false")
-        sessions = ending.enter_context(tempfile.TemporaryDirectory(prefix="ray"))  # a short path
-        ending.enter_context(inside(one, *NODE, *head, f"--temp-dir={sessions}"))
-        until(lambda: machines_of_the_cluster(one) == 1, 180, every=1)
-        joined = (f"--address={HEAD}:6379", f"--node-ip-address={OTHER}")
-        far = ending.enter_context(inside(other, *NODE, *joined))
+    with ExitStack() as ending:
+        one, other = head_of(ending, cpus=1)
+        far = ending.enter_context(inside(other, *NODE, *JOINED, "--num-cpus=1"))
         until(lambda: machines_of_the_cluster(one) == 2, 180, every=1)
         run, folder = started(ending, tiny_model, tmp_path, one, far)
         fault(case, one)
@@ -168,4 +178,46 @@ def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing
         assert run.poll() is None
         run.terminate()
         assert run.wait(60) == 0
+    goes_on(folder)
+
+
+def latest(folder: Path, metric: str) -> float:
+    """Return the value of a metric at the latest step."""
+    rows = [row for row in read(folder / METRICS) if "loss" in row]
+    return float(rows[-1][metric]) if rows else 0.0
+
+
+def joins_and_dies(case: Case, one: str, other: str, folder: Path) -> None:
+    """Let the second machine join the cluster, wait until it is used, and kill it."""
+    with inside(other, *NODE, *JOINED, "--num-cpus=2"):
+        until(lambda: machines_of_the_cluster(one) == 2, 180)
+        case.noticed(until(lambda: latest(folder, "searchers/nodes") == 2, 120))
+        until(lambda: latest(folder, "searchers/running") == 4, 120)
+    until(lambda: latest(folder, "searchers/nodes") == 1, 120)
+    at = len(steps(folder))
+    until(lambda: len(steps(folder)) > at + 50, 120)
+
+
+@pytest.mark.timeout(1800)
+@cases(8, full=2, part=1)
+def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(
+    case: Case, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It joins late, is killed, and joins again. Two searchers on the first one go on."""
+    folder = tmp_path / "run"
+    chosen = as_settings(config(tiny_model, folder, *SETTINGS))
+    chosen += ["runtime.searchers={min=2,max=4}", "runtime.max_restarts=2"]
+    with ExitStack() as ending:
+        one, other = head_of(ending, cpus=2)
+        run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
+        has_begun(run, folder)
+        assert latest(folder, "searchers/nodes") == 1
+        for losses in (1, 2):
+            with case.attempt():
+                joins_and_dies(case, one, other, folder)
+                assert latest(folder, "searchers/restarts") == losses
+        run.terminate()
+        assert run.wait(60) == 0
+    times = [row["time"] for row in read(folder / METRICS) if "loss" in row]
+    assert max(after - before for before, after in pairwise(times)) < 2
     goes_on(folder)

@@ -164,10 +164,11 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     """Ray answers, and no search ends."""
     bind_ray(None)
     from tba.runtime import ray
+    from tba.runtime.cluster import Slot
     from tba.runtime.pool import Handle, Pool
 
-    def start(pool: Pool, place: Place) -> None:
-        pool.handles.append(Handle(place, MagicMock(), 0, [], calls))
+    def start(pool: Pool, slot: Slot) -> None:
+        pool.handles.append(Handle(slot, MagicMock(), 0, [], calls))
 
     def none_ended(refs: list[Any]) -> list[Any]:
         time.sleep(0.01)
@@ -179,8 +180,8 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     stream = parts.prompt_stream()
     job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 1, 0)
     cluster: Any = SimpleNamespace(
-        connection=SimpleNamespace(calls=calls), transport=SharedMemory(), searcher_gpus=0.0,
-        searchers=[Place("cpu")],
+        connection=SimpleNamespace(calls=calls), transport=SharedMemory(), machine="here",
+        searchers=[Slot(Place("cpu"), {})],
     )  # fmt: skip
     state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
     with pytest.MonkeyPatch.context() as patch:

@@ -98,7 +98,7 @@ def steps() -> Steps:
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
     monkeypatch.setattr("tba.runtime.actor.evaluate_piece", Steps.evaluate)
-    return SearcherActor(Setup(steps), Place("cpu"), False, [], receive, None)
+    return SearcherActor(Setup(steps), Place("cpu"), False, [], {}, receive, None)
 
 
 @pytest.fixture
@@ -153,8 +153,7 @@ def test_a_wrong_searcher_returns_nothing_more(
 ) -> None:
     """Neither a search that began before the weight update, nor one after it."""
     steps = WrongSteps()
-    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], receive, None)
-    assert actor.pid()
+    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], {}, receive, None)
     before = search(threads, actor, 0)
     wait(steps.begun[0])
     calls = [threads.submit(actor.publish, weights(3))]
@@ -167,9 +166,9 @@ def test_a_wrong_searcher_returns_nothing_more(
 
 
 def test_a_wrong_searcher_says_so_once_it_has_started() -> None:
-    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], receive, weights(5))
+    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], {}, receive, weights(5))
     with pytest.raises(LogpGapError, match="version 5"):
-        actor.pid()
+        actor.machine()
 
 
 def test_searches_end_with_the_reference_that_they_began_with(

@@ -5,73 +5,96 @@ from __future__ import annotations
 import platform
 import resource
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable, SearcherRange
+from tba.runtime import placement
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (
     Place,
+    check_room,
     divide,
+    needs,
     reserved_device,
     reuse_memory,
-    share_gpus,
-    whole_gpus,
+    share,
 )
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster import Slot
+
+HELD: list[Any] = []
+"""Actors that keep GPUs."""
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpus", "searchers", "trainer", "places"),
+    ("cores", "searchers", "trainer", "others"),
     [
-        (2, 0, 1, Place("cpu", (0,)), [Place("cpu", (1,))]),
-        (0, 0, 2, Place("cpu"), [Place("cpu")] * 2),
-        (2, 0, 3, Place("cpu", (0,)), [Place("cpu", (1,))] * 3),
-        (8, 0, 2, Place("cpu", (0, 1, 2, 3)), [Place("cpu", (4, 5)), Place("cpu", (6, 7))]),
-        (1, 0, 1, Place("cpu", (0,)), [Place("cpu", (0,))]),
-        (8, 0, 6, Place("cpu", (0, 1)), [Place("cpu", (core,)) for core in range(2, 8)]),
-        (4, 1, 1, Place("cuda:0", (0, 1)), [Place("cuda:0", (2, 3))]),
-        (
-            8,
-            4,
-            3,
-            Place("cuda:0", (0, 1, 2, 3)),
-            [Place("cuda:1", (4,)), Place("cuda:2", (5,)), Place("cuda:3", (6,))],
-        ),
-        (0, 3, 3, Place("cuda:0"), [Place("cuda:1"), Place("cuda:2"), Place("cuda:1")]),
+        (2, 1, (0,), [(1,)]),
+        (0, 2, (), [()] * 2),
+        (2, 3, (0,), [(1,)] * 3),
+        (8, 2, (0, 1, 2, 3), [(4, 5), (6, 7)]),
+        (1, 1, (0,), [(0,)]),
+        (8, 6, (0, 1), [(core,) for core in range(2, 8)]),
     ],
 )
-def test_cores_and_devices_of_one_machine_are_divided(
-    cores: int, gpus: int, searchers: int, trainer: Place, places: list[Place]
+def test_cores_of_one_machine_are_divided(
+    cores: int, searchers: int, trainer: tuple[int, ...], others: list[tuple[int, ...]]
 ) -> None:
-    assert divide(list(range(cores)), gpus, searchers) == (trainer, places)
+    assert divide(list(range(cores)), searchers) == (trainer, others)
+
+
+def test_ranks_divide_the_cores_of_the_trainer() -> None:
+    assert Place("cpu", (0, 1, 2, 3)).divided(2) == [Place("cpu", (0, 1)), Place("cpu", (2, 3))]
+    assert Place("cpu", (0,)).divided(2) == [Place("cpu", (0,))] * 2
 
 
 @pytest.mark.parametrize(
-    ("gpus", "trainer", "searchers", "expected"),
+    ("kind", "total", "trainer", "searchers", "expected"),
     [
-        (0, 0, 3, (0, 0.0)),
-        (4, 1, 3, (1, 1.0)),
-        (4, 0, 3, (0, 1.0)),  # the trainer's machine has none, the others have
-        (3, 1, 4, (1, 0.5)),
-        (3, 0, 7, (0, 0.3333)),  # three times this is still less than 1
-        (1, 1, 2, (0, 0.5)),  # a single one is shared by all
-        (1, 0, 1, (0, 1.0)),
-        (0, 1, 1, (0, 0.0)),  # torch sees one that Ray was not told of
+        ("CPU", 3, 0, 3, (0, 0.0)),
+        ("CPU", 3, 3, 2, (3, 0.0)),  # ranks
+        ("GPU", 4, 1, 3, (1, 1.0)),
+        ("GPU", 4, 0, 3, (0, 1.0)),  # the trainer's machine has none, the others have
+        ("GPU", 4, 2, 2, (2, 1.0)),  # ranks
+        ("GPU", 4, 2, 3, (2, 0.5)),
+        ("GPU", 3, 1, 4, (1, 0.5)),
+        ("GPU", 3, 0, 7, (0, 0.3333)),  # three times this is still less than 1
+        ("GPU", 1, 1, 2, (0, 0.5)),  # a single one is shared by all
+        ("GPU", 1, 0, 1, (0, 1.0)),
     ],
 )
-def test_gpus_of_a_cluster_are_shared(
-    gpus: int, trainer: int, searchers: int, expected: tuple[int, float]
+def test_gpus_are_shared(
+    kind: str, total: int, trainer: int, searchers: int, expected: tuple[int, float]
 ) -> None:
-    assert share_gpus(gpus, trainer, searchers) == expected
+    assert share(kind, total, trainer, searchers) == expected
 
 
-def test_an_engine_on_several_gpus_has_them_on_one_machine() -> None:
-    assert whole_gpus([3, 4, 0], searchers=3, each=2) == 2.0
-    with pytest.raises(ValueError, match=r"tensor_parallel_size = 2: .* such for 3 of 4; lower it"):
-        whole_gpus([3, 4, 0], searchers=4, each=2)
+def test_a_range_of_searchers_needs_whole_gpus_or_cpus() -> None:
+    wide = RuntimeTable(address="auto", searchers=SearcherRange(min=2, max=8))
+    assert needs(wide, "CPU", 0.0, each=2) == (2, {"CPU": 1.0})
+    assert needs(wide, "GPU", 0.5, each=1) == (2, {"GPU": 1.0})
+    assert needs(wide, "GPU", 0.5, each=2) == (2, {"GPU": 2.0})
+    assert needs(RuntimeTable(searchers=3), "GPU", 0.5, each=1) == (3, {"GPU": 0.5})
+    assert needs(RuntimeTable(searchers=3), "GPU", 0.5, each=2) == (3, {"GPU": 2.0})
+    assert needs(RuntimeTable(searchers=3), "CPU", 0.0, each=1) == (3, {"CPU": 0.0})
+
+
+def test_too_few_gpus_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"devices = 4, but Ray has 4 GPUs, of which searchers "):
+        share("GPU", 4, 4, 1)
+    with pytest.raises(ValueError, match=r"devices = 3, but Ray has 2 CPUs: lower"):
+        share("CPU", 2, 3, 1)
+    check_room([3, 4, 0], searchers=3, each=2, kind="GPU")
+    check_room([0], searchers=3, each=0.5, kind="GPU")  # they share
+    match = r"needs 4 searchers, .* GPUs for 3: each needs 2 of one machine \(engine\.tensor_par"
+    with pytest.raises(ValueError, match=match):
+        check_room([3, 4, 0], searchers=4, each=2, kind="GPU")
 
 
 def test_the_reserved_gpu_is_named_as_torch_counts() -> None:
@@ -88,19 +111,48 @@ def sessions() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
-def test_ray_gives_the_trainers_gpu_to_no_searcher(
+def assigned(slots: Sequence[Slot]) -> list[list[str]]:
+    """Return the GPUs that Ray gives to processes in these slots."""
+    import ray
+
+    from tba.runtime.cluster import Reservation
+
+    made: Any = [ray.remote(**slot.options)(Reservation).remote() for slot in slots]
+    gpus = ray.get([each.gpus.remote() for each in made], timeout=60)
+    HELD.extend(made)
+    return [sorted(each) for each in gpus]
+
+
+def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(
     monkeypatch: pytest.MonkeyPatch, sessions: Path
 ) -> None:
-    """A Ray of two nodes that are told to have one GPU and two; the driver is on the first.
+    """A private Ray that is told of four GPUs; engines on two of them need no other cluster."""
+    bind_ray(None)
+    from tba.runtime.cluster import open_cluster
 
-    Slow because of two nodes; the test of shares above has the numbers.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(sessions))
+    monkeypatch.setattr(placement, "gpu_count", lambda: 4)
+    opened = open_cluster(RuntimeTable(searchers=2), ranks=2)
+    try:
+        assert assigned(opened.ranks) == [["0"], ["1"]]
+        assert sorted(assigned(opened.searchers)) == [["2"], ["3"]]
+        assert {slot.place.device for slot in opened.ranks + opened.searchers} == {"cuda:0"}
+    finally:
+        HELD.clear()
+        opened.connection.close()
+
+
+@pytest.mark.slow
+def test_gpus_of_several_machines(monkeypatch: pytest.MonkeyPatch, sessions: Path) -> None:
+    """A Ray of two machines that are told to have one GPU and two; the driver is on the first.
+
+    Slow because of two raylets; the tests of shares above have the numbers.
     """
     bind_ray(None)
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
-    from tba.runtime import placement
     from tba.runtime.cluster import Reservation, open_cluster
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -112,19 +164,35 @@ def test_ray_gives_the_trainers_gpu_to_no_searcher(
 
         monkeypatch.setattr(placement, "gpu_count", lambda: 1)
         opened = open_cluster(settings)
-        assert (opened.trainer, opened.searcher_gpus) == (Place("cuda:0"), 1.0)
+        assert (opened.trainer, opened.searchers[0].needs) == (Place("cuda:0"), {"GPU": 1.0})
         assert (ray.cluster_resources()["GPU"], opened.reservation is None) == (3, False)
-        requesting = ray.remote(num_cpus=0, num_gpus=opened.searcher_gpus)(Reservation)
-        searchers = [requesting.remote() for _ in opened.searchers]
-        assigned = ray.get([searcher.gpus.remote() for searcher in searchers], timeout=60)
-        assert sorted(assigned) == [["0"], ["1"]]  # both of the second node
+        assert sorted(assigned(opened.searchers)) == [["0"], ["1"]]  # both of the second machine
+        HELD.clear()
         opened.connection.close()
 
-        with pytest.raises(ValueError, match=r"tensor_parallel_size = 2: .* such for 1 of 2"):
+        with pytest.raises(ValueError, match=r"needs 2 searchers, .* for 1: each needs 2 of one"):
             open_cluster(settings, each=2)
+        with pytest.raises(ValueError, match=r"devices = 3, but Ray has 3 GPUs"):
+            open_cluster(settings, ranks=3)
+        wide = settings.model_copy(update={"searchers": SearcherRange(min=3, max=4)})
+        with pytest.raises(ValueError, match=r"needs 3 searchers, .* GPUs for 2"):
+            open_cluster(wide)
         opened = open_cluster(settings.model_copy(update={"searchers": 1}), each=2)
-        assert (opened.trainer, opened.searcher_gpus) == (Place("cuda:0"), 2.0)
+        assert (opened.trainer, opened.searchers[0].needs) == (Place("cuda:0"), {"GPU": 2.0})
         opened.connection.close()
+
+        # ranks are on the machine that has room for both; a range of searchers gets what is left
+        wide = settings.model_copy(update={"searchers": SearcherRange(min=1, max=2)})
+        opened = open_cluster(wide, ranks=2)
+        assert {slot.machine() for slot in opened.ranks} < {n["NodeID"] for n in ray.nodes()}
+        places = [slot.machine() for slot in opened.searchers]
+        assert places.count(None) == 1  # the second one waits
+        of_another_job = {"num_cpus": 0, "num_gpus": 1, "lifetime": "detached", "name": "other"}
+        other = ray.remote(**of_another_job)(Reservation).remote()
+        assert ray.get(other.gpus.remote(), timeout=60)
+        opened.connection.close()
+        with pytest.raises(TimeoutError, match=r"need 3 GPUs, and other jobs .* 1 of its 3"):
+            open_cluster(settings.model_copy(update={"start_deadline": 5}))
     finally:
         nodes.shutdown()
     assert [*sessions.glob("ray/session_*")]  # and nowhere else

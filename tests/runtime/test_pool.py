@@ -18,7 +18,7 @@ import pytest
 from suite import until
 from toy import toy_config
 
-from tba.config.tables import RuntimeTable
+from tba.config.runtime import RuntimeTable
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
 from tba.runtime import SearchJob, SearchState
@@ -35,7 +35,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError  # noq
 
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
-from tba.runtime.cluster import ObjectStore  # noqa: E402
+from tba.runtime.cluster import ObjectStore, Slot  # noqa: E402
 from tba.runtime.pool import PUBLISHED, Handle, Pool  # noqa: E402
 
 SECONDS = 20.0
@@ -44,9 +44,9 @@ SECONDS = 20.0
 
 @dataclass(eq=False)
 class Call:
-    """Ray's reference to a call with these arguments to a searcher at this place."""
+    """Ray's reference to a call with these arguments to a searcher in this slot."""
 
-    place: Place
+    slot: Slot
     arguments: tuple[Any, ...]
 
 
@@ -54,18 +54,18 @@ class Call:
 class Method:
     """Method of a searcher in another process that does not end by itself."""
 
-    place: Place
+    slot: Slot
 
     def options(self, concurrency_group: str) -> Method:
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        return Call(self.place, arguments)
+        return Call(self.slot, arguments)
 
 
 class Actor:
-    def __init__(self, place: Place):
-        self.search = self.evaluate = self.publish = Method(place)
+    def __init__(self, slot: Slot):
+        self.search = self.evaluate = self.publish = Method(slot)
 
 
 @dataclass
@@ -90,9 +90,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def start(pool: Pool, place: Place, failures: int = 0) -> None:
+def slot(core: int) -> Slot:
+    return Slot(Place("cpu", (core,)), {})
+
+
+def start(pool: Pool, slot: Slot, failures: int = 0) -> None:
     """Start a searcher that is ready at once."""
-    pool.handles.append(Handle(place, Actor(place), 0, [], pool._calls, failures))
+    pool.handles.append(Handle(slot, Actor(slot), 0, [], pool._calls, failures))
 
 
 @pytest.fixture
@@ -104,9 +108,8 @@ def pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Pool:
     monkeypatch.setattr(Pool, "start", start)
-    pool = Pool(lambda place, newest: (None, None), RuntimeTable(), calls, clock)
-    for core in range(12):
-        pool.start(Place("cpu", (core,)))
+    pool = Pool(lambda slot, newest: (None, None), RuntimeTable(), calls, clock)
+    pool.fill([slot(core) for core in range(12)])
     return pool
 
 
@@ -138,10 +141,10 @@ def test_restarts_in_a_row_wait_ever_longer(
 ) -> None:
     """Those of one searcher, until it delivers something; the others are restarted at once."""
     monkeypatch.setattr(Handle, "kill", lambda self: None)
-    place, waits = pool.handles[3].place, []
+    own, waits = pool.handles[3].slot, []
 
     def failing() -> list[Handle]:
-        return [one for one in pool.handles if one.place == place]
+        return [one for one in pool.handles if one.slot is own]
 
     for _ in range(9):
         waits.append(pool.replace(failing()[0]))
@@ -185,8 +188,8 @@ def opens(
         cluster: Any = SimpleNamespace(
             connection=SimpleNamespace(calls=calls),
             transport=SharedMemory(),
-            searcher_gpus=0.0,
-            searchers=[Place("cpu", (core,)) for core in range(searchers)],
+            machine="here",
+            searchers=[slot(core) for core in range(searchers)],
         )
         state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
         opened.append(ray_module.RaySearchers(job, cluster, False, lambda: False, state, None))
@@ -207,7 +210,7 @@ def one_ends(refs: list[Call]) -> list[Call]:
     """One call after another ends, first those to the first searcher."""
     time.sleep(0.01)
     searches = [ref for ref in refs if len(ref.arguments) == 4]
-    return sorted(searches, key=lambda ref: ref.place.cores)[:1]
+    return sorted(searches, key=lambda ref: ref.slot.place.cores)[:1]
 
 
 def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
@@ -217,7 +220,7 @@ def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
     monkeypatch.setattr(ray_module, "Pool", partial(Pool, clock=clock))
 
     def received(ref: Call) -> SearchResult:
-        if ref.place.cores == (0,):
+        if ref.slot.place.cores == (0,):
             raise EngineError("out of memory")
         return found(ref)
 
