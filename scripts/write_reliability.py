@@ -35,6 +35,7 @@ TITLES = (
     "hostile text", "poison prompts", "torn weights", "stragglers, slow judges, full buffer",
     "searchers with old weights", "restart storms", "older checkpoints", "two runs in one folder",
     "pickles, code, secrets, other users", "random configs", "random histories", "evaluation",
+    "ranks of the trainer",
 )  # fmt: skip
 
 

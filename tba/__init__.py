@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tba.run import Run
     from tba.runs.log import Replay
     from tba.runs.offline import Result
+    from tba.tasks._memory import Passed
 
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
     Reward: TypeAlias = Callable[..., Any]
@@ -51,17 +52,11 @@ def train(
     """
     from tba.runs.offline import Result
 
-    given = open_run(
-        config,
-        resume,
-        data=data,
-        reward=reward,
-        held_out_data=held_out_data,
-        replay=replay,
-    )
-    with given as run:
-        run.train()
-        return Result(run.folder)
+    settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
+    from tba.assemble import run
+
+    run(settings, folder, replay, passed)
+    return Result(Path(settings.run.folder) if folder is None else folder.resolve())
 
 
 def open_run(
@@ -76,8 +71,21 @@ def open_run(
     """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
 
     The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
-    its summary. Leaving the block ends all processes.
+    its summary; it raises `TrainerLost` where `train` would restart the run. Leaving the block ends
+    all processes.
     """
+    settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
+    from tba.assemble import open_run as opened
+
+    return opened(settings, folder, passed, replay)
+
+
+def _checked(
+    config: Config | Mapping[str, Any] | str | Path, resume: "str | Path | None",
+    data: "Data | None", reward: "Reward | Sequence[Reward] | None",
+    held_out_data: "Data | None", replay: "Replay",
+) -> "tuple[Config, Path | None, Passed | None]":  # fmt: skip
+    """Return the config, the run to resume and what was passed; ValueError for a mistake."""
     if replay not in ("keep", "rescore", "drop") or (replay != "keep" and resume is None):
         raise ValueError(
             f'replay = {replay!r}: give "keep", or with resume=RUN also "rescore" or "drop"'
@@ -93,9 +101,7 @@ def open_run(
     folder = None if resume is None else Path(resume)
     settings = placed(settings)
     check_start(settings, folder, passed)
-    from tba.assemble import open_run as opened
-
-    return opened(settings, folder, passed, replay)
+    return settings, folder, passed
 
 
 def result(folder: str | Path) -> "Result":

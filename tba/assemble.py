@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.learn import Trainer
+from tba.learn import Trainer, TrainerLost
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, config_of, placed
 from tba.runs.console import Console, open_console
 from tba.runs.files import locked, write_json
-from tba.runs.generations import recover
+from tba.runs.generations import generations, recover
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
@@ -105,10 +105,49 @@ def check_memory(each: int, copies: int, room: int) -> None:
         )
 
 
-def run(config: Config, resume: Path | None = None, replay: log.Replay = "keep") -> Summary:
-    """Carry out a whole run. ValueError before anything starts if the config cannot work."""
-    with open_run(config, resume, None, replay) as opened:
-        return opened.train()
+def run(
+    config: Config,
+    resume: Path | None = None,
+    replay: log.Replay = "keep",
+    passed: Passed | None = None,
+) -> Summary:
+    """Carry out a whole run. ValueError before anything starts if the config cannot work.
+
+    If ranks of the trainer are lost, the run is opened again, and goes on from its newest
+    checkpoint. A run without a checkpoint ends, because it never begins anew by itself.
+    """
+    config = placed(config)
+    folder = Path(config.run.folder) if resume is None else resume
+    restarts = 0
+    losses: list[str] = []  # of ranks, since the run was last open
+    at: int | None = None  # steps that the run had done then
+    while True:
+        opened: Run | None = None  # first: the memory of the one before is free
+        try:
+            with open_run(config, resume, passed, replay) as opened:
+                opened.restarted(losses, at or 0)
+                losses = []
+                return opened.train()
+        except TrainerLost as error:
+            is_stopped = opened is not None and opened.stop.requested
+            at = at if opened is None else opened.step
+            if at is None:  # it has never been open
+                raise
+            is_saved = bool(generations(folder / log.CHECKPOINTS))
+            if is_stopped or not is_saved or restarts == config.trainer.max_restarts:
+                after = f"{error} (after {restarts} restarts)" if restarts else str(error)
+                raise TrainerLost(f"{after}\n{_go_on(folder, is_saved)}") from error
+            losses.append(str(error))
+        restarts += 1
+        resume = folder
+        replay = "keep"
+
+
+def _go_on(folder: Path, is_saved: bool) -> str:
+    """Return what to type after a run has lost ranks of its trainer."""
+    if is_saved:
+        return f"`tba train --resume {folder}` continues from its newest checkpoint"
+    return f"It has no checkpoint yet: remove its folder (`rm -r {folder}`), and start it again"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import errno
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, replace
 from pathlib import Path
@@ -180,6 +180,8 @@ class Run:
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
         parts = by_part(self.parts.task, groups)
         row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
+        if self.config.trainer.devices > 1:
+            row["trainer/restarts"] = self.warnings.restarts
         row |= {name if name not in row else f"logged/{name}": x for name, x in scored.items()}
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
@@ -209,6 +211,12 @@ class Run:
         for key, text in signs:
             self.console.warn(text)
             self.journal.warn(self.step, key, text, at_end)
+
+    def restarted(self, losses: Sequence[str], at: int) -> None:
+        """Warn that ranks of the trainer were lost at step `at`; `losses` says why, each time."""
+        back = f"the run went back from step {at} to its checkpoint of step {self.step}"
+        cost = f"{back}, which cost {at - self.step} steps"
+        self.warn(self.warnings.restarted([f"{why}; {cost}" for why in losses]))
 
     def evaluate(self) -> None:
         """Request an evaluation of the published weights, if there are held-out prompts."""
@@ -298,10 +306,10 @@ class Run:
         except ValueError as error:  # not the user's input, which was checked: show the traceback
             raise RuntimeError(f"the run failed: {error}") from error
         except (OSError, RuntimeError) as error:
-            resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
             if isinstance(error, TrainerLost):
-                raise TrainerLost(f"{error}\n{resume}") from error
+                self.console.note(f"{error}; ending all ranks and searchers")
             if is_full(error):
+                resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
         if complete:  # a stopped run goes on, and is judged by more steps
@@ -309,7 +317,9 @@ class Run:
         finished = complete and self.evaluating == 0
         evaluations = log.read_evaluations(self.folder)
         measured = self.tracker.summary(self.step, self.searchers.stats, finished, evaluations)
-        summary = replace(measured, warnings=self.warnings.texts, ended=ended)
+        restarts = self.warnings.restarts
+        texts = self.warnings.texts
+        summary = replace(measured, warnings=texts, ended=ended, trainer_restarts=restarts)
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary

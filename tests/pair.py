@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 from build import trainer
-from torch import distributed
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.config.tables import FsdpTable
 from tba.learn import plan
@@ -90,12 +93,14 @@ def open_pair() -> Iterator[Pair]:
             process.join()
 
 
-def divided(model: Path, reshard: bool, settings: tuple[str, ...], rank: int) -> SingleTrainer:
+def divided(
+    model: Path, reshard: bool, settings: tuple[str, ...], rank: int, ranks: int = RANKS
+) -> SingleTrainer:
     """Return a rank's trainer, of which it keeps a part."""
     t = trainer(model, *settings, STILL)
     own = FsdpTable(reshard_after_forward=reshard)
-    shard(t.policy, t.policy.model, False, RANKS, own)
-    table = t.settings.model_copy(update={"devices": RANKS, "fsdp": own})
+    shard(t.policy, t.policy.model, False, ranks, own)
+    table = t.settings.model_copy(update={"devices": ranks, "fsdp": own})
     return replace(t, settings=table, rank=rank, gather=_gather)
 
 
@@ -135,3 +140,34 @@ def saved_again(
     t.load(source)
     t.save(target)()
     distributed.barrier()
+
+
+def state_of(t: SingleTrainer) -> dict[str, Tensor]:
+    """Return weights and moments by name; a rank's part of them."""
+    tensors = {}
+    for name, parameter in t.policy.named_parameters():
+        moments = t.optimizer.state.get(parameter, {})
+        for kind, tensor in {"weight": parameter, **moments}.items():
+            own = tensor.detach()
+            tensors[f"{name}:{kind}"] = own.to_local() if isinstance(own, DTensor) else own
+    return tensors
+
+
+def loaded_by_three(model: Path, settings: tuple[str, ...], source: Path) -> dict[str, Tensor]:
+    """Load a checkpoint into three ranks, one after another in this process; join their parts.
+
+    The ranks send nothing: each takes its part of the files.
+    """
+    parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+    first_model = trainer(model, *settings)._first_model
+    for rank in range(3):
+        distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            t = divided(model, True, settings, rank, ranks=3)
+            t._first_model = first_model
+            t.load(source)
+            for name, tensor in state_of(t).items():
+                parts[name].append(tensor)
+        finally:
+            distributed.destroy_process_group()
+    return {name: torch.cat(own) if own[0].ndim else own[0] for name, own in parts.items()}

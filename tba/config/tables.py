@@ -251,6 +251,11 @@ class TrainerTable(Table):
     deadline: PositiveFloat = key(
         1800.0, "seconds in which all ranks must end a step, a publication or a copy of their state"
     )
+    max_restarts: Count = key(
+        3,
+        "restarts from the newest checkpoint after a rank has died, has failed or was late, before"
+        " the run fails (devices above 1)",
+    )
 
     @model_validator(mode="after")
     def whole_groups(self) -> "TrainerTable":

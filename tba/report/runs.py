@@ -224,6 +224,7 @@ class Record:
         lag_mean, lag_max = (self.steps[name] for name in LAG)
         return {
             "Objective": self.settings["objective.use"].replace('"', ""),
+            "Trainer": self._ranks(),
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{totals['trainer_wait_fraction']:.2%} of the time",
             "Searchers waited": f"{totals['searcher_wait_fraction']:.2%} of the time",
@@ -231,6 +232,15 @@ class Record:
             "Samples trained on": f"{totals['samples_trained']:,.0f}",
             "Samples rejected": f"{self.steps['searchers/rejected'].iloc[-1]:,.0f}",
         }
+
+    def _ranks(self) -> str:
+        """Return how many ranks the trainer has, how equal their work is, and their restarts."""
+        ranks = self.config["trainer"].get("devices", 1)
+        if ranks == 1:
+            return "one device"
+        more = self.steps["batch/imbalance"].mean()
+        restarts = self.steps["trainer/restarts"].iloc[-1]
+        return f"{ranks} ranks, the longest {more:.0%} above the mean; restarts: {restarts:.0f}"
 
     def groups(self) -> list[Row]:
         """Return the stored completions of each prompt, in a batch or in all evaluations."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.learn import Trainer
+from tba.learn import Trainer, TrainerLost
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
@@ -152,7 +152,10 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the current save. RuntimeError if it failed, TimeoutError if it is late."""
+        """Wait for the current save. RuntimeError if it failed, TimeoutError if it is late.
+
+        TrainerLost if the rank that wrote it is lost.
+        """
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
@@ -165,7 +168,8 @@ class Checkpoints:
         self._thread = None
         self._error = None
         if error is not None:
-            raise RuntimeError(f"{problem}: {error}") from error
+            kind = TrainerLost if isinstance(error, TrainerLost) else RuntimeError
+            raise kind(f"{problem}: {error}") from error
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of the saves that have ended since the last call.

@@ -125,6 +125,8 @@ class Console:
             "trainer waited": f"{s.trainer_wait_fraction:.2%} of the time after the first fill",
             "searchers restarted": str(s.searcher_restarts),
         }
+        if s.trainer_restarts:
+            rows["trainer restarted"] = str(s.trainer_restarts)
         if s.quarantined:
             rows["prompts quarantined"] = str(s.quarantined)
         if s.ended:

@@ -54,6 +54,7 @@ class Summary:
     last: dict[str, float]  # scores of the last evaluation
     warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
     quarantined: int = 0  # prompts that are no longer searched
+    trainer_restarts: int = 0  # from a checkpoint, after ranks of the trainer were lost
     ended: str = ""  # why the run finished before `run.steps`
 
     def write(self, run: Path) -> None:

@@ -23,6 +23,9 @@ MOST_WAITING = 0.05
 MOST_KL = 10.0
 """Most times its usual value that the KL may be."""
 
+LOST = "lost ranks"
+"""Beginning of the key of a warning that the run was restarted."""
+
 RunWarning = tuple[str, str]
 """A short name of a warning, and its text."""
 
@@ -66,6 +69,16 @@ class Warnings:
             )
             signs.append(("warmup", text))
         return self._new(signs)
+
+    @property
+    def restarts(self) -> int:
+        """The restarts of the run after ranks of the trainer were lost."""
+        return sum(key.startswith(LOST) for key in self._given)
+
+    def restarted(self, texts: Sequence[str]) -> list[RunWarning]:
+        """Return the warnings of restarts, each with its text."""
+        first = self.restarts + 1
+        return self._new((f"{LOST} {n}", text) for n, text in enumerate(texts, first))
 
     def step(self, metrics: Mapping[str, float | None]) -> list[RunWarning]:
         """Return the warnings that the metrics of a step give for the first time."""

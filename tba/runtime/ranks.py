@@ -8,10 +8,12 @@
       save              -->     state.save: rank 0 puts tensors together and writes them
       load              -->     state.load: each rank takes its part
 
-A rank that dies, raises or is late ends all ranks, because the others would wait for it.
+A rank that dies, raises or is late ends all ranks, because the others would wait for it. The run
+then goes on from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
 """
 
 import math
+import os
 import socket
 import sys
 import time
@@ -35,9 +37,17 @@ from tba.runtime.placement import Place, reuse_memory
 from tba.types import Batch
 from tba.weights import Weights
 
-ENDED_BY_USER = (NotFinite, WrongReference, ValueError)
-"""Errors of a rank that speak to the user as they are."""
+Errors = tuple[type[Exception], ...]
+"""Types of errors of a rank that are no loss of it: they are raised as they are."""
+ENDED_BY_USER: Errors = (NotFinite, WrongReference, ValueError)
 
+DIED = (
+    "the process of rank {} of the trainer has died: it was killed, as for a lack of memory, or has"
+    " crashed"
+)
+
+CAUSE = 1.0
+"""Seconds after the error of a rank in which another may be found dead, which is the cause."""
 
 WRITING = "writing"
 """Group of the thread of a rank that writes beside its steps."""
@@ -64,26 +74,32 @@ class RankActor:
             reuse_memory()
         self._place = place
         self._trainer: SingleTrainer
+        self._port: socket.socket
         self._write: Callable[[], None] = lambda: None
 
-    def address(self) -> str:
-        """Return a free port of this machine, on which the ranks meet."""
-        with socket.socket() as free:
-            host = "127.0.0.1" if ray.util.get_node_ip_address() == "127.0.0.1" else ""
-            free.bind((host, 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+    def open_port(self) -> tuple[str, int]:
+        """Open the port at which the ranks meet: on loopback only, if Ray is there."""
+        self._port = socket.create_server((ray.util.get_node_ip_address(), 0))
+        host, port = self._port.getsockname()
+        return host, port
 
-    def start(self, setup: TrainerSetup, address: str, rank: int, deadline: float) -> Facts:
+    def start(self, setup: TrainerSetup, host: str, port: int, deadline: float, rank: int) -> Facts:
         """Meet the other ranks, load the model and keep a part of each tensor."""
         cuda = self._place.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self._place.device)
+        if host == "127.0.0.1" and sys.platform == "linux":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        limit = timedelta(seconds=deadline)
+        untyped: Any = distributed  # its types lack TCPStore
+        port_of_0 = self._port.detach() if rank == 0 else None
+        store = untyped.TCPStore(host, port, None, rank == 0, limit, False, False, port_of_0)
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=f"tcp://{address}",
+            store=store,
             rank=rank,
             world_size=setup.settings.devices,
-            timeout=timedelta(seconds=deadline),
+            timeout=limit,
         )
         self._trainer = trainer = setup.build(self._place.device, rank, _gather)
         return Facts(
@@ -127,15 +143,25 @@ class ShardedTrainer:
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         rank: Any = ray.remote(**groups)(RankActor)
-        self._ranks = [rank.options(**slot.options).remote(slot.place, sys.path) for slot in slots]
-        try:
-            address = self._wait([self._ranks[0].address.remote()], start, "meet")[0]
-            deadline = self._settings.deadline
-            starting = [
-                actor.start.remote(setup, address, rank, deadline)
+
+        def create() -> list[Any]:
+            return [rank.options(**slot.options).remote(slot.place, sys.path) for slot in slots]
+
+        def meet() -> list[Any]:
+            return [self._ranks[0].open_port.remote()]
+
+        def load() -> list[Any]:
+            deadline = setup.settings.deadline
+            return [
+                actor.start.remote(setup, host, port, deadline, rank)
                 for rank, actor in enumerate(self._ranks)
             ]
-            self._facts: Facts = self._wait(starting, start, "start")[0]
+
+        self._ranks = calls("create ranks", create)
+        try:
+            given = start, "runtime.start_deadline", ENDED_BY_USER
+            (host, port) = self._wait(meet, "start", *given)[0]
+            self._facts: Facts = self._wait(load, "start", *given)[0]
         except BaseException:
             self.close()
             raise
@@ -154,7 +180,9 @@ class ShardedTrainer:
         budget = self._settings.token_budget
         ranks = len(self._ranks)
         slots = plan.slots(batch, budget, ranks, facts.share_prompt, facts.can_pack)
-        metrics = self._call("step", "take a step", ray.put(batch), slots, step)[0]
+        given = self._calls("hold a batch", ray.put, batch)
+        taken = self._call("step", "take a step", given, slots, step, passed=ENDED_BY_USER)
+        metrics: dict[str, float] = taken[0]
         metrics["batch/imbalance"] = plan.imbalance(batch, slots)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
@@ -170,44 +198,64 @@ class ShardedTrainer:
     def save(self, folder: Path) -> Callable[[], None]:
         self._call("save", "copy their state", folder)
 
+        def begin() -> list[Any]:
+            return [self._ranks[0].write.options(concurrency_group=WRITING).remote()]
+
         def write() -> None:
-            written = self._ranks[0].write.options(concurrency_group=WRITING).remote()
-            self._wait([written], math.inf, "write")  # checkpoint.deadline is the limit
+            # Checkpoints has the deadline; a full disk is no fault of the rank
+            self._wait(begin, "write", math.inf, "checkpoint.deadline", (Exception,))
 
         return write
 
     def load(self, folder: Path) -> None:
-        self._call("load", "load a checkpoint", folder)
+        self._call("load", "load a checkpoint", folder, passed=ENDED_BY_USER)
 
     def close(self) -> None:
         """End all ranks."""
-        for actor in self._ranks:
-            self._calls.attempt(self._calls.deadline, partial(ray.kill, actor))
 
-    def _call(self, method: str, what: str, *arguments: Any) -> list[Any]:
+        def end() -> None:
+            for actor in self._ranks:
+                ray.kill(actor)
+
+        self._calls.attempt(self._calls.deadline, end)
+
+    def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""
-        begun = [getattr(actor, method).remote(*arguments) for actor in self._ranks]
-        return self._wait(begun, self._settings.deadline, what)
 
-    def _wait(self, begun: list[Any], seconds: float, what: str) -> list[Any]:
-        """Return the results of the ranks; an error of one of them ends all."""
+        def begin() -> list[Any]:
+            return [getattr(actor, method).remote(*arguments) for actor in self._ranks]
+
+        return self._wait(begin, what, self._settings.deadline, "trainer.deadline", passed)
+
+    def _wait(
+        self,
+        begin: Callable[[], list[Any]],
+        what: str,
+        seconds: float,
+        setting: str,
+        passed: Errors,
+    ) -> list[Any]:
+        """Return the results of calls that `begin` makes to ranks, which have so many seconds.
+
+        TrainerLost, and all ranks end, if one has none; errors that are `passed` on end no rank.
+        """
         until = time.monotonic() + seconds
-        waiting = begun
         results: dict[int, Any] = {}
         try:
+            begun = waiting = self._calls("call ranks", begin)
             while waiting:
                 left = min(1.0, until - time.monotonic())
                 if left <= 0:
-                    late = ", ".join(str(begun.index(each)) for each in waiting)
+                    late = " and ".join(str(begun.index(each)) for each in waiting)
                     raise TrainerLost(
-                        f"rank {late} of the trainer did not {what} within {seconds:g} s"
-                        " (trainer.deadline): see why it is slow, or raise trainer.deadline"
+                        f"rank {late} of the trainer did not {what} within {setting} ="
+                        f" {seconds:g} s: see why it is slow, or raise that setting"
                     )
                 look = partial(ray.wait, waiting, timeout=left)
                 ended, waiting = self._calls("report on ranks", look)
                 for each in ended:
                     rank = begun.index(each)
-                    results[rank] = self._result(each, rank)
+                    results[rank] = self._result(rank, begun, passed)
             return [results[rank] for rank in range(len(begun))]
         except TrainerLost:
             self.close()
@@ -215,16 +263,31 @@ class ShardedTrainer:
         except NoAnswerError as error:  # the ranks are lost with Ray
             raise TrainerLost(str(error)) from error
 
-    def _result(self, begun: Any, rank: int) -> Any:
-        """Return the result of a rank, or raise its error."""
+    def _result(self, rank: int, begun: list[Any], passed: Errors) -> Any:
+        """Return the result of a rank, or raise its error, which a dead rank may have caused."""
         try:
-            return self._calls("take a result of a rank", ray.get, begun)
+            return self._take(begun[rank])
         except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, ENDED_BY_USER):
-                raise cause from None
-            raise TrainerLost(f"rank {rank} of the trainer has failed: {cause!r}") from error
+            if isinstance(error.cause, passed):
+                raise error.cause from None
+            dead = self._dead(begun)
+            failed = f"rank {rank} of the trainer has failed: {error.cause!r}"
+            raise TrainerLost(DIED.format(dead[0]) if dead else failed) from error
         except RayError as error:
-            raise TrainerLost(
-                f"rank {rank} of the trainer has died ({type(error).__name__}): {error}"
-            ) from error
+            raise TrainerLost(DIED.format(rank)) from error
+
+    def _dead(self, begun: list[Any]) -> list[int]:
+        """Return the ranks that are found dead within a moment."""
+        look = partial(ray.wait, begun, num_returns=len(begun), timeout=CAUSE)
+        dead = []
+        for each in self._calls("report on ranks", look)[0]:
+            try:
+                self._take(each)
+            except RayTaskError:  # it is alive
+                pass
+            except RayError:
+                dead.append(begun.index(each))
+        return dead
+
+    def _take(self, one: Any) -> Any:
+        return self._calls("take a result of a rank", ray.get, one)

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from build import trainer
-from pair import STILL, Pair, divided_gradients, gradients, open_pair, saved_again
+from pair import (
+    STILL,
+    Pair,
+    divided_gradients,
+    gradients,
+    loaded_by_three,
+    open_pair,
+    saved_again,
+    state_of,
+)
 from safetensors.torch import load_file
 
 from tba.learn import plan
@@ -125,7 +134,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     setting: str, tiny_model: Path, pair: Pair, tmp_path: Path
 ) -> None:
-    """One process saves, two load and save, one loads and saves: every tensor is equal."""
+    """One process saves, two load and save, one and three load that: every tensor is equal."""
     if setting == "policy.lora.r=4":
         pytest.importorskip("peft")
     folders = [tmp_path / name for name in ("one", "two", "again")]
@@ -149,5 +158,9 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
         assert found.keys() == expected.keys() - {"optimizer.safetensors/torch_rng"}
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), name
+    by_three = loaded_by_three(tiny_model, (setting,), two)
+    state = state_of(last)
+    assert by_three.keys() == state.keys()
+    assert all(torch.equal(by_three[name], tensor) for name, tensor in state.items())
     one_more = [first.step(batch, 2), last.step(batch, 2)]
     assert one_more[0]["loss"] == one_more[1]["loss"]
