@@ -42,6 +42,10 @@ class RuntimeTable(Table):
     concurrent_searches: Positive = key(
         2, "tasks a searcher runs at once (ray); default with vllm: 16"
     )
+    colocate: Literal["share", "sleep"] = key(
+        "share",
+        "sleep: the engine gives its memory up while the trainer trains (local, engine=vllm)",
+    )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
     start_deadline: PositiveFloat = key(300.0, "seconds that Ray or a searcher may take to start")

@@ -146,6 +146,11 @@ class Config(Tables):
             raise ValueError(
                 f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
             )
+        if r.use == "ray" and r.colocate == "sleep":
+            raise ValueError(
+                "runtime.colocate=sleep needs search and training in turn in one process: set"
+                " runtime.use=local, or runtime.colocate=share"
+            )
         if not isinstance(r.searchers, int) and (r.address is None or r.lag is not None):
             raise ValueError(
                 "a range of runtime.searchers needs a cluster, and no lockstep: set runtime.address"
@@ -162,21 +167,6 @@ class Config(Tables):
             )
         if r.lag is not None and r.publish_every != 1:
             raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
-        return self
-
-    @model_validator(mode="after")
-    def consistent_weights(self) -> "Config":
-        p = self.policy
-        if self.trainer.weights == "bf16" and p.autocast != "bf16":
-            raise ValueError(
-                f"policy.autocast = {p.autocast!r} with trainer.weights=bf16, which computes in"
-                " bf16: set policy.autocast=bf16, or trainer.weights=fp32"
-            )
-        if self.trainer.weights == "bf16" and p.lora is not None:
-            raise ValueError(
-                "trainer.weights=bf16 is for training all weights, and policy.lora trains adapters"
-                " in fp32: remove one of them; policy.autocast=bf16 has frozen layers in bf16"
-            )
         return self
 
     @model_validator(mode="after")

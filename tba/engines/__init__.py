@@ -47,7 +47,11 @@ class Engine(ABC):
     """Whether the trainer computes in bf16."""
     sampling: Sampling = field(metadata=GIVEN)
     """How the searches of the run sample."""
+    sleeps: bool = field(default=False, kw_only=True, metadata=GIVEN)
+    """Whether the run will call `sleep` (`runtime.colocate`)."""
 
+    can_sleep: ClassVar[bool] = False
+    """Whether the engine has `sleep` and `wake`; the run refuses others by name."""
     longest_block: ClassVar[int] = 128
     """Tokens of a block of the prefix cache, on the device where it is longest; 0 without a cache.
 
@@ -97,6 +101,15 @@ class Engine(ABC):
         Returns the mean absolute difference between the engine's and the trainer's log-probs of
         `weights.probe`, in nats, or None if there is nothing to compare.
         """
+
+    def sleep(self) -> None:
+        """Give up the memory of weights and cache until `wake`, while the trainer trains.
+
+        Nothing is generated and no weights arrive meanwhile.
+        """
+
+    def wake(self) -> None:
+        """Be as before `sleep`, with the same weights."""
 
     def lend(self) -> AbstractContextManager[None]:
         """Hold `model` while nothing is generated and no weights arrive.

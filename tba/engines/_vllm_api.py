@@ -64,6 +64,17 @@ class Engine:
         self._engine.engine_core.shutdown()
         del self._engine  # and with it weights and cache, before another engine starts
 
+    def sleep(self) -> None:
+        """Give up the cache, and the weights, which are copied to the host; no request may run."""
+        self._engine.sleep(level=1)
+
+    def wake(self) -> None:
+        """Take the memory back, once PyTorch has returned what the trainer no longer uses."""
+        torch.cuda.empty_cache()
+        self._engine.wake_up()
+        if self._engine.is_sleeping():
+            raise RuntimeError("vLLM has not woken up")
+
     def load(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
         """Load all weights, and forget what the old ones computed, for running requests as well."""
         kwargs = {"arrays": dict(arrays)}

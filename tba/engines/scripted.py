@@ -25,6 +25,7 @@ class Scripted(Engine):
     """
 
     longest_block: ClassVar[int] = 0
+    can_sleep: ClassVar[bool] = True
     answers: tuple[str, ...] = ("0", "1", "2", "3")
     """Answers to draw from."""
     latency: float = 0.0
@@ -34,6 +35,7 @@ class Scripted(Engine):
     own_reference: bool = False
     """Use the log-probs of the engine as the reference's, and load no model."""
     version: int = field(default=0, init=False)
+    asleep: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not self.answers:
@@ -42,6 +44,8 @@ class Scripted(Engine):
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
+        if self.asleep:
+            raise RuntimeError("the engine sleeps: nothing can be generated before `wake`")
         rng = np.random.default_rng(seed)
         version = self.version  # newer weights may arrive during the pause
         time.sleep(self.latency * math.exp(self.tail * rng.normal()))
@@ -56,6 +60,12 @@ class Scripted(Engine):
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version
         return None
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
 
     def _completion(self, answer: str, sampling: Sampling, version: int) -> Completion:
         encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]

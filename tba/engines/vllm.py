@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class VLLM(Engine):
     Four adapters run at once; responses with a fifth wait for the first.
     """
 
+    can_sleep: ClassVar[bool] = True
     block_size: Literal[16, 32, 64, 128] | None = None
     """Tokens of a block of the prefix cache; default: 32 on a CPU, and vLLM's choice on a GPU. The
     samples of a prompt share the whole blocks of it."""
@@ -146,6 +147,12 @@ class VLLM(Engine):
             return None
         return float(np.abs([output.score for output in outputs] - probe.logp).mean())
 
+    def sleep(self) -> None:
+        self._batch.update(self._engine.sleep, self.version)
+
+    def wake(self) -> None:
+        self._batch.update(self._engine.wake, self.version)
+
     def close(self) -> None:
         self._batch.close()
 
@@ -182,6 +189,8 @@ class VLLM(Engine):
             "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_sleep_mode": self.sleeps
+            and not on_cpu,  # there, it is not needed for the calls
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
             # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
             "enable_chunked_prefill": False if on_cpu else None,

@@ -1,6 +1,5 @@
 """AdamW in the precisions of `trainer.optimizer` and `trainer.weights`, and its learning rate."""
 
-import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
-from tba.config.tables import TrainerTable
+from tba.config.tables import PolicyTable, TrainerTable
 from tba.learn.policy import Policy
 from tba.weights import trained
 
@@ -52,7 +51,6 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> torch.optim.Optim
     betas = settings.betas
     decay = settings.weight_decay
     if settings.optimizer == "adamw_8bit":
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # about kernels that it lacks
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, rate, betas=betas, weight_decay=decay)
@@ -61,8 +59,19 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> torch.optim.Optim
     return torch.optim.AdamW(groups, rate, betas=betas, weight_decay=decay, fused=True)
 
 
-def check_optimizer(settings: TrainerTable) -> None:
-    """Raise ValueError if the package of the optimizer is missing."""
+def check_precision(policy: PolicyTable, settings: TrainerTable) -> None:
+    """Raise ValueError for precisions that do not work together, or without bitsandbytes."""
+    in_bf16 = settings.weights == "bf16"
+    if in_bf16 and policy.autocast != "bf16":
+        raise ValueError(
+            f"policy.autocast = {policy.autocast!r} with trainer.weights=bf16, which computes in"
+            " bf16: set policy.autocast=bf16, or trainer.weights=fp32"
+        )
+    if in_bf16 and policy.lora is not None:
+        raise ValueError(
+            "trainer.weights=bf16 is for training all weights, and policy.lora trains adapters in"
+            " fp32: remove one of them; policy.autocast=bf16 has frozen layers in bf16"
+        )
     if settings.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise ValueError(
             "trainer.optimizer = 'adamw_8bit' needs bitsandbytes: pip install 'tba[quantised]', or"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,7 @@ def load_weighted(
     """
     from transformers import logging
 
+    getLogger("bitsandbytes").setLevel("ERROR")  # about kernels that it could do with
     logging.disable_progress_bar()  # it would be drawn across the console, at every checkpoint
     path = model_path(name, key)
     named = f"{key} = {name!r}"

@@ -13,7 +13,7 @@ from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF
 from tba.engines import Engine
-from tba.learn.optimizer import check_optimizer
+from tba.learn.optimizer import check_precision
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
 from tba.models.cache import (
@@ -156,7 +156,7 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     notes += _check_policy(config)
     plugins = resolve_all(config)
     objective = plugins.objective
-    engine.check(config)
+    _check_engine(config, engine)
     task = build_task(plugins.task, functions)
     task.check()
     _check_stop(config, text)
@@ -215,10 +215,20 @@ def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
 def _check_policy(config: Config) -> list[str]:
     """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
     check_model(config.policy)
-    check_optimizer(config.trainer)
+    check_precision(config.policy, config.trainer)
     if config.trainer.compile:
         check_compiler()
     return [] if config.policy.lora is None else [check_adapter(config.policy)]
+
+
+def _check_engine(config: Config, engine: type[Engine]) -> None:
+    """Raise ValueError if the engine cannot work with the config, or shall sleep and cannot."""
+    if config.runtime.colocate == "sleep" and not engine.can_sleep:
+        raise ValueError(
+            f"runtime.colocate=sleep: engine.use = {config.engine.use!r} cannot give up its memory;"
+            " set engine=vllm, or runtime.colocate=share"
+        )
+    engine.check(config)
 
 
 def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:

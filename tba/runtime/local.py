@@ -16,7 +16,11 @@ from tba.weights import Weights
 
 
 class LocalSearchers:
-    """One searcher. It searches exactly as many prompts as the trainer waits for."""
+    """One searcher. It searches exactly as many prompts as the trainer waits for.
+
+    With `runtime.colocate=sleep`, its engine sleeps from the end of a search until it is needed:
+    the trainer takes a step, copies its weights for the engine, and the engine wakes to load them.
+    """
 
     def __init__(self, job: SearchJob, searcher: Searcher, state: SearchState):
         self.stats = deepcopy(state.stats)
@@ -29,6 +33,7 @@ class LocalSearchers:
         self._reference = state.reference
         self._found: list[Group] = []  # in a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
+        self._asleep = False
         if state.weights is not None:
             self._load(state.weights)
         if self._reference is not None:
@@ -46,7 +51,7 @@ class LocalSearchers:
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
             seed = seed_of(self._job.seed, Use.SEARCH, self._tasks)
-            result = self._searcher.search(prompts, seed)
+            result = self._awake().search(prompts, seed)
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
             quarantined = self._stream.done(prompts, result.groups, result.died)
@@ -54,7 +59,17 @@ class LocalSearchers:
             self.stats.add(result.stats)
             groups += result.groups
         self._found = []
+        if self._job.settings.colocate == "sleep" and not self._asleep:
+            self._asleep = True  # first: if it fails, nothing is generated before it is awake
+            self._searcher.engine.sleep()
         return groups
+
+    def _awake(self) -> Searcher:
+        """Return the searcher, with its engine awake."""
+        if self._asleep:
+            self._searcher.engine.wake()
+            self._asleep = False
+        return self._searcher
 
     def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()
@@ -67,15 +82,15 @@ class LocalSearchers:
     def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
         self._weights = weights
-        self.stats.measured(self._searcher.load_weights(weights))
+        self.stats.measured(self._awake().load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, weights: Weights) -> None:
         self._reference = weights  # first: a checkpoint keeps it, also if loading it fails
-        self._searcher.reference.load_weights(weights)
+        self._awake().reference.load_weights(weights)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
-        evaluation = evaluate_held_out(self._searcher, tell=self._job.tell)
+        evaluation = evaluate_held_out(self._awake(), tell=self._job.tell)
         self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version
 

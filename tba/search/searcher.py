@@ -92,6 +92,8 @@ class SearchSetup:
         context = self.engine.options.get("max_model_len")
         text = load_text(self.policy).within(context)
         plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
+        if self.runtime.colocate == "sleep":
+            plugin = replace(plugin, options={**plugin.options, "sleeps": True})
         engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
         limit = logp_gap_limit(self.engine, bf16)

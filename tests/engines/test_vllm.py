@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import tomllib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -537,3 +538,36 @@ def test_an_asynchronous_run_on_ray(wide_model: Path, tmp_path: Path) -> None:
     assert gaps and max(gaps) <= 1e-4
     assert sum(row["sync/drain"] for row in rows) > 0
     assert rows[-1]["off_policy/lag_mean"] < 15 and rows[-1]["sync/adopted"] > 0
+
+
+@installed
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+def test_the_engine_sleeps_and_wakes_by_vllms_own_calls(
+    adapted: bool, wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, vLLM gives nothing up, but it pauses. Weights are those of the last update."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what vLLM imports
+        from vllm import LLMEngine
+
+    calls: list[Any] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        call = getattr(LLMEngine, name)
+
+        def record(engine: Any, *given: Any, **options: Any) -> Any:
+            calls.append((name, given, options, engine.is_sleeping()))
+            return call(engine, *given, **options)
+
+        return record
+
+    for name in ("sleep", "wake_up"):
+        monkeypatch.setattr(LLMEngine, name, recorded(name))
+    lora = ("policy.lora.r=4",) if adapted else ()
+    sleep = ("runtime.use=local", "runtime.colocate=sleep", "run.steps=2", *lora)
+    run(config(wide_model, *sleep, f"run.folder={tmp_path / 'run'}"))
+    slept = ("sleep", (), {"level": 1}, False)
+    woke = ("wake_up", (), {}, True)
+    assert calls[:4] == [slept, woke, slept, woke]
+    rows = read(tmp_path / "run" / METRICS)
+    assert max(row["sync/logp_gap"] for row in rows if "loss" in row) < 1e-3

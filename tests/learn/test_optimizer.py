@@ -102,7 +102,7 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
 )
 def test_what_does_not_work_together_is_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(None, settings)
+        check(load(None, settings))
 
 
 def test_8_bits_without_bitsandbytes_are_refused_before_the_start(
