@@ -218,7 +218,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
             " set policy.eos_token='</s>', or the token that ends its texts"
         )
-    vocabulary = config.get_text_config().to_dict().get("vocab_size", len(tokenizer))
+    vocabulary = config.get_text_config().to_dict().get("vocab_size") or len(tokenizer)
     if eos >= vocabulary:
         raise ValueError(
             f"the EOS token {tokenizer.convert_ids_to_tokens(eos)!r} of {policy.model!r} has number"
@@ -258,9 +258,10 @@ def load_config(policy: PolicyTable) -> Any:
 def _declared_eos(path: str, config: Any) -> list[int]:
     from transformers import GenerationConfig
 
+    declared = config.get_text_config().to_dict().get("eos_token_id")
     with suppress(OSError):  # no generation_config.json
-        config = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
-    declared = config.eos_token_id
+        own = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
+        declared = own.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     return [i for i in ids if i is not None]
 
@@ -317,7 +318,8 @@ def check_model(policy: PolicyTable) -> None:
             " recurrent state, or a part of a larger model; give a causal language model with"
             " attention alone"
         )
-    needed = sum(p.numel() * 4 for p in load_empty_model(policy).parameters())
+    with _explained(policy.model, named):  # a config may not fit the code of its model
+        needed = sum(p.numel() * 4 for p in load_empty_model(policy).parameters())
     memory = psutil.virtual_memory().total
     if needed > memory:
         raise ValueError(

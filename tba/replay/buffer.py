@@ -153,20 +153,25 @@ class ReplayBuffer:
 class Pace:
     """Limit on how often a sample is trained on: `max_reuse` times, on average over `steps`.
 
-    With the step that is next, samples trained on <= max_reuse x samples that entered the buffer.
-    `marks` are the totals of both after each of the latest draws; those of a new run are 0.
+    With the step that is next, samples trained on <= max_reuse x samples that entered the buffer,
+    and the same over `STEPS`. `marks` are the totals of both after each of the latest draws; those
+    of a new run are 0.
     """
 
     def __init__(self, max_reuse: float, marks: Iterable[Sequence[int]], steps: int = STEPS):
         self._max_reuse = max_reuse
-        self.marks = deque(marks, maxlen=steps)
+        self._windows = (steps, STEPS)
+        self.marks = deque(marks, maxlen=STEPS)
 
     def missing(self, batch: int, entered: int) -> int:
         """Return the samples that must still enter before a step on `batch` samples."""
-        trained, before = self.marks[0]
         total, _ = self.marks[-1]
-        needed = math.ceil((total - trained + batch) / self._max_reuse)
-        return max(0, needed - (entered - before))
+        missing = 0
+        for steps in self._windows:
+            trained, before = self.marks[-min(steps, len(self.marks))]
+            needed = math.ceil((total - trained + batch) / self._max_reuse)
+            missing = max(missing, needed - (entered - before))
+        return missing
 
     def drew(self, batch: int, entered: int) -> None:
         """Record the draw of a step."""

@@ -38,28 +38,28 @@ WINDOW = 8
 
 @given(
     max_reuse=st.sampled_from([0.1, 0.5, 1.0, 2.5, 4.0]),
+    window=st.sampled_from([8, 20, STEPS]),
     steps=st.lists(st.tuples(st.integers(2, 64), st.integers(0, 300)), min_size=1, max_size=160),
 )
 @settings(max_examples=60, deadline=None)
 def test_no_more_is_trained_on_than_the_samples_of_the_window_allow(
-    max_reuse: float, steps: list[tuple[int, int]]
+    max_reuse: float, window: int, steps: list[tuple[int, int]]
 ) -> None:
-    """Each step has a batch, and samples that arrive before it by themselves.
+    """Over the window and over 50 steps. Each has samples that arrive before it by themselves.
 
     What is missing is enough, one less would be too few, and a pace that was saved says the same.
     """
-    pace, trained, arrived = Pace(max_reuse, NEW), [], []
+    pace, trained, arrived = Pace(max_reuse, NEW, window), [], []
     for batch, free in steps:
         entered = sum(arrived) + free
         missing = pace.missing(batch, entered)
-        assert Pace(max_reuse, json.loads(json.dumps([*pace.marks]))).missing(batch, entered) == (
-            missing
-        )
+        again = Pace(max_reuse, json.loads(json.dumps([*pace.marks])), window)
+        assert again.missing(batch, entered) == missing
         trained.append(batch)
         arrived.append(free + missing)
-        used, new = sum(trained[-STEPS:]), sum(arrived[-STEPS:])
-        assert used <= max_reuse * new * (1 + 1e-9)
-        assert missing == 0 or used > max_reuse * (new - 1)
+        sums = [(sum(trained[-last:]), sum(arrived[-last:])) for last in (window, STEPS)]
+        assert all(used <= max_reuse * new * (1 + 1e-9) for used, new in sums)
+        assert missing == 0 or any(used > max_reuse * (new - 1) for used, new in sums)
         pace.drew(batch, entered + missing)
 
 
