@@ -74,6 +74,7 @@ def random_batch(model: str) -> Batch:
         prompt_mask=torch.ones_like(prompts, dtype=torch.bool),
         tokens=torch.randint(10, vocabulary, shape, generator=generator),
         mask=torch.ones(shape, dtype=torch.bool),
+        restarts=torch.zeros(shape, dtype=torch.bool),
         behavior_logp=logp,
         ref_logp=logp,
         reward=torch.randn(shape[:2], generator=generator),

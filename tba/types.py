@@ -7,10 +7,15 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int, Int32
+from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
 from torch import Tensor
 
 from tba.prompt import Prompt
+
+GIVEN = 0
+SAMPLED = 1
+RESTART = 2
+"""Marks of a response's tokens: given; sampled by the policy; given, and first of a new context."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,9 @@ class Completion:
     first token; version v means "after v optimizer steps". `switches` has a pair for each time that
     newer weights took over: the place of the first token that they sampled, and their version.
 
-    A dialogue has tokens of its environment between those that were sampled, which come first and
-    last: `sampled` tells them apart, and is None where all were sampled. The log-probs of others
-    are 0.
+    A dialogue has given tokens beside those that were sampled: `sampled` tells them apart, and is
+    None where all were sampled. The log-probs of given tokens are 0. At a place in `restarts`, a
+    given token begins a new context: what follows does not see the prompt, or anything before.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -51,19 +56,25 @@ class Completion:
     version: int
     switches: tuple[tuple[int, int], ...] = ()
     sampled: Bool[np.ndarray, " T"] | None = None
+    restarts: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         """The number of tokens that were sampled."""
         return len(self.tokens) if self.sampled is None else int(self.sampled.sum())
 
+    @property
+    def marks(self) -> UInt8[np.ndarray, " T"] | None:
+        """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
+        return _marks(self.sampled, self.restarts)
+
 
 @dataclass(frozen=True)
 class Trajectory:
     """A completion with its reward, and its log-probs under the sampling policy and the reference.
 
-    `version`, `switches` and `sampled` are as in the completion. `value` is there for objectives
-    that ask for rollouts: at each token, V of the state before its step (see
+    `version`, `switches`, `sampled` and `restarts` are as in the completion. `value` is there for
+    objectives that ask for rollouts: at each token, V of the state before its step (see
     `objectives.ValueRollouts`).
     """
 
@@ -76,6 +87,12 @@ class Trajectory:
     value: Float32[np.ndarray, " T"] | None = None
     sampled: Bool[np.ndarray, " T"] | None = None
     switches: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[int, ...] = ()
+
+    @property
+    def marks(self) -> UInt8[np.ndarray, " T"] | None:
+        """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
+        return _marks(self.sampled, self.restarts)
 
     @property
     def versions(self) -> Int32[np.ndarray, " T"] | None:
@@ -93,6 +110,16 @@ class Trajectory:
         if versions is None:
             versions = np.full(len(self.tokens), self.version, np.int32)
         return step - (versions if self.sampled is None else versions[self.sampled])
+
+
+def _marks(
+    sampled: Bool[np.ndarray, " T"] | None, restarts: Sequence[int]
+) -> UInt8[np.ndarray, " T"] | None:
+    if sampled is None:
+        return None
+    marks = sampled.astype(np.uint8)
+    marks[list(restarts)] = RESTART
+    return marks
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:
@@ -115,6 +142,29 @@ class Group:
     reference: int = 0
 
 
+def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajectory:
+    """Return a trajectory behind given tokens, which begin a new context if `restart`."""
+    if not len(given):
+        return trajectory
+    own = (
+        np.ones(len(trajectory.tokens), bool) if trajectory.sampled is None else trajectory.sampled
+    )
+    value = trajectory.value
+    moved = tuple((place + len(given), version) for place, version in trajectory.switches)
+    restarts = tuple(place + len(given) for place in trajectory.restarts)
+    zeros = np.zeros(len(given), np.float32)
+    return replace(
+        trajectory,
+        tokens=np.concatenate([given, trajectory.tokens]),
+        behavior_logp=np.concatenate([zeros, trajectory.behavior_logp]),
+        ref_logp=np.concatenate([zeros, trajectory.ref_logp]),
+        value=None if value is None else np.concatenate([zeros, value]),
+        sampled=np.concatenate([np.zeros(len(given), bool), own]),
+        switches=moved,
+        restarts=(0, *restarts) if restart else restarts,
+    )
+
+
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 
 
@@ -123,14 +173,15 @@ class TokenBatch:
     """B groups of K responses as token tensors: the input of a policy.
 
     Prompts are padded on the left to P, responses on the right to T. `mask` has the tokens that
-    the policy sampled: sums run over these. Masks never come from token values: the pad token may
-    be the EOS token.
+    the policy sampled: sums run over these. `restarts` has the given tokens that begin a new
+    context. Masks never come from token values: the pad token may be the EOS token.
     """
 
     prompt_tokens: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
     tokens: Int[Tensor, "B K T"]
     mask: Bool[Tensor, "B K T"]
+    restarts: Bool[Tensor, "B K T"]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -183,25 +234,27 @@ class Batch(TokenBatch):
 def collate_tokens(
     prompts: Sequence[np.ndarray],
     responses: Sequence[Sequence[np.ndarray]],
-    sampled: Sequence[Sequence[np.ndarray | None]] | None = None,
+    marks: Sequence[Sequence[np.ndarray | None]] | None = None,
 ) -> TokenBatch:
     """Pad B prompts and K responses to each. Padding tokens are 0; masks tell them apart.
 
-    `sampled` has the mask of each response, or None for one whose tokens were all sampled.
+    `marks` has the marks of each response's tokens, or None for one that was sampled whole.
     """
     sizes = {len(group) for group in responses}
     if len(sizes) != 1:
         raise ValueError(f"groups of unequal size {sorted(sizes)}: every group needs the same K")
     shape = (len(responses), sizes.pop(), -1)
     rows = [tokens for group in responses for tokens in group]
-    masks = [np.ones(len(tokens), bool) for tokens in rows]
-    for i, own in enumerate(mask for group in sampled or () for mask in group):
-        masks[i] = masks[i] if own is None else own
+    every = [np.full(len(tokens), SAMPLED, np.uint8) for tokens in rows]
+    for i, own in enumerate(each for group in marks or () for each in group):
+        every[i] = every[i] if own is None else own
+    padded = _pad(every).view(shape)
     return TokenBatch(
         prompt_tokens=_pad(prompts, "left").long(),
         prompt_mask=_pad([np.ones(len(tokens), bool) for tokens in prompts], "left"),
         tokens=_pad(rows).long().view(shape),
-        mask=_pad(masks).view(shape),
+        mask=padded == SAMPLED,
+        restarts=padded == RESTART,
     )
 
 
@@ -209,8 +262,8 @@ def collate(groups: Sequence[Group]) -> Batch:
     """Turn groups of equal size K into one batch."""
     prompts = [g.prompt_tokens for g in groups]
     responses = [[t.tokens for t in g.trajectories] for g in groups]
-    sampled = [[t.sampled for t in g.trajectories] for g in groups]
-    tokens = collate_tokens(prompts, responses, sampled)
+    marks = [[t.marks for t in g.trajectories] for g in groups]
+    tokens = collate_tokens(prompts, responses, marks)
     rows = [t for g in groups for t in g.trajectories]
     values = [np.full_like(t.ref_logp, np.nan) if t.value is None else t.value for t in rows]
     shape = tokens.mask.shape

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tba.models.cache import EVERYONE, NOBODY, positions
 from tba.types import AnyBatch, TokenBatch
 
-Layout = Literal["packed", "cached", "plain"]
-"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: K times."""
+Layout = Literal["packed", "cached", "plain", "cut"]
+"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: K times;
+cut: a row for each context of a response, with the prompt in front of the first."""
 
 PASS_TOKENS = 96
 """Approximate cost of one more pass through the model, in tokens."""
@@ -32,7 +34,7 @@ class Plan:
     batch: TokenBatch
     """The batch with only the first of the responses that are alike; the others have no tokens."""
     alike: Int[Tensor, "B K"]
-    """For each response, the first one in its group with equal tokens and mask."""
+    """For each response, the first one in its group with equal tokens and masks."""
     passes: Sequence[Sequence[int]]
     """If cached: the responses, numbered from 0 to B K - 1, that run together."""
     tokens: int
@@ -93,6 +95,8 @@ def slots(
 def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
     """Return the shape that fits all of these: packed if each of them would be."""
     layouts = {plan.layout for plan in plans}
+    if "cut" in layouts:
+        return Shape("cut", 0)
     if len(layouts) == 1 and layouts != {"cached"}:
         return Shape(plans[0].layout, 0)
     cached = [
@@ -149,9 +153,10 @@ def chunks(batch: TokenBatch, token_budget: int) -> Iterator[list[int]]:
 def pieces(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
     """Yield pieces of a batch along K, each of at most `token_budget` tokens if possible."""
     prompts = len(batch) * int(batch.prompt_mask.sum(-1).max())
+    again = prompts if batch.restarts.any() else 0  # rows of contexts do not share the prompt
     start = 0
     tokens = 0
-    for k, added in enumerate(batch.present.sum((0, 2)).tolist()):
+    for k, added in enumerate((batch.present.sum((0, 2)) + again).tolist()):
         if k > start and prompts + tokens + added > token_budget:
             yield batch.slice(slice(start, k))
             start = k
@@ -161,9 +166,13 @@ def pieces(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
 
 
 def cost(batch: TokenBatch, groups: Sequence[int]) -> int:
-    """Return the tokens that the policy runs over for these groups, each prompt once."""
-    prompts = batch.prompt_mask[list(groups)].sum(-1)
-    return len(groups) * int(prompts.max()) + int(batch.present[list(groups)].sum())
+    """Return the tokens that the policy runs over for these groups.
+
+    Each prompt counts once, or once more for each response where one has several contexts.
+    """
+    longest = int(batch.prompt_mask[list(groups)].sum(-1).max())
+    times = 1 + batch.samples * int(batch.restarts[list(groups)].any())
+    return len(groups) * times * longest + int(batch.present[list(groups)].sum())
 
 
 def plan_of(
@@ -177,6 +186,8 @@ def plan_of(
 
     If there are fewer passes than `passes_to_make`, empty ones follow.
     """
+    if batch.restarts.any():
+        layout = "cut"
     alike = first_alike(batch)
     is_first = alike == torch.arange(batch.samples)
     distinct = replace(batch, mask=batch.mask & is_first[..., None])
@@ -198,6 +209,10 @@ def plan_of(
     elif layout == "plain":
         tokens = batch.samples * batch.prompt_mask.numel() + batch.mask.numel()
         real = int(batch.samples * batch.prompt_mask.sum() + distinct.present.sum())
+    elif layout == "cut":
+        contexts = cut(distinct)
+        tokens = contexts.ids.numel()
+        real = int(contexts.real.sum())
     return Plan(
         layout=layout,
         batch=distinct,
@@ -209,8 +224,8 @@ def plan_of(
 
 
 def first_alike(batch: TokenBatch) -> Int[Tensor, "B K"]:
-    """Return for each response the first one in its group with equal tokens and mask."""
-    coded = (2 * batch.tokens + batch.mask).masked_fill(~batch.present, -1)
+    """Return for each response the first one in its group with equal tokens and masks."""
+    coded = (4 * batch.tokens + 2 * batch.restarts + batch.mask).masked_fill(~batch.present, -1)
     alike = (coded[:, :, None] == coded[:, None]).all(-1)
     return alike.int().argmax(-1)
 
@@ -276,3 +291,51 @@ def pack(batch: TokenBatch) -> Packed:
     k, t = batch.tokens.shape[1:]
     places = torch.cat([(first * k + of) * t, (row * k + sample) * t + offset + 1])
     return Packed(ids, owner, position, predicting, places)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Rows for one pass, on the CPU: the B prompts alone, then each context of each response."""
+
+    ids: Int[Tensor, "N L"]
+    real: Bool[Tensor, "N L"]
+    predicting: Int[Tensor, "2 M"]
+    """Row and column of the state that predicts each response token that was sampled."""
+    places: Int[Tensor, " M"]
+    """Places of the predicted tokens among all B K T."""
+
+
+def cut(batch: TokenBatch) -> Contexts:
+    """Cut responses where a new context begins. The first one of each follows the prompt.
+
+    A context without a sampled token is left out: nothing depends on it.
+    """
+    k, t = batch.tokens.shape[1:]
+    pairs = zip(batch.prompt_tokens, batch.prompt_mask, strict=True)
+    prompts = [tokens[mask] for tokens, mask in pairs]
+    rows: list[Tensor] = []
+    predicting: list[Tensor] = []
+    places: list[Tensor] = []
+    for b, j in torch.cartesian_prod(torch.arange(len(batch)), torch.arange(k)).tolist():
+        length = int(batch.present[b, j].sum())
+        begins = batch.restarts[b, j, :length].nonzero().squeeze(1).tolist()
+        bounds = [0, *begins, length]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            sampled = batch.mask[b, j, start:end].nonzero().squeeze(1)
+            if not len(sampled):
+                continue
+            before = prompts[b] if number == 0 else prompts[b][:0]
+            columns = len(before) + sampled - 1
+            predicting.append(torch.stack([torch.full_like(columns, len(rows)), columns]))
+            places.append((b * k + j) * t + start + sampled)
+            rows.append(torch.cat([before, batch.tokens[b, j, start:end].long()]))
+    width = max(batch.prompt_mask.shape[1], *map(len, rows))
+    ids = torch.zeros(len(batch) + len(rows), width, dtype=torch.long)
+    real = torch.zeros_like(ids, dtype=torch.bool)
+    ids[: len(batch), : batch.prompt_mask.shape[1]] = batch.prompt_tokens
+    real[: len(batch), : batch.prompt_mask.shape[1]] = batch.prompt_mask
+    for number, row in enumerate(rows, start=len(batch)):
+        ids[number, : len(row)] = row
+        real[number, : len(row)] = True
+    row, column = torch.cat(predicting, 1)
+    return Contexts(ids, real, torch.stack([row + len(batch), column]), torch.cat(places))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.head import token_logp
-from tba.learn.plan import Layout, Plan, pack, plan_of
+from tba.learn.plan import Layout, Plan, cut, pack, plan_of
 from tba.models.cache import attention_mask, logits_of, positions, select, takes_masks
 from tba.objectives import Head
 from tba.types import TokenBatch, collate_tokens
@@ -144,7 +144,12 @@ class Policy(nn.Module):
         the cached layout, there are at least so many `passes` over responses.
         """
         plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout, passes)
-        runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
+        runs = {
+            "packed": self._packed,
+            "cached": self._cached,
+            "plain": self._plain,
+            "cut": self._cut,
+        }
         with self._precision():
             hidden = runs[plan.layout](plan)
             tokens = batch.tokens.flatten()[hidden.places].to(self.device)
@@ -256,6 +261,22 @@ class Policy(nn.Module):
         places = batch.mask.flatten().nonzero().squeeze(1)
         predicting = states[:, -t - 1 : -1].flatten(0, 1)[places.to(self.device)]
         return Hidden(states[::k, :-t], predicting, places)
+
+    def _cut(self, plan: Plan) -> Hidden:
+        """Run each context of a response as a row of its own, and the prompts as rows."""
+        batch = plan.batch
+        contexts = cut(batch)
+        real = contexts.real.to(self.device)
+        output = self.model.base_model(
+            input_ids=contexts.ids.to(self.device),
+            attention_mask=real.long(),
+            position_ids=positions(real),
+            use_cache=False,
+        )
+        states = output.last_hidden_state
+        row, column = contexts.predicting.to(self.device)
+        prompt = states[: len(batch), : batch.prompt_mask.shape[1]]
+        return Hidden(prompt, states[row, column], contexts.places)
 
     @torch.no_grad()
     def _refuse_processed_logits(self) -> None:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -347,7 +347,8 @@ def filler(batch: Batch) -> Batch:
     """Return the shortest response of the batch, which a rank without a group runs."""
     lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
     group, sample = divmod(int(lengths.argmin()), batch.samples)
-    return batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
+    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
+    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 from tba.replay.files import State
 from tba.replay.store import EMPTY, SHOWN, Store, Table, key_of
 from tba.strategies import Columns, Strategy
-from tba.types import Group, Trajectory
+from tba.types import Group, Trajectory, behind
 
 STEPS = 50
 """Most steps over which `Pace` compares samples."""
@@ -140,6 +140,7 @@ class ReplayBuffer:
         if group.reference > head.reference:
             self.counts["evicted_reference"] += store.remove(store.rows_of(prompt))
             store.heads[prompt] = replace(head, reference=group.reference)
+        finite = [behind_prompt(t, group.prompt_tokens, head.prompt_tokens) for t in finite]
         keys = [key_of(t, prompt) for t in finite]
         new = dict(zip(keys, finite, strict=True))
         samples = np.array(list(Counter(keys).values()))
@@ -194,6 +195,17 @@ def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Str
     prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
     if (chosen & (prompts != prompts.max(axis=1, keepdims=True))).any():
         raise ValueError(f"{who} a group from several prompts; take one prompt's columns.rows")
+
+
+def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Trajectory:
+    """Return a trajectory of a prompt of its own as one of the stored prompt.
+
+    Sessions of an agent may begin unlike. What the stored prompt lacks is given; where it has
+    something else, the trajectory begins with a new context.
+    """
+    if np.array_equal(own[: len(stored)], stored):
+        return behind(t, own[len(stored) :], restart=False)
+    return behind(t, own, restart=True)
 
 
 def _is_finite(t: Trajectory) -> bool:

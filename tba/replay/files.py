@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from tba.prompt import Prompt
-from tba.types import Group, Trajectory, switches_of
+from tba.types import RESTART, SAMPLED, Group, Trajectory, switches_of
 
 FOLDER = "replay"
 SEGMENTS = f"{FOLDER}/segments"
@@ -23,7 +23,7 @@ PROMPTS = "prompts.jsonl"
 KINDS = {"tokens": np.int32, "behavior_logp": np.float32, "ref_logp": np.float32}
 OPTIONAL: dict[str, tuple[str, DTypeLike]] = {
     "value": ("valued", np.float32),
-    "sampled": ("masked", np.bool_),
+    "marks": ("masked", np.uint8),
     "versions": ("switched", np.int32),
 }
 """Arrays that only some trajectories have, with the column of a row that says which do."""
@@ -57,6 +57,7 @@ class Segment:
         """Return the trajectory of a row, given its columns PLACE."""
         place = slice(row["offset"], row["offset"] + row["length"])
         part = {name: array[place] for name, array in self.arrays.items()}
+        marks = part["marks"] if row["masked"] else None
         return Trajectory(
             tokens=part["tokens"],
             behavior_logp=part["behavior_logp"],
@@ -65,8 +66,9 @@ class Segment:
             version=row["version"],
             finished=row["finished"],
             value=part["value"] if row["valued"] else None,
-            sampled=part["sampled"] if row["masked"] else None,
+            sampled=None if marks is None else marks == SAMPLED,
             switches=switches_of(part["versions"]) if row["switched"] else (),
+            restarts=() if marks is None else tuple(np.flatnonzero(marks == RESTART).tolist()),
         )
 
 
@@ -148,6 +150,7 @@ def _trajectory(plain: dict[str, Any]) -> Trajectory:
         if plain[name] is not None:
             plain[name] = np.array(plain[name], kind)
     plain["switches"] = tuple(map(tuple, plain["switches"]))
+    plain["restarts"] = tuple(plain["restarts"])
     return Trajectory(**plain)
 
 

@@ -222,10 +222,7 @@ class Store:
         return self.remove(line.take(count))
 
     def number(self, group: Group) -> int:
-        """Return the number of the group's prompt, which gets one if it has none.
-
-        RuntimeError if it has other tokens than before: its responses would not belong together.
-        """
+        """Return the number of the group's prompt, which gets one if it has none."""
         number = self._numbers.get(group.prompt.id)
         if number is None:
             number = self.prompts.take(1).item()
@@ -234,12 +231,6 @@ class Store:
             self.heads[number] = replace(group, prompt_tokens=tokens, trajectories=())
             self._orders[number] = ArrivalOrder(self.rows)
             self._numbers[group.prompt.id] = number
-        elif not np.array_equal(self.heads[number].prompt_tokens, group.prompt_tokens):
-            raise RuntimeError(
-                f"prompt {group.prompt.id!r} has other tokens than in the replay buffer; with"
-                " task.environment, its tools must stay as they are, and `reset` must return the"
-                " same text for the same row"
-            )
         return number
 
     def arrived_since(self, rows: np.ndarray, since: int) -> np.ndarray:
@@ -374,8 +365,8 @@ class Store:
 def key_of(response: Trajectory, prompt: int) -> bytes:
     """Return a digest: two of a million responses share these 96 bits with a chance below 1e-16."""
     content = response.tokens.tobytes()
-    if response.sampled is not None:
-        content += response.sampled.tobytes()
+    if response.marks is not None:
+        content += response.marks.tobytes()
     return hashlib.blake2b(
         content, digest_size=KEY.itemsize, salt=prompt.to_bytes(8, "little")
     ).digest()

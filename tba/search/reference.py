@@ -64,8 +64,8 @@ class Reference:
         with self._hold(), self._weights():
             for part in self._parts(prompts, responses):
                 tokens = [[c.tokens for c in responses[i]] for i in part]
-                sampled = [[c.sampled for c in responses[i]] for i in part]
-                batch = collate_tokens([prompts[i] for i in part], tokens, sampled)
+                marks = [[c.marks for c in responses[i]] for i in part]
+                batch = collate_tokens([prompts[i] for i in part], tokens, marks)
                 every = plan.pieces(batch, self._token_budget)
                 logps = [self.policy.logp(piece, temperature) for piece in every]
                 arrays = torch.cat(logps, 1).float().cpu().numpy()

@@ -306,6 +306,7 @@ class Searcher:
                     finished=c.finished,
                     sampled=c.sampled,
                     switches=c.switches,
+                    restarts=c.restarts,
                 )
                 trajectories.append(trajectory)
             owner = prompt.of if isinstance(prompt, Answered) else prompt

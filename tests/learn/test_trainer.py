@@ -69,7 +69,7 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
     drawn = pi.exp().multinomial(60_000, True, generator=rng).reshape(1, 600, 100)
     zeros = torch.zeros(drawn.shape)
     prompt = torch.ones(1, 1).long()
-    tokens = TokenBatch(prompt, prompt.bool(), drawn, zeros == 0)
+    tokens = TokenBatch(prompt, prompt.bool(), drawn, zeros == 0, zeros != 0)
     own = Batch(**tokens.tensors(), behavior_logp=pi[drawn], ref_logp=ref[drawn],
                 reward=zeros[..., 0], value=zeros)  # fmt: skip
     found = _group_metrics(pi[drawn], zeros, own, float(drawn.numel()))

@@ -70,6 +70,7 @@ def ragged() -> tuple[Tensor, Batch]:
         ones.bool(),
         mask.long(),
         mask,
+        torch.zeros_like(mask),
         ref,
         ref,
         reward,
@@ -718,7 +719,7 @@ def answers(index: Tensor, logits: Tensor, mu: Tensor) -> tuple[Tensor, Batch]:
     b, k = index.shape
     ones, index = torch.ones(b, 1), index[..., None]
     batch = Batch(
-        ones.long(), ones.bool(), index, torch.ones(b, k, 1).bool(),
+        ones.long(), ones.bool(), index, torch.ones(b, k, 1).bool(), torch.zeros(b, k, 1).bool(),
         mu.log()[index], REF.log()[index], REWARD[index[..., 0]],
         torch.zeros(b, k, 1),
     )  # fmt: skip

@@ -205,12 +205,3 @@ def test_groups_in_a_file_keep_their_masks(spread: list[Group], tmp_path: Path) 
             assert (t.sampled is None) == (u.sampled is None)
             assert t.switches == u.switches
             np.testing.assert_array_equal(t.sampled, u.sampled)
-
-
-def test_a_prompt_that_changes_is_refused() -> None:
-    """Its responses would be answers to other tokens than those of the prompt."""
-    buffer = ReplayBuffer()
-    buffer.add([group("a", trajectory(1))], 0)
-    other = replace(group("a", trajectory(2)), prompt_tokens=np.array([1, 3], np.int32))
-    with pytest.raises(RuntimeError, match="prompt 'a' has other tokens than in the replay buffer"):
-        buffer.add([other], 1)
