@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tba.config.errors import about
 from tba.models.pretrained import Encode, Tokenizer
 from tba.prompt import Message, Prompt, text_of
 from tba.tasks import Task, Tools
@@ -50,23 +51,25 @@ class Chat:
     """A tokenizer's chat template, with tools.
 
     A template that describes tools shows their calls and results, too. For others, the system
-    message describes the tools, and results are messages of the user.
+    message describes the tools, and results are messages of the user. ValueError if a dialogue with
+    tools cannot be held.
     """
 
     text: Tokenizer
-    tools: Tools
+    schemas: Mapping[str, Mapping[str, Any]]
+    """JSON schema of each tool, by its name."""
 
     def __post_init__(self) -> None:
         self.encode(Prompt("", "?"))
+        if not self.schemas:
+            return
         if "?" not in self._after_turn(QUESTION, [{"role": "tool", "name": "f", "content": "?"}]):
-            raise ValueError(
-                "task.environment: the chat template shows no results of tools; use another model"
-            )
+            raise ValueError("the chat template shows no results of tools; use another model")
         if self.describes_tools and not self._own_form and self._writes_another_form:
             raise ValueError(
-                "task.environment: the chat template writes calls of tools in a form of its own,"
-                " and the tokenizer does not say how to read it; add response_template to"
-                f" tokenizer_config.json, or use a model that writes <tool_call>{FORM}</tool_call>"
+                "the chat template writes calls of tools in a form of its own, and the tokenizer"
+                " does not say how to read it; add response_template to tokenizer_config.json, or"
+                f" use a model that writes <tool_call>{FORM}</tool_call>"
             )
 
     @cached_property
@@ -84,12 +87,17 @@ class Chat:
             asked["content"] = [*asked["content"], {"type": "text", "text": observation}]
         elif observation:
             asked["content"] += observation
-        if not self.describes_tools:
-            about = ABOUT % "\n".join(map(json.dumps, self.tools.schemas.values()))
-            if messages[0]["role"] == "system":
-                about = f"{text_of(messages.pop(0)['content'])}\n\n{about}"
-            messages.insert(0, {"role": "system", "content": about})
-        return list(messages)
+        return self.described(messages)
+
+    def described(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with the tools in the system message, if the template has none."""
+        if not self.schemas or self.describes_tools:
+            return list(messages)
+        described = ABOUT % "\n".join(map(json.dumps, self.schemas.values()))
+        if messages[0]["role"] == "system":
+            described = f"{text_of(messages[0]['content'])}\n\n{described}"
+            messages = messages[1:]
+        return [{"role": "system", "content": described}, *messages]
 
     def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
         """Return the tokens of a prompt with the tools, and with an observation."""
@@ -123,7 +131,7 @@ class Chat:
         content = self.text.answer(turn, True, stop).text
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._own_form:
-            tools = list(self.tools.schemas.values())
+            tools = list(self.schemas.values())
             try:
                 parsed = tokenizer.parse_response(
                     turn.tolist(), prefix=context.tolist(), tools=tools
@@ -176,18 +184,25 @@ class Chat:
 
     def _rendered(self, messages: Sequence[Message], tools: bool = True) -> str:
         """Return a chat as text, up to where the policy goes on."""
+        schemas = list(self.schemas.values()) if tools and self.schemas else None
         try:
-            return self.text.render(messages, list(self.tools.schemas.values()) if tools else None)
+            return self.text.render(messages, schemas)
         except ValueError as error:
             raise ValueError(
-                f"task.environment: {error}; use a model whose template takes a system message,"
-                " and messages after the assistant's"
+                f"{error}; use a model whose template takes a system message, and messages after"
+                " the assistant's"
             ) from error
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return what encodes the prompts of a task: with its tools, if it has some."""
-    return text.encode if task.tools is None else Chat(text, task.tools).encode
+    return text.encode if task.tools is None else chat_of(text, task.tools).encode
+
+
+def chat_of(text: Tokenizer, tools: Tools) -> Chat:
+    """Return the chat with the tools of an environment; ValueError if there can be none."""
+    with about("task.environment"):
+        return Chat(text, tools.schemas)
 
 
 def log_doubled_bos(text: Tokenizer, prompts: Sequence[np.ndarray]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
-from tba.search.chat import Call, Chat
+from tba.search.chat import Call, Chat, chat_of
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
@@ -99,7 +99,7 @@ class Dialogues:
 
     @cached_property
     def chat(self) -> Chat:
-        return Chat(self.text, self.tools)
+        return chat_of(self.text, self.tools)
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Responses:
         """Answer each prompt in `sampling.samples` dialogues."""
