@@ -1,0 +1,170 @@
+"""Responses of several contexts: each token sees its own context, and the loss sums over all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tba.config.tables import PolicyTable
+from tba.learn.plan import chunks, cost, first_alike, pieces, plan_of, slots
+from tba.learn.policy import Policy
+from tba.learn.trainer import filler
+from tba.models.pretrained import load_model
+from tba.objectives import Head
+from tba.prompt import Prompt
+from tba.replay.buffer import ReplayBuffer
+from tba.replay.files import load_groups, save_groups
+from tba.types import Group, Trajectory, behind, collate
+
+G, S, R = "given", "sampled", "restart"
+
+
+def session(rng: np.random.Generator, *marks: str) -> Trajectory:
+    tokens = rng.integers(3, 12, len(marks)).astype(np.int32)
+    sampled = np.array([mark == S for mark in marks])
+    logp = np.where(sampled, -rng.random(len(marks)), 0.0).astype(np.float32)
+    return Trajectory(
+        tokens=tokens,
+        behavior_logp=logp,
+        ref_logp=logp,
+        reward=float(rng.random()),
+        version=0,
+        finished=True,
+        sampled=sampled,
+        restarts=tuple(i for i, mark in enumerate(marks) if mark == R),
+    )
+
+
+@pytest.fixture
+def sessions() -> list[Group]:
+    """Two groups of three: whole, cut once, cut twice; one begins with another prompt."""
+    rng = np.random.default_rng(0)
+    kinds = [
+        [[S, S, G, S], [S, S, R, G, S, S], [G, S, R, S, S, R, G, G, S]],
+        [[R, G, S, S, G, S], [S], [S, R, S]],
+    ]
+    groups = []
+    for number, kind in enumerate(kinds):
+        prompt = rng.integers(3, 12, 3 + 4 * number).astype(np.int32)
+        rows = tuple(session(rng, *marks) for marks in kind)
+        groups.append(Group(Prompt(str(number), "?"), prompt, rows))
+    return groups
+
+
+def alone(model: Any, group: Group, t: Trajectory, temperature: float) -> Tensor:
+    """Return the log-probs of sampled tokens, each context through the model by itself."""
+    logp = torch.zeros(len(t.tokens))
+    bounds = [0, *t.restarts, len(t.tokens)]
+    for start, end in pairwise(bounds):
+        before = group.prompt_tokens if start == 0 and 0 not in t.restarts else []
+        ids = torch.tensor([*before, *t.tokens[start:end].tolist()])
+        if end > start:
+            every = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
+            for place in range(start, end):
+                column = len(before) + place - start
+                if t.sampled is None or t.sampled[place]:
+                    logp[place] = every[column - 1, ids[column]]
+    return logp
+
+
+def test_log_probs_are_those_of_each_context_alone(tiny_model: Path, sessions: list[Group]) -> None:
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    batch = collate(sessions)
+    output = Policy(model, 0.7)(batch)
+    for b, group in enumerate(sessions):
+        for k, t in enumerate(group.trajectories):
+            own = output.logp[b, k]
+            torch.testing.assert_close(own[: len(t.tokens)], alone(model, group, t, 0.7))
+            assert not own[len(t.tokens) :].any()
+            assert (output.entropy[b, k][: len(t.tokens)] > 0).tolist() == t.sampled.tolist()
+    plan = plan_of(batch, share_prompt=True, can_pack=True)
+    rows = [len(p) for p in (sessions[0].prompt_tokens, sessions[1].prompt_tokens)]
+    rows += [3 + 4, 3 + 2, 4, 3 + 2, 3, 4, 6, 7 + 1, 7 + 1, 2]
+    assert plan.tokens - plan.padding == sum(rows)
+
+
+def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(
+    tiny_model: Path, sessions: list[Group]
+) -> None:
+    """Budgets that force chunks and pieces give the gradient of the whole batch."""
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    policy = Policy(model, 1.0, head=Head("prompt", 0.1))
+    batch = collate(sessions)
+    policy(batch).logp.sum().backward()
+    whole = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    for budget in (1, 20, 60):
+        policy.zero_grad()
+        for chunk in map(batch.groups, chunks(batch, budget)):
+            for piece in pieces(chunk, budget):
+                policy(piece).logp.sum().backward()
+        parts = [p.grad for p in policy.parameters() if p.grad is not None]
+        for a, b in zip(whole, parts, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert cost(batch, [0]) == 4 * 3 + 19
+
+
+def test_ranks_make_one_pass_over_contexts_together(sessions: list[Group]) -> None:
+    batch = collate(sessions)
+    assert {
+        shape.layout for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes
+    } == {"cut"}
+    assert not filler(batch).restarts.any()
+
+
+def test_marks_survive_the_buffer_and_its_files(tmp_path: Path, sessions: list[Group]) -> None:
+    buffer = ReplayBuffer()
+    buffer.add(sessions, now=0)
+    buffer.save(tmp_path)()
+    again = ReplayBuffer()
+    again.load(tmp_path)
+    save_groups(sessions, tmp_path / "groups.jsonl")
+    stored = load_groups(tmp_path / "groups.jsonl")
+    for a, b, c in zip(sessions, again.groups(), stored, strict=True):
+        marks = [t.marks.tolist() for t in a.trajectories]
+        assert [t.marks.tolist() for t in b.trajectories] == marks
+        assert [t.marks.tolist() for t in c.trajectories] == marks
+
+
+def test_alike_are_sessions_whose_contexts_begin_alike(sessions: list[Group]) -> None:
+    one = sessions[1].trajectories[2]
+    other = replace(one, restarts=())
+    batch = collate([replace(sessions[1], trajectories=(one, other, one))])
+    assert first_alike(batch).tolist() == [[0, 1, 0]]
+
+
+def test_a_session_that_begins_otherwise_brings_its_prompt(
+    tiny_model: Path, sessions: list[Group]
+) -> None:
+    """Its tokens have the log-probs that they have behind their own prompt."""
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    policy = Policy(model, 1.0)
+    first = sessions[0]
+    longer = np.concatenate([first.prompt_tokens, np.array([9, 11], np.int32)])
+    for own in (longer, np.array([5, 6, 7, 8], np.int32), first.prompt_tokens[:2]):
+        later = replace(first, prompt_tokens=own)
+        buffer = ReplayBuffer()
+        buffer.add([first], now=0)
+        buffer.add([later], now=1)
+        (group,) = buffer.groups()
+        assert np.array_equal(group.prompt_tokens, first.prompt_tokens)
+        rows = policy(collate([group])).logp[0]
+        expected = policy(collate([later])).logp[0]
+        for t, row in zip(first.trajectories, expected, strict=True):
+            moved = behind(t, own, restart=True)
+            begins_alike = np.array_equal(own[:3], first.prompt_tokens)
+            moved = behind(t, own[3:], restart=False) if begins_alike else moved
+            (k,) = [
+                i for i, u in enumerate(group.trajectories)
+                if np.array_equal(u.tokens, moved.tokens) and u.restarts == moved.restarts
+            ]  # fmt: skip
+            mask = group.trajectories[k].sampled
+            torch.testing.assert_close(
+                rows[k][: len(mask)][mask], row[: len(t.tokens)][t.sampled], atol=1e-5, rtol=1e-5
+            )
