@@ -24,13 +24,15 @@ class Use(IntEnum):
     EVALUATION = 3
     """A piece of an evaluation: `eval.seed`; number of the piece."""
     GENERATION = 4
-    """A call of the engine: seed of the search; number of the call, above 0 in a dialogue."""
+    """A call of the engine: seed of the search; 0."""
     EXPLORATION = 5
     """The temperature of a search that explores: seed of the search."""
     ROLLOUT = 6
     """Value rollouts: seed of the search; place of the first state of the call."""
     TORCH = 7
     """PyTorch's global generator in the trainer: `run.seed`."""
+    TURN = 9
+    """A turn of a dialogue or a session: seed of the search; number of the sample; of the turn."""
     ADAPTER = 8
     """The first weights of a LoRA adapter: `run.seed`."""
 

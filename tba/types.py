@@ -69,6 +69,20 @@ class Completion:
         return _marks(self.sampled, self.restarts)
 
 
+def shortened(response: Completion, limit: int) -> Completion:
+    """Return a response as it is with this limit of tokens."""
+    if len(response.tokens) <= limit:
+        return response
+    switches = tuple(switch for switch in response.switches if switch[0] < limit)
+    return replace(
+        response,
+        tokens=response.tokens[:limit],
+        logp=response.logp[:limit],
+        finished=False,
+        switches=switches,
+    )
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """A completion with its reward, and its log-probs under the sampling policy and the reference.

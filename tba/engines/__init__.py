@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +26,18 @@ class RewardError(SearchError):
 
 class EngineError(SearchError):
     """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A completion to sample: the tokens before it, how, and its own random seed.
+
+    `sampling.samples` does not matter.
+    """
+
+    context: np.ndarray
+    sampling: Sampling
+    seed: int
 
 
 @dataclass
@@ -57,6 +69,8 @@ class Engine(ABC):
 
     The probe of a weight update has a prompt longer than a block, so that a stale block shows.
     """
+    joins_batches: ClassVar[bool] = False
+    """Whether turns that come later join a running batch; else they are collected meanwhile."""
     own_reference = False
     """Whether the reference's log-probs are the engine's own, and no reference model is loaded."""
     model: Any = field(default=None, init=False)
@@ -93,6 +107,17 @@ class Engine(ABC):
         The same seed and weights give the same completions. Temperature 0 is greedy. Log-probs are
         those at `sampling.temperature`, also where others are chosen (`explore`, `top_k`).
         """
+
+    def complete(self, turns: Sequence[Turn]) -> list[Completion]:
+        """Return the completion of each turn. It depends on its seed, not on the others.
+
+        An engine overrides this to sample several at once.
+        """
+        completions = []
+        for turn in turns:
+            alone = replace(turn.sampling, samples=1)
+            completions.append(self.generate([turn.context], alone, turn.seed)[0][0])
+        return completions
 
     @abstractmethod
     def load_weights(self, weights: Weights) -> float | None:

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
-from tba.engines import Engine, SharedLock
+from tba.engines import Engine, SharedLock, Turn
 from tba.models.cache import (
     EVERYONE,
     NOBODY,
@@ -26,7 +28,7 @@ from tba.models.cache import (
 )
 from tba.models.lora import load_placed
 from tba.models.pretrained import Tokenizer
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, shortened
 from tba.weights import Probe, Weights, load_weights
 
 DROP = 1 / 8
@@ -86,6 +88,35 @@ class Transformers(Engine):
                 batch = self._batch([prompts[i] for i in places], np.stack(uniform), sampling)
             for i, group in zip(places, batch, strict=True):
                 completions[i] += group
+        return completions
+
+    def complete(self, turns: Sequence[Turn]) -> list[Completion]:
+        """Sample turns with equal settings together; a context that several have runs once."""
+        completions: dict[int, Completion] = {}
+        for contexts in _alike(turns, self.text.context):
+            size = max(1, self.batch_size // len(contexts[0]))
+            for first in range(0, len(contexts), size):
+                completions |= self._complete(turns, contexts[first : first + size])
+        return [completions[place] for place in range(len(turns))]
+
+    def _complete(
+        self, turns: Sequence[Turn], contexts: Sequence[Sequence[int]]
+    ) -> dict[int, Completion]:
+        """Return the completions of the turns at these places: equally many of each context."""
+        first = [turns[places[0]] for places in contexts]
+        limit = max(turns[place].sampling.max_tokens for places in contexts for place in places)
+        uniform = np.ones((len(contexts), len(contexts[0]), limit), np.float32)
+        for row, places in enumerate(contexts):
+            for sample, place in enumerate(places):
+                count = turns[place].sampling.max_tokens
+                numbers = np.random.default_rng(turns[place].seed).random(count, np.float32)
+                uniform[row, sample, :count] = 1 - numbers
+        with self.lend(), self._precision():
+            batch = self._batch([turn.context for turn in first], uniform, first[0].sampling)
+        completions = {}
+        for places, group in zip(contexts, batch, strict=True):
+            for place, completion in zip(places, group, strict=True):
+                completions[place] = shortened(completion, turns[place].sampling.max_tokens)
         return completions
 
     def load_weights(self, weights: Weights) -> float | None:
@@ -242,6 +273,27 @@ class _Drawn:
             )
             completions.append(completion)
         return completions
+
+
+def _alike(turns: Sequence[Turn], room: int) -> Iterator[list[list[int]]]:
+    """Yield the places of turns that run together, by context: equally many of each context.
+
+    All run for as many tokens as the longest of them may, for which each context leaves room.
+    """
+    by_context: defaultdict[tuple[Sampling, bytes], list[int]] = defaultdict(list)
+    for place, turn in enumerate(turns):
+        settings = replace(turn.sampling, samples=1, max_tokens=1)
+        by_context[settings, turn.context.tobytes()].append(place)
+    together: defaultdict[tuple[Sampling, int], list[list[int]]] = defaultdict(list)
+    for (settings, _), places in by_context.items():
+        together[settings, len(places)].append(places)
+    for contexts in together.values():
+        waiting = sorted(contexts, key=lambda places: len(turns[places[0]].context))
+        while waiting:
+            limit = max(turns[place].sampling.max_tokens for places in waiting for place in places)
+            fits = [len(turns[places[0]].context) + limit <= room for places in waiting]
+            yield list(compress(waiting, fits))
+            waiting = [places for places, fit in zip(waiting, fits, strict=True) if not fit]
 
 
 def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:

@@ -16,7 +16,7 @@ import torch
 
 from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
-from tba.engines import Engine
+from tba.engines import Engine, Turn
 from tba.engines._batch import Batch, Output, Request
 from tba.models import model_path
 from tba.models.lora import empty_adapted, save_adapter
@@ -56,6 +56,7 @@ class VLLM(Engine):
     """
 
     can_sleep: ClassVar[bool] = True
+    joins_batches: ClassVar[bool] = True
     block_size: Literal[16, 32, 64, 128] | None = None
     """Tokens of a block of the prefix cache; default: 32 on a CPU, and vLLM's choice on a GPU. The
     samples of a prompt share the whole blocks of it."""
@@ -135,6 +136,10 @@ class VLLM(Engine):
         completions = [_completion(*each) for each in self._batch.run(requests)]
         groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]
         return [group * (sampling.samples // drawn) for group in groups]
+
+    def complete(self, turns: Sequence[Turn]) -> list[Completion]:
+        requests = [self._request(t.context.tolist(), t.sampling, t.seed) for t in turns]
+        return [_completion(*each) for each in self._batch.run(requests)]
 
     def load_weights(self, weights: Weights) -> float | None:
         check_same_model(self._model, weights.arrays, "the weights are of")

@@ -163,24 +163,35 @@ class Chat:
         shown = self._rendered([*QUESTION, turn])
         return call.name in shown and call not in map(_read, CALL.findall(shown))
 
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """Return a whole chat as text; where a template has no tools, their calls are text."""
+        chat = self.described(messages)
+        if not self.describes_tools:
+            chat = [_with_calls(m) if m["role"] == "assistant" else m for m in chat]
+        return self._rendered(self._as_shown(chat))
+
     def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
         """Return what the template puts after a turn of the policy in a dialogue."""
+        dialogue = [*before, {"role": "assistant", "content": TURN}, *results]
+        # without calls; some templates refuse a turn without content
+        plain = [_without_calls(m) if m["role"] == "assistant" else m for m in dialogue]
+        _, shown, after = self._rendered(self._as_shown(plain)).rpartition(TURN)
+        return after if shown else ""
+
+    def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with results of tools as messages that the template can show."""
         chat: list[Message] = []
-        for message in [*before, {"role": "assistant", "content": TURN}, *results]:
+        for message in messages:
             role = message["role"]
-            content = message.get("content")
             if chat and chat[-1]["role"] == role == "assistant":
                 chat.pop()  # the policy went on with a message of the row
             if role == "tool" and not self.describes_tools:
-                content = f"<tool_response>\n{content}\n</tool_response>"
+                content = f"<tool_response>\n{message.get('content')}\n</tool_response>"
                 if chat[-1]["role"] == "user":
                     content = f"{chat.pop()['content']}\n{content}"
                 message = {"role": "user", "content": content}
-            elif role == "assistant":  # without calls; some templates refuse one without content
-                message = {"role": role, "content": content or TURN}
             chat.append(message)
-        _, shown, after = self._rendered(chat).rpartition(TURN)
-        return after if shown else ""
+        return chat
 
     def _rendered(self, messages: Sequence[Message], tools: bool = True) -> str:
         """Return a chat as text, up to where the policy goes on."""
@@ -217,6 +228,18 @@ def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
     """Return what tells prompts apart: the tokens, and the row if an environment reads it."""
     row = "" if task.tools is None else json.dumps(prompt.columns, sort_keys=True)
     return tokens.tobytes() + row.encode()
+
+
+def _without_calls(message: Message) -> Message:
+    """Return a turn without its calls; some templates refuse one without content."""
+    return {"role": message["role"], "content": message.get("content") or TURN}
+
+
+def _with_calls(message: Message) -> Message:
+    """Return a turn with its calls as the policy writes them."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+    written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return {"role": message["role"], "content": "\n".join([message["content"], *written]).strip()}
 
 
 def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Dialogues: the policy calls the tools of an environment, and goes on with their results."""
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count, islice
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.engines import Engine
+from tba.engines import Engine, Turn
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat, chat_of
@@ -63,6 +63,8 @@ class Result:
 class _Dialogue:
     """A dialogue up to the newest turn of the policy, which ends it unless it has calls."""
 
+    number: int
+    """Number among all dialogues of the search."""
     prompt: np.ndarray
     opening: Sequence[Message]
     """The messages of the prompt, and what the environment began with."""
@@ -103,19 +105,16 @@ class Dialogues:
 
     def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Responses:
         """Answer each prompt in `sampling.samples` dialogues."""
-        seeds = (seed_of(seed, Use.GENERATION, call) for call in count())
         groups = self._open(prompts, sampling)
         everyone = list(chain(*groups))
         tokens = [group[0].prompt for group in groups]
-        first = chain(*self.engine.generate(tokens, sampling, next(seeds)))
-        for dialogue, turn in zip(everyone, first, strict=True):
-            self._hear(dialogue, turn, sampling.stop)
+        self._go_on(everyone, sampling, seed, turn=0)
         results: list[Result] = []
-        for number in range(1, self.tools.max_turns + 1):
+        for turn in range(1, self.tools.max_turns + 1):
             waiting = [d for d in everyone if d.calls]
             results += self._call_tools(waiting, sampling.max_tokens)
-            if number < self.tools.max_turns:
-                self._go_on(waiting, sampling, seeds)
+            if turn < self.tools.max_turns:
+                self._go_on(waiting, sampling, seed, turn)
         completions = [[d.said for d in group] for group in groups]
         answers = [[self._answer(d) for d in group] for group in groups]
         return Responses(tokens, completions, answers, results)
@@ -125,7 +124,7 @@ class Dialogues:
         copies = [prompt for prompt in prompts for _ in range(sampling.samples)]
         instances = iter(open_all(self.tools, copies))
         longest = self.text.context - sampling.max_tokens
-        groups = []
+        groups: list[list[_Dialogue]] = []
         for prompt in prompts:
             own = list(islice(instances, sampling.samples))
             begin = next((text for each, text in own if not isinstance(each, Rejected)), "")
@@ -139,7 +138,9 @@ class Dialogues:
                 tokens = self.chat.encode(prompt)
             opening = self.chat.opening(prompt, begin)
             alike = [_alike(*each, begin, problem) for each in own]
-            groups.append([_Dialogue(tokens, opening, instance) for instance in alike])
+            numbers = count(len(groups) * sampling.samples)
+            pairs = zip(numbers, alike, strict=False)
+            groups.append([_Dialogue(n, tokens, opening, each) for n, each in pairs])
         return groups
 
     def _hear(self, dialogue: _Dialogue, turn: Completion, stop: Sequence[str]) -> None:
@@ -200,23 +201,16 @@ class Dialogues:
         return self.tools.call(dialogue.instance, call.name, call.arguments)
 
     def _go_on(
-        self, waiting: Sequence[_Dialogue], sampling: Sampling, seeds: Iterator[int]
+        self, waiting: Sequence[_Dialogue], sampling: Sampling, seed: int, turn: int
     ) -> None:
-        """Let the policy take its next turn in these dialogues, in one batch if they fit.
-
-        The limit of tokens is that of the dialogue with most room, and what others have too much is
-        cut off.
-        """
+        """Let the policy take its next turn in these dialogues."""
         waiting = [d for d in waiting if d.room(sampling.max_tokens) > 0]
-        while waiting:
-            limit = max(d.room(sampling.max_tokens) for d in waiting)
-            longest = self.text.context - limit
-            part = [d for d in waiting if len(d.context) <= longest]
-            waiting = [d for d in waiting if len(d.context) > longest]
-            one = replace(sampling, samples=1, max_tokens=limit)
-            turns = self.engine.generate([d.context for d in part], one, next(seeds))
-            for d, (turn,) in zip(part, turns, strict=True):
-                self._hear(d, shortened(turn, d.room(sampling.max_tokens)), sampling.stop)
+        turns = []
+        for d in waiting:
+            own = replace(sampling, samples=1, max_tokens=d.room(sampling.max_tokens))
+            turns.append(Turn(d.context, own, seed_of(seed, Use.TURN, d.number, turn)))
+        for d, said in zip(waiting, self.engine.complete(turns), strict=True):
+            self._hear(d, said, sampling.stop)
 
     def _answer(self, dialogue: _Dialogue) -> Answer | Rejected:
         if isinstance(dialogue.instance, Rejected):
@@ -285,18 +279,4 @@ def joined(before: Completion, reply: np.ndarray, turn: Completion) -> Completio
         version=before.version,
         switches=tuple(switches),
         sampled=np.concatenate([earlier, np.zeros(len(reply), bool), newest]),
-    )
-
-
-def shortened(turn: Completion, limit: int) -> Completion:
-    """Return a turn as it is with this limit of tokens."""
-    if len(turn.tokens) <= limit:
-        return turn
-    switches = tuple(switch for switch in turn.switches if switch[0] < limit)
-    return replace(
-        turn,
-        tokens=turn.tokens[:limit],
-        logp=turn.logp[:limit],
-        finished=False,
-        switches=switches,
     )

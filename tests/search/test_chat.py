@@ -54,7 +54,7 @@ def chat(text: Tokenizer) -> Callable[[str], Chat]:
         tokenizer = text.tokenizer
         tokenizer.chat_template = template
         tokenizer.response_template = attributes.get("parser")
-        return Chat(replace(text, tokenizer=tokenizer), TOOLS)
+        return Chat(replace(text, tokenizer=tokenizer), TOOLS.schemas)
 
     return make
 

@@ -29,10 +29,10 @@ from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.setup import check
-from tba.search.dialogue import joined, shortened, within
+from tba.search.dialogue import joined, within
 from tba.search.evaluate import evaluate_held_out
 from tba.tasks.mixture import Mixture, Part
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, shortened
 
 __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 

@@ -107,7 +107,7 @@ class Reader:
 
     @cached_property
     def chat(self) -> Chat:
-        return Chat(self.text, TOOLS)
+        return Chat(self.text, TOOLS.schemas)
 
     def shown(self, tokens: Any) -> str:
         return str(self.text.tokenizer.decode(list(tokens)))

@@ -1,0 +1,245 @@
+"""Sessions of a user's program with the policy: from requests to one trajectory.
+
+What was sampled is never tokenised again. A request is matched to the deepest earlier exchange
+whose messages and reply it begins with; its tokens are then those of that exchange, and what the
+chat template writes after the reply. A request that matches none begins a new context.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from tba.prompt import Message, text_of
+from tba.search.chat import CALL, Chat
+from tba.types import Completion, switches_of
+
+History = Literal["append", "template"]
+"""What the policy sees of the past: its own tokens, or what the chat template makes of it."""
+
+IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
+"""Keys of a message that do not change what it says."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request, as it follows an earlier exchange, and its tokens."""
+
+    chat: Chat
+    messages: tuple[Message, ...]
+    """Messages for the chat template."""
+    keys: tuple[str, ...]
+    """Each message in a form in which equal ones are equal texts."""
+    after: "Exchange | None"
+    """The exchange whose context goes on; None for a new context."""
+    given: np.ndarray
+    """Tokens after the reply of `after`, or of the whole new context."""
+    rendered: str
+    """The messages as the chat template shows them; "" where nothing compares it."""
+
+    @property
+    def context(self) -> np.ndarray:
+        """All tokens that the reply follows."""
+        if self.after is None:
+            return self.given
+        before = self.after
+        return np.concatenate([before.asked.context, before.turn.tokens, self.given])
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A request and the policy's reply, which the program has received."""
+
+    asked: Asked
+    turn: Completion
+    keys: tuple[str, ...]
+    """The keys of the request's messages and of the reply."""
+    spoken: str
+    """Text of the reply before its first call of a tool."""
+
+    @cached_property
+    def path(self) -> list["Exchange"]:
+        """The exchanges of its context, from the first one on."""
+        before = self.asked.after
+        return [self] if before is None else [*before.path, self]
+
+
+class Session:
+    """The exchanges of one session, in the order in which the program received the replies."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.exchanges: list[Exchange] = []
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> Asked:
+        """Return the tokens of a request. ValueError if the chat template cannot show it."""
+        shown = tuple(map(readable, messages))
+        keys = tuple(map(key_of, shown))
+        rendered = ""
+        if self.history == "template":
+            rendered = chat.rendered(shown)
+        before = self._before(keys, shown, chat)
+        if before is None:
+            rendered = rendered or chat.rendered(shown)
+            return Asked(chat, shown, keys, None, chat.text.tokens(rendered), rendered)
+        new = shown[len(before.keys) :]
+        last = int(before.turn.tokens[-1])
+        given = chat.reply(last, new, chat.described(before.asked.messages))
+        return Asked(chat, shown, keys, before, given, rendered)
+
+    def add(self, asked: Asked, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
+        """Record a reply that the program receives."""
+        spoken = CALL.sub("", asked.chat.text.decode(turn.tokens))
+        exchange = Exchange(asked, turn, (*asked.keys, key_of(readable(reply))), spoken)
+        self.exchanges.append(exchange)
+        return exchange
+
+    def remove(self, exchange: Exchange) -> None:
+        """Forget a reply that nobody has read, unless something follows it."""
+        if all(other.asked.after is not exchange for other in self.exchanges):
+            self.exchanges.remove(exchange)
+
+    @property
+    def forks(self) -> int:
+        """Contexts beyond the first one."""
+        return max(0, len(self._leaves()) - 1)
+
+    def trajectory(self) -> tuple[np.ndarray, Completion]:
+        """Return the first context's prompt, and everything after it as one completion.
+
+        Each further context is a restart. A reply that several contexts share is sampled in the
+        first of them, and given in others. The session has at least one exchange.
+        """
+        prompt = self._leaves()[0].path[0].asked.given
+        tokens: list[np.ndarray] = []
+        logp: list[np.ndarray] = []
+        sampled: list[np.ndarray] = []
+        versions: list[np.ndarray] = []
+        restarts: list[int] = []
+        length = 0
+        version = self.exchanges[0].turn.version
+        known: set[Exchange] = set()
+        for number, leaf in enumerate(self._leaves()):
+            for exchange in leaf.path:
+                given = exchange.asked.given
+                if exchange.asked.after is None and number == 0:
+                    given = given[:0]
+                elif exchange.asked.after is None:
+                    restarts.append(length)
+                turn = exchange.turn
+                is_new = exchange not in known
+                known.add(exchange)
+                own = versions_of(turn) if is_new else np.full(len(turn.tokens), version, np.int32)
+                tokens += [given, turn.tokens]
+                logp += [np.zeros(len(given), np.float32), turn.logp * is_new]
+                sampled += [np.zeros(len(given), bool), np.full(len(turn.tokens), is_new)]
+                versions += [np.full(len(given), version, np.int32), own]
+                version = int(own[-1])
+                length += len(given) + len(turn.tokens)
+        every = np.concatenate(versions)
+        completion = Completion(
+            tokens=np.concatenate(tokens),
+            logp=np.concatenate(logp).astype(np.float32),
+            finished=self.exchanges[-1].turn.finished,
+            version=int(every[0]),
+            switches=switches_of(every),
+            sampled=np.concatenate(sampled),
+            restarts=tuple(restarts),
+        )
+        return prompt, completion
+
+    def _leaves(self) -> list[Exchange]:
+        """Return the last exchange of each context, in the order of the contexts' first new one."""
+        followed = {exchange.asked.after for exchange in self.exchanges}
+        leaves = [exchange for exchange in self.exchanges if exchange not in followed]
+        places = {exchange: place for place, exchange in enumerate(self.exchanges)}
+        ordered: list[Exchange] = []
+        known: set[Exchange] = set()
+        while leaves:
+            first = min(
+                leaves, key=lambda leaf: min(places[e] for e in leaf.path if e not in known)
+            )
+            leaves.remove(first)
+            ordered.append(first)
+            known.update(first.path)
+        return ordered
+
+    def _before(
+        self, keys: tuple[str, ...], messages: Sequence[Message], chat: Chat
+    ) -> Exchange | None:
+        """Return the deepest exchange that the request goes on from."""
+        deepest: Exchange | None = None
+        for exchange in self.exchanges:
+            depth = len(exchange.keys)
+            goes_on = depth < len(keys) and keys[:depth] == exchange.keys
+            if not goes_on or exchange.asked.chat is not chat:
+                continue
+            if self.history == "template" and not self._is_kept(exchange, messages):
+                continue
+            if deepest is None or depth > len(deepest.keys):
+                deepest = exchange
+        return deepest
+
+    def _is_kept(self, exchange: Exchange, messages: Sequence[Message]) -> bool:
+        """Return whether the chat template shows an exchange as it was, white space aside."""
+        asked = exchange.asked
+        past = asked.chat.rendered(messages)
+        return squeezed(past).startswith(squeezed(asked.rendered) + squeezed(exchange.spoken))
+
+
+def readable(message: Mapping[str, Any]) -> Message:
+    """Return a message for chat templates: no nulls, arguments of calls as objects.
+
+    ValueError for a message that is none.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("a message is no object with `role` and `content`")
+    plain = {name: value for name, value in message.items() if value is not None}
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    plain["content"] = text_of(plain.get("content"))
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_as_call(call) for call in plain["tool_calls"]]
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def key_of(message: Message) -> str:
+    """Return a readable message as a text: the same for messages that say the same."""
+    said = {name: value for name, value in message.items() if name not in IDS}
+    if said["role"] == "assistant":
+        said["content"] = said["content"].strip()
+    if "tool_calls" in said:
+        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
+    return json.dumps(said, sort_keys=True)
+
+
+def versions_of(turn: Completion) -> np.ndarray:
+    """Return the version of the weights at each token of a turn."""
+    versions = np.full(len(turn.tokens), turn.version, np.int32)
+    for place, version in turn.switches:
+        versions[place:] = version
+    return versions
+
+
+def squeezed(text: str) -> str:
+    """Return a text without white space."""
+    return "".join(text.split())
+
+
+def _as_call(call: Any) -> dict[str, Any]:
+    """Return a call of a tool as chat templates have it."""
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments}}:
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments)
+                except ValueError as error:
+                    raise ValueError(f"arguments of a call of {name!r} are no JSON") from error
+            function = {"name": name, "arguments": arguments}
+            return {"type": "function", "id": call.get("id", ""), "function": function}
+    raise ValueError("a call of a tool has no function with `name` and `arguments`")
