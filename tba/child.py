@@ -31,7 +31,8 @@ MARK = "TBA_CHILD"
 CODE = """
 import json, pkgutil, sys
 with open(0, "rb", buffering=0, closefd=False) as parent:
-    sys.path[:], arguments = json.loads(parent.readline())
+    path, arguments = json.loads(parent.readline())
+sys.path[:] = path or sys.path
 pkgutil.resolve_name(sys.argv[1])(*arguments)
 """
 
@@ -49,21 +50,25 @@ class Child:
         environment: Mapping[str, str] | None = None,
         output: IO[Any] | None = None,
         pass_fds: Sequence[int] = (),
+        inherited: Mapping[str, str] | None = None,
+        python: str | None = None,
     ):
+        """`inherited` replaces this process's environment; `python`, its interpreter and path."""
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", CODE, function],
+            [python or sys.executable, "-P", "-c", CODE, function],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=None if output is None else subprocess.STDOUT,
             pass_fds=pass_fds,
             start_new_session=True,
-            env={**os.environ, **(environment or {}), MARK: self._mark},
+            env={**(inherited or os.environ), **(environment or {}), MARK: self._mark},
         )
         assert self.process.stdin is not None
         self._link = self.process.stdin
         with suppress(BrokenPipeError):  # it has died at once, which its status says
-            self._link.write(json.dumps([sys.path, arguments]).encode() + b"\n")
+            path = sys.path if python is None else []
+            self._link.write(json.dumps([path, arguments]).encode() + b"\n")
             self._link.flush()
 
     @property

@@ -71,6 +71,8 @@ class Engine(ABC):
     """
     joins_batches: ClassVar[bool] = False
     """Whether turns that come later join a running batch; else they are collected meanwhile."""
+    explores: ClassVar[bool] = True
+    """Whether log-probs are those at `sampling.temperature` where tokens are chosen at another."""
     own_reference = False
     """Whether the reference's log-probs are the engine's own, and no reference model is loaded."""
     model: Any = field(default=None, init=False)

@@ -57,6 +57,7 @@ class VLLM(Engine):
 
     can_sleep: ClassVar[bool] = True
     joins_batches: ClassVar[bool] = True
+    explores: ClassVar[bool] = False
     block_size: Literal[16, 32, 64, 128] | None = None
     """Tokens of a block of the prefix cache; default: 32 on a CPU, and vLLM's choice on a GPU. The
     samples of a prompt share the whole blocks of it."""

@@ -141,6 +141,7 @@ class RunSetup:
             explore=c.sampling.explore,
             explore_share=c.sampling.explore_share,
             steps=c.run.steps,
+            compares=compares(c, self.objective),
         )
 
 
@@ -241,7 +242,14 @@ def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
 
 
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
-    """ValueError if the task has tools that the run cannot use."""
+    """ValueError if the task has tools, or a program, that the run cannot use."""
+    head = objective.at(0).head
+    by_token = objective.at(0).value_rollouts is not None or (head and head.on == "response")
+    if task.program is not None and by_token:
+        raise ValueError(
+            f"objective.use = {config.objective.use!r} has a value for each token or turn, which"
+            " sessions of a program do not have; choose another objective, such as tb"
+        )
     if task.tools is None:
         return
     if objective.at(0).value_rollouts is not None:
@@ -283,7 +291,7 @@ def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    if not any(objective.at(s).uses_behavior for s in (0, config.run.steps)):
+    if not compares(config, objective):
         return
     lacks: dict[str, str] = {}
     for name, value in config.sampling.reshaped.items():
@@ -298,6 +306,11 @@ def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
             f" the policy with the one that sampled: the log-probs are those {why}, or use an"
             " objective without this comparison, such as plain trajectory balance: objective=tb"
         )
+
+
+def compares(config: Config, objective: Plugin) -> bool:
+    """Return whether the objective compares the policy with the one that sampled, at any step."""
+    return any(objective.at(step).uses_behavior for step in (0, config.run.steps))
 
 
 def _check_stop(config: Config, text: Tokenizer) -> None:

@@ -225,8 +225,9 @@ def log_doubled_bos(text: Tokenizer, prompts: Sequence[np.ndarray]) -> None:
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
-    """Return what tells prompts apart: the tokens, and the row if an environment reads it."""
-    row = "" if task.tools is None else json.dumps(prompt.columns, sort_keys=True)
+    """Return what tells prompts apart: the tokens, and the row if more than rewards read it."""
+    reads_row = task.tools is not None or task.program is not None
+    row = json.dumps(prompt.columns, sort_keys=True, default=str) if reads_row else ""
     return tokens.tobytes() + row.encode()
 
 

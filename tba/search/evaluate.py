@@ -220,8 +220,8 @@ def _answer(
 ) -> Answers:
     """Answer every prompt, and score the answers; `task` is the name of the set."""
     scoring = searcher.scoring
-    responses = searcher.answer(scoring.tasks[task], prompts, sampling, seed)
-    verdicts = scoring(prompts, responses.answers, (task, None))
+    responses = searcher.answer(task, prompts, sampling, seed)
+    verdicts = responses.rewarded(scoring(prompts, responses.answers, (task, None)))
     values = {"reward": _as_table(verdicts)}
     for measure in scoring.tasks[task].measures():
         values[measure] = _as_table(scoring(prompts, responses.answers, (task, measure)))

@@ -20,13 +20,14 @@ from tba.models.lora import load_placed
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
+from tba.search.agents import Agents
 from tba.search.dialogue import Dialogues, Responses
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
-from tba.tasks import Answered, Task
+from tba.tasks import Answered, Program
 from tba.tasks._memory import Functions, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
@@ -36,6 +37,10 @@ LONGEST_CALL = 0.25
 
 A search that hangs in two calls, after which the others are not tried, then keeps its searcher.
 """
+
+
+MOST_OF_TASK = 0.9
+"""Share of `runtime.task_deadline` after which sessions of a program end."""
 
 
 class LogpGapError(SearchError):
@@ -81,6 +86,8 @@ class SearchSetup:
     """Precision of the trained weights, `trainer.weights`, in which the reference's are, too."""
     steps: int = 0
     """`run.steps`, which reward functions may ask for."""
+    compares: bool = False
+    """Whether the objective compares the policy with the one that sampled."""
 
     def build(self, device: str, bf16: bool) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
@@ -98,7 +105,19 @@ class SearchSetup:
         reference = self._reference(engine, device, bf16)
         limit = logp_gap_limit(self.engine, bf16)
         scoring.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
-        return Searcher(engine, reference, text, scoring, self, limit)
+        agents = {}
+        for name, task in scoring.tasks.items():
+            if task.program is not None:
+                agents[name] = self._agents(task.program, engine, text)
+        return Searcher(engine, reference, text, scoring, self, limit, agents)
+
+    def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
+        """Return what holds sessions of a program."""
+        fixed = "" if engine.explores else f"engine={self.engine.use} cannot sample so"
+        if self.compares:
+            fixed = "the objective needs the log-probs of the config's: choose objective=tb"
+        limit = self.reward.max_memory
+        return Agents(engine, text, program, fixed, limit, self.runtime.start_deadline)
 
     def scoring(self, device: str) -> Scoring:
         """Return what scores, for the task of the run and for the tasks of evaluation sets."""
@@ -151,6 +170,8 @@ class Searcher:
     setup: SearchSetup
     max_logp_gap: float
     """Largest log-prob gap, in nats, that a weight update may leave."""
+    agents: Mapping[str, Agents] = field(default_factory=dict)
+    """What holds sessions of the user's program, by the name of the task."""
 
     def load_weights(self, weights: Weights) -> float | None:
         """Load weights into the engine and return its log-prob gap, if there is a probe.
@@ -169,7 +190,9 @@ class Searcher:
         return gap
 
     def close(self) -> None:
-        """End the engine, and the processes that score."""
+        """End the engine, the processes that score, and programs."""
+        for agents in self.agents.values():
+            agents.close()
         self.scoring.close()
         self.engine.close()
 
@@ -180,8 +203,7 @@ class Searcher:
         """
         stats = SearchStats()
         with stats.timed("generate"):
-            task = self.scoring.tasks[""]
-            responses = self.answer(task, prompts, self._sampling(seed), seed)
+            responses = self.answer("", prompts, self._sampling(seed), seed)
         with stats.timed("reward"):
             verdicts = self._score(prompts, responses)
         with stats.timed("reference"):
@@ -204,6 +226,8 @@ class Searcher:
                 "tools/cut": sum(result.cut for result in responses.results),
             }
         )
+        for agents in self.agents.values():
+            stats.counts.update(agents.counts())
         stats.reject(chain(*verdicts, rollouts))
         stats.rates.append(samples / max(1e-9, stats.seconds["generate"]))
         died = set()
@@ -218,15 +242,19 @@ class Searcher:
         for prompt, group in zip(prompts, responses.answers, strict=True):
             rule = "keep" if isinstance(prompt, Answered) else self.setup.sampling.truncated
             answers.append(settle_truncated(group, rule))
-        return self.scoring(prompts, answers)
+        return responses.rewarded(self.scoring(prompts, answers))
 
     def answer(
-        self, task: Task, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+        self, name: str, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> Responses:
         """Sample responses of each prompt but those whose answers are given.
 
-        They are dialogues if the task has tools.
+        They are dialogues if the task of this name has tools, and sessions if it has a program.
         """
+        task = self.scoring.tasks[name]
+        if name in self.agents:
+            seconds = MOST_OF_TASK * self.setup.runtime.task_deadline
+            return self.agents[name].hold(prompts, sampling, seed, seconds)
         if task.tools is not None:
             return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]

@@ -40,7 +40,7 @@ class Asked:
     rendered: str
     """The messages as the chat template shows them; "" where nothing compares it."""
 
-    @property
+    @cached_property
     def context(self) -> np.ndarray:
         """All tokens that the reply follows."""
         if self.after is None:
@@ -107,13 +107,17 @@ class Session:
         """Contexts beyond the first one."""
         return max(0, len(self._leaves()) - 1)
 
-    def trajectory(self) -> tuple[np.ndarray, Completion]:
-        """Return the first context's prompt, and everything after it as one completion.
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens that the first context begins with. There is at least one exchange."""
+        return self._leaves()[0].path[0].asked.given
+
+    def completion(self, shared: int) -> Completion:
+        """Return everything behind the first `shared` tokens of the prompt as one completion.
 
         Each further context is a restart. A reply that several contexts share is sampled in the
-        first of them, and given in others. The session has at least one exchange.
+        first of them, and given in others.
         """
-        prompt = self._leaves()[0].path[0].asked.given
         tokens: list[np.ndarray] = []
         logp: list[np.ndarray] = []
         sampled: list[np.ndarray] = []
@@ -126,7 +130,7 @@ class Session:
             for exchange in leaf.path:
                 given = exchange.asked.given
                 if exchange.asked.after is None and number == 0:
-                    given = given[:0]
+                    given = given[shared:]
                 elif exchange.asked.after is None:
                     restarts.append(length)
                 turn = exchange.turn
@@ -140,7 +144,7 @@ class Session:
                 version = int(own[-1])
                 length += len(given) + len(turn.tokens)
         every = np.concatenate(versions)
-        completion = Completion(
+        return Completion(
             tokens=np.concatenate(tokens),
             logp=np.concatenate(logp).astype(np.float32),
             finished=self.exchanges[-1].turn.finished,
@@ -149,7 +153,6 @@ class Session:
             sampled=np.concatenate(sampled),
             restarts=tuple(restarts),
         )
-        return prompt, completion
 
     def _leaves(self) -> list[Exchange]:
         """Return the last exchange of each context, in the order of the contexts' first new one."""

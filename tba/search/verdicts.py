@@ -23,7 +23,7 @@ class Rejected:
     """The reason why a sample has no reward, and the error message.
 
     Reasons are `raised`, `timeout`, `memory`, `died`, `not_finite`, `not_a_number`, `none`,
-    `wrong_length`, and those that are `ON_PURPOSE`, which have no message.
+    `no_call`, `wrong_length`, and those that are `ON_PURPOSE`, which have no message.
     """
 
     reason: str
@@ -57,8 +57,23 @@ def parse_score(score: Any) -> Verdict:
     return score if isinstance(score, Itemized) else value
 
 
+def added(verdict: Verdict, reward: Verdict) -> Verdict:
+    """Return the sum of two rewards, with the items of both; a rejection if one is."""
+    if isinstance(reward, Rejected):
+        return reward
+    if isinstance(verdict, Rejected):
+        return verdict
+    items: dict[str, float] = {"rewards/rollout": float(reward)}
+    notes: dict[str, str] = {}
+    for each in (reward, verdict):
+        if isinstance(each, Itemized):
+            items |= each.items
+            notes |= each.notes
+    return Itemized(float(verdict) + float(reward), items, notes)
+
+
 def settle_truncated(
-    answers: Sequence[Answer | Rejected], rule: str | float
+    answers: Sequence[Answer | Verdict], rule: str | float
 ) -> list[Answer | Verdict]:
     """Return a group with the verdicts that `sampling.truncated` gives to unfinished answers."""
     if rule == "keep":

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from tba.config.errors import about
 from tba.prompt import Answer, Prompt
@@ -115,6 +115,28 @@ class Tools:
         return str(_awaited(getattr(instance, name)(**arguments)))
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program of the user that talks to the policy over HTTP, in a process of its own."""
+
+    rollout: str
+    """`file.py:function`, or `package.module:function`."""
+    python: str
+    """Its Python interpreter."""
+    deadline: float
+    """Seconds of a session."""
+    concurrency: int
+    """Sessions at once in a searcher."""
+    max_calls: int
+    """Most calls of a session."""
+    history: Literal["append", "template"]
+    """What the policy sees of the past: its own tokens, or what the chat template shows."""
+    environment: Mapping[str, str]
+    """Environment variables, beside those of this process that are no secrets."""
+    scored: bool
+    """Whether the task's functions score sessions, too."""
+
+
 class Task(Scorer):
     """A source of prompts, and the reward of their answers. A task inherits from this class.
 
@@ -171,6 +193,11 @@ class Task(Scorer):
     @property
     def tools(self) -> Tools | None:
         """The tools that the policy can call in its answers, which are dialogues then."""
+        return None
+
+    @property
+    def program(self) -> Program | None:
+        """The program of the user that holds sessions with the policy, if there is one."""
         return None
 
     @property

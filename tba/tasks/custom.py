@@ -127,7 +127,7 @@ class Custom(Rendering, Task):
         if self.environment is not None:  # instances may arrive as pickles, which need its module
             member("task.environment", self.environment)
         count = len(self.functions)  # raises before anything starts if one does not exist
-        if not count:
+        if not count and self.needs_reward:
             raise ValueError(f"task.reward is missing; {ADVICE}, or pass reward= from Python")
         weights = self.reward_weights
         if weights is not None and len(weights) != count:
@@ -135,6 +135,11 @@ class Custom(Rendering, Task):
                 f"task.reward_weights has {len(weights)} numbers for {count} reward functions;"
                 " write one number for each"
             )
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether nothing else scores answers."""
+        return True
 
     def prompts(self) -> Sequence[Prompt]:
         return self._rows[0]

@@ -1,0 +1,161 @@
+"""OpenAI's chat completions as JSON: what a request asks for, and the reply to it."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from tba.search.session import Asked
+from tba.types import Completion, Sampling
+
+COLDEST = 0.01
+"""Temperature for programs that ask for 0."""
+ALLOWED: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "functions": (),
+    "function_call": (),
+    "audio": (),
+    "prediction": (),
+}
+"""Parameters that would change what is sampled, with the values that do not."""
+
+
+class Request(BaseModel, extra="allow"):
+    """Body of a request. `model`, `seed` and what is not named here are ignored."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str = "policy"
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = False
+    return_token_ids: bool | None = False
+
+    def sampling(self, own: Sampling, fixed: str) -> Sampling:
+        """Return how the policy samples its reply; ValueError for what cannot be done.
+
+        `fixed` says why no other distribution than the config's may be sampled from, if so.
+        """
+        asked = self.model_dump()
+        for name, allowed in ALLOWED.items():
+            if asked.get(name) is not None and asked[name] not in allowed:
+                instead = f"; leave it out, or give {allowed[0]!r}" if allowed else ""
+                raise ValueError(f"{name} = {asked[name]!r} is not supported{instead}")
+        limit = min(self.max_completion_tokens or self.max_tokens or own.max_tokens, own.max_tokens)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        sampling = replace(own, samples=1, max_tokens=limit)
+        if stop:
+            sampling = replace(sampling, stop=tuple(stop))
+        if own.temperature == 0:  # an evaluation with greedy replies
+            return sampling
+        if self.temperature not in (None, own.temperature):
+            sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
+        if self.top_p is not None:
+            sampling = replace(sampling, top_p=self.top_p)
+        changed = [
+            f"{name} = {mine:g}"
+            for name, mine, given in (
+                ("temperature", self.temperature, own.temperature),
+                ("top_p", self.top_p, own.top_p),
+            )
+            if mine not in (None, given)
+        ]
+        if changed and fixed:
+            raise ValueError(f"{changed[0]} is not that of the config, and {fixed}")
+        return sampling
+
+
+def message_of(context: Asked, turn: Completion, asked: Request) -> dict[str, Any]:
+    """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    message, calls = context.chat.read(context.context, turn.tokens, stop)
+    reply: dict[str, Any] = {"role": "assistant", **message}
+    if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
+        shown = context.chat.text.answer(turn.tokens, turn.finished, stop).text
+        return {"role": "assistant", "content": shown}
+    reply["content"] = reply["content"] or None
+    reply["tool_calls"] = []
+    for place, call in enumerate(calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        own = f"call_{len(context.context)}_{place}"
+        reply["tool_calls"].append({"id": own, "type": "function", "function": function})
+    return reply
+
+
+def completion(asked: Request, context: Asked, turn: Completion, message: Mapping[str, Any]) -> Any:
+    """Return a reply in OpenAI's form, as JSON or as a stream of one part."""
+    from starlette.responses import JSONResponse, StreamingResponse
+
+    text = context.chat.text
+    reason = "tool_calls" if message.get("tool_calls") else "stop"
+    choice: dict[str, Any] = {"index": 0, "finish_reason": reason if turn.finished else "length"}
+    if asked.logprobs:
+        pairs = zip(turn.tokens.tolist(), turn.logp.tolist(), strict=True)
+        content = []
+        for token, logp in pairs:
+            shown = text.tokenizer.decode([token])
+            one = {"token": shown, "logprob": logp, "bytes": [*shown.encode()], "top_logprobs": []}
+            content.append(one)
+        choice["logprobs"] = {"content": content}
+    prompt = context.context
+    if asked.return_token_ids:
+        choice["token_ids"] = turn.tokens.tolist()
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(turn.tokens),
+        "total_tokens": len(prompt) + len(turn.tokens),
+    }
+    reply: dict[str, Any] = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": asked.model,
+    }
+    if asked.return_token_ids:
+        reply["prompt_token_ids"] = prompt.tolist()
+    if not asked.stream:
+        choice["message"] = message
+        whole = {"object": "chat.completion", "choices": [choice], "usage": usage}
+        return JSONResponse(reply | whole)
+    calls = message.get("tool_calls") or []
+    delta = {**message, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+    chunk = {"object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]}
+    parts = [reply | chunk]
+    if (asked.stream_options or {}).get("include_usage"):
+        parts.append({**reply, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+
+    async def stream() -> AsyncIterator[str]:
+        for part in parts:
+            yield f"data: {json.dumps(part)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+def refusal(status: int, code: str, why: str) -> Any:
+    """Return an error as OpenAI's clients read it."""
+    from starlette.responses import JSONResponse
+
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": why, "type": kind, "param": None, "code": code}
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return JSONResponse({"error": error}, status, headers)

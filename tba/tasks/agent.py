@@ -1,0 +1,96 @@
+"""A program of the user that talks to the policy through an OpenAI-compatible endpoint."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from tba.config.errors import read_secrets
+from tba.config.tables import GIVEN, Positive, PositiveFloat
+from tba.tasks import Program
+from tba.tasks._data import Rows, rows
+from tba.tasks.custom import ADVICE, Custom
+
+SHOWN = 200
+"""Characters of a row that stand for it where it has no prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent(Custom):
+    """A program of the user, which calls the policy as often as it likes and returns a reward.
+
+        async def rollout(base_url: str, row: dict) -> float
+
+    It may be `async def` or plain, and take `client`, an `openai.AsyncOpenAI`, instead of
+    `base_url`. It returns a number, a dict with `reward` and numbers to log, or None to reject the
+    sample. A class with a method `rollout` is made once in a process. A session is one trajectory:
+    see docs/agents.md. Reward functions, as in the task `custom`, add to what it returns.
+    """
+
+    rollout: str = ""
+    """The program, written `file.py:function` or `package.module:function`."""
+    python: str | None = None
+    """Python interpreter of the program; default: this one."""
+    deadline: PositiveFloat = 300.0
+    """Seconds of a session; the sample is rejected after that."""
+    concurrency: Positive = 64
+    """Sessions at once in a searcher."""
+    max_calls: Positive = 64
+    """Most calls of a session; later ones are answered by 410."""
+    history: Literal["append", "template"] = "append"
+    """append: the policy sees its own tokens of the past; template: what the chat template shows,
+    where a past that is shown in another way begins a new context."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the program, such as {OPENAI_API_KEY = "env:OPENAI_API_KEY"}. It
+    has those of this process, too, but for secrets."""
+    environment: str | None = field(default=None, metadata=GIVEN, repr=False)
+    max_turns: int = field(default=8, metadata=GIVEN, repr=False)
+    tool_deadline: float = field(default=10.0, metadata=GIVEN, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where, _, name = self.rollout.rpartition(":")
+        if not where or not name:
+            raise ValueError(f"task.rollout = {self.rollout!r}: {ADVICE}")
+        if where.endswith(".py") and not Path(where).expanduser().is_file():
+            raise ValueError(f"task.rollout = {self.rollout!r}: no such file: {where}")
+        if self.python is not None and shutil.which(str(Path(self.python).expanduser())) is None:
+            raise ValueError(f"task.python = {self.python!r}: no such program; give an interpreter")
+        for package in ("starlette", "uvicorn"):
+            if find_spec(package) is None:
+                raise ValueError("task=agent needs an HTTP server: pip install 'tba[agents]'")
+
+    @property
+    def needs_reward(self) -> bool:
+        return False
+
+    @cached_property
+    def program(self) -> Program:
+        where, _, name = self.rollout.rpartition(":")
+        if where.endswith(".py"):
+            where = str(Path(where).expanduser().resolve())
+        python = sys.executable
+        if self.python is not None:
+            python = str(Path(str(shutil.which(str(Path(self.python).expanduser())))).absolute())
+        return Program(
+            rollout=f"{where}:{name}",
+            python=python,
+            deadline=self.deadline,
+            concurrency=self.concurrency,
+            max_calls=self.max_calls,
+            history=self.history,
+            environment=read_secrets(self.env),
+            scored=len(self.functions) > 0,
+        )
+
+    def _read(self, key: str, source: str, split: str) -> Rows:
+        table = rows(key, source, split, self.subset)
+        for place, row in enumerate(table):
+            if self.prompt_column not in row:
+                table[place] = {**row, "prompt": json.dumps(row, default=str)[:SHOWN]}
+        return [{**row, "prompt": row.get(self.prompt_column, row.get("prompt"))} for row in table]
