@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -267,6 +268,7 @@ class Script(Scripted):
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
+        time.sleep(self.latency)
         groups = []
         for prompt in prompts:
             turn = self.text.decode(prompt).count("[assistant]")

@@ -162,7 +162,10 @@ def _load(rollout: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(where)
     function: Any = getattr(module, name)
-    loaded: Callable[..., Any] = function().rollout if inspect.isclass(function) else function
+    loaded: Callable[..., Any] = function
+    if inspect.isclass(function):
+        instance: Any = function()
+        loaded = instance.rollout
     return loaded
 
 

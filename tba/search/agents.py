@@ -253,6 +253,9 @@ class AgentProcess:
                     result.set_result(message)
         except (ValueError, KeyError, ConnectionError):  # the program wrote to our socket
             pass
+        finally:
+            assert self._writer is not None
+            self._writer.close()
         await asyncio.to_thread(child.kill)
         self._stuck.clear()
         how = f"the agent process ended with status {child.status}"

@@ -61,6 +61,11 @@ class Live:
             self.calls += 1
         return self.unread.pop(body)
 
+    def refuse(self, number: int) -> None:
+        """Give a number back, because its call was refused."""
+        if self.calls == number + 1:
+            self.calls = number
+
     def end(self) -> None:
         self.ended = True
         for job in self.running.values():
@@ -128,8 +133,8 @@ class Turns:
             for _, future in wanted:
                 future.set_exception(error)
             raise
-        for (_, future), completion in zip(wanted, completions, strict=True):
-            future.set_result(completion)
+        for (_, future), sampled in zip(wanted, completions, strict=True):
+            future.set_result(sampled)
 
 
 class Endpoint:
@@ -148,7 +153,8 @@ class Endpoint:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
-        self.loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self.loop = self._runner.get_loop()
         self._server = _server(self._chat, self._models)
         self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
         self._thread.start()
@@ -172,8 +178,8 @@ class Endpoint:
         self._thread.join(10)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        with self._runner:
+            self._runner.run(self._server.serve(sockets=[self._socket]))
 
     async def _models(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -229,10 +235,10 @@ class Endpoint:
             context, turn = await job.task
         except asyncio.CancelledError:
             return self._ended()
-        except _TooLongError as error:
-            return self._wrong(str(error), "context_length_exceeded")
         except ValueError as error:
-            return self._wrong(str(error))
+            live.refuse(job.number)
+            too_long = isinstance(error, _TooLongError)
+            return self._wrong(str(error), "context_length_exceeded" if too_long else "invalid")
         if live.ended:
             return self._ended()
         message = message_of(context, turn, asked)
@@ -278,7 +284,7 @@ class Endpoint:
             self._chats[key] = Chat(self._text, schemas)
         return self._chats[key]
 
-    def _wrong(self, why: str, code: str = "invalid_request") -> Any:
+    def _wrong(self, why: str, code: str = "invalid") -> Any:
         self.counts["agents/refused"] += 1
         return refusal(400, code, why)
 

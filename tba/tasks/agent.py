@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from tba.config.errors import read_secrets
 from tba.config.tables import GIVEN, Positive, PositiveFloat
 from tba.tasks import Program
 from tba.tasks._data import Rows, rows
@@ -84,7 +83,7 @@ class Agent(Custom):
             concurrency=self.concurrency,
             max_calls=self.max_calls,
             history=self.history,
-            environment=read_secrets(self.env),
+            environment=self.env,
             scored=len(self.functions) > 0,
         )
 

@@ -1,0 +1,221 @@
+"""Programs of a user for tests, with the standard library only: each is a `rollout`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+DOUBLE = {
+    "type": "function",
+    "function": {
+        "name": "double",
+        "description": "Double a number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "description": "a number"}},
+            "required": ["n"],
+        },
+        "return": {"type": "integer"},
+    },
+}
+
+
+def ask(base_url: str, messages: list[Any], **options: Any) -> dict[str, Any]:
+    """Return the body of a reply; HTTPError for a refusal."""
+    body = json.dumps({"model": "policy", "messages": messages, **options}).encode()
+    headers = {"content-type": "application/json"}
+    with urlopen(Request(f"{base_url}/chat/completions", body, headers), timeout=60) as reply:
+        return json.loads(reply.read())
+
+
+def refusal(base_url: str, messages: list[Any], **options: Any) -> tuple[int, str, str]:
+    """Return status, code and message of a refusal."""
+    try:
+        ask(base_url, messages, **options)
+    except HTTPError as error:
+        told = json.loads(error.read())["error"]
+        return error.code, told["code"], told["message"]
+    raise AssertionError("it was not refused")
+
+
+def said(reply: dict[str, Any]) -> dict[str, Any]:
+    return reply["choices"][0]["message"]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def double(base_url: str, row: dict[str, Any]) -> float:
+    """Double by a tool, in at most three turns; the reward is the length of the last message."""
+    messages: list[Any] = [user(row["prompt"])]
+    for _ in range(3):
+        message = said(ask(base_url, messages, tools=[DOUBLE]))
+        messages.append(message)
+        for call in message.get("tool_calls") or ():
+            n = json.loads(call["function"]["arguments"])["n"]
+            told = {"role": "tool", "tool_call_id": call["id"], "name": "double"}
+            messages.append({**told, "content": str(2 * n)})
+        if not message.get("tool_calls"):
+            break
+    return len(message["content"])
+
+
+async def once(base_url: str, row: dict[str, Any]) -> dict[str, float]:
+    """Ask once; the reward and another number."""
+    message = said(ask(base_url, [user(row["prompt"])]))
+    return {"reward": len(message["content"]), "solved": 1.0}
+
+
+def ends(base_url: str, row: dict[str, Any]) -> Any:
+    """Do what the row says after a call."""
+    kind = row["kind"]
+    if kind != "silent":
+        ask(base_url, [user(row["prompt"])])
+    match kind:
+        case "silent":
+            return 1.0
+        case "raises":
+            raise KeyError("no such page")
+        case "nan":
+            return float("nan")
+        case "text":
+            return "much"
+        case "none":
+            return None
+        case "hangs":
+            time.sleep(3600)
+        case "dies":
+            os._exit(3)
+        case "prints":
+            print("a page", file=sys.stderr)
+    return 1.0
+
+
+def refused(base_url: str, row: dict[str, Any]) -> float:
+    """Ask for all that cannot be done; each is refused in a sentence."""
+    hello = [user("Say")]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"n": 2}, "n = 2"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": [DOUBLE]}, "tool_choice = 'required'"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"temperature": 0.3}, "temperature = 0.3 is not that of the config"),
+        ({"tools": [{"type": "file_search"}]}, "a tool is no function"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ]
+    for options, why in wrong:
+        status, _, message = refusal(base_url, hello, **options)
+        assert (status, why in message) == (400, True), (options, message)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert "no text" in refusal(base_url, [image])[2]
+    assert refusal(base_url, [])[0] == 400
+    assert refusal(base_url, [{"content": "?"}])[0] == 400
+    assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
+    assert refusal(base_url.replace("/s/", "/s/x"), hello)[:2] == (410, "session_ended")
+    for _ in range(3):
+        ask(base_url, hello)
+    assert refusal(base_url, hello)[:2] == (410, "session_ended")  # max_calls
+    return 1.0
+
+
+def forgets(base_url: str, row: dict[str, Any]) -> float:
+    """Ask, go on, and then begin anew with a summary, which shares the first reply."""
+    first = said(ask(base_url, [user("Say 1")]))
+    second = said(ask(base_url, [user("Say 1"), first, user("more")]))
+    ask(base_url, [user("Say 1"), first, user("other")])
+    ask(base_url, [user("Short: " + second["content"])])
+    return 1.0
+
+
+def greets(base_url: str, row: dict[str, Any]) -> float:
+    """Begin in another way each time."""
+    ask(base_url, [user(f"Say {time.monotonic_ns() % 97}")])
+    return 1.0
+
+
+def at_once(base_url: str, row: dict[str, Any]) -> float:
+    """Send the same request over two connections, and others beside it."""
+    with ThreadPoolExecutor(3) as threads:
+        texts = ["Say 1", "Say 1", "Say 2"]
+        replies = list(threads.map(lambda text: ask(base_url, [user(text)]), texts))
+    assert said(replies[0]) == said(replies[1])
+    return 1.0
+
+
+def gives_up(base_url: str, row: dict[str, Any]) -> float:
+    """Leave before the reply, and ask the same again."""
+    body = json.dumps({"messages": [user("Say 1")]}).encode()
+    with_body = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
+    try:
+        urlopen(with_body, timeout=0.1)
+    except OSError:
+        time.sleep(0.3)
+        ask(base_url, [user("Say 1")])
+        return 1.0
+    return 0.0  # it was too fast to leave
+
+
+class Counts:
+    """Made once in a process."""
+
+    made = 0
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        with Counts.lock:
+            Counts.made += 1
+
+    def rollout(self, base_url: str, row: dict[str, Any]) -> float:
+        ask(base_url, [user(row["prompt"])])
+        return Counts.made
+
+
+def streams(base_url: str, row: dict[str, Any]) -> float:
+    """Read a reply as a stream, and one with tokens; what was sent is what is seen."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps({"messages": [user("Say 1")], **options}).encode()
+    asked = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
+    with urlopen(asked, timeout=60) as reply:
+        parts = [line[6:] for line in reply.read().decode().split("\n\n") if line]
+    assert parts[-1] == "[DONE]"
+    chunk, usage = map(json.loads, parts[:-1])
+    assert chunk["choices"][0]["delta"]["content"] and usage["usage"]["completion_tokens"] > 0
+    first = ask(base_url, [user("Say 2")], return_token_ids=True, logprobs=True)
+    second = ask(base_url, [user("Say 2"), said(first), user("more")], return_token_ids=True)
+    tokens = first["choices"][0]["token_ids"]
+    prompt = first["prompt_token_ids"]
+    assert second["prompt_token_ids"][: len(prompt) + len(tokens)] == prompt + tokens
+    assert len(first["choices"][0]["logprobs"]["content"]) == len(tokens)
+    with urlopen(f"{base_url}/models", timeout=60) as models:
+        assert json.loads(models.read())["data"][0]["id"] == "policy"
+    return 1.0
+
+
+def secret(base_url: str, row: dict[str, Any]) -> float:
+    """Nothing secret is inherited, and what was set is there."""
+    ask(base_url, [user("Say")])
+    assert "SOME_API_KEY" not in os.environ
+    return float(os.environ["OWN_TOKEN"] == "mine")
+
+
+class Doubles:
+    """The tool as an environment."""
+
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def double(self, n: int) -> int:
+        """Double a number.
+
+        Args:
+            n: a number
+        """
+        return 2 * n

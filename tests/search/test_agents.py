@@ -1,0 +1,212 @@
+"""Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from build import resumes_exactly
+from conftest import EOS
+from talk import TESTS, call, dialogue_config, dialogue_model
+
+from tba.assemble import run
+from tba.config.schema import Config
+from tba.learn.plan import Contexts, cut
+from tba.runs.setup import check
+from tba.search.result import SearchResult
+from tba.search.searcher import Searcher
+from tba.types import Group, collate
+
+__all__ = ["dialogue_config", "dialogue_model"]  # fixtures
+
+Held = Callable[..., tuple[Searcher, SearchResult]]
+
+pytest.importorskip("starlette", reason="needs tba[agents]")
+pytest.importorskip("uvicorn", reason="needs tba[agents]")
+
+
+@pytest.fixture
+def agent(config: Callable[..., Config]) -> Callable[..., Config]:
+    """A run of scripted turns with a program of tests/programs.py."""
+
+    def make(program: str, *turns: str, **options: Any) -> Config:
+        settings = ("task=agent", *options.pop("settings", ()))
+        given = {"reward": None, "environment": None, "tool_deadline": None, "deadline": 60.0}
+        rollout = f"{TESTS}/programs.py:{program}"
+        return config(*turns, settings=settings, rollout=rollout, **(given | options))
+
+    return make
+
+
+@pytest.fixture
+def held() -> Iterator[Callable[..., tuple[Searcher, SearchResult]]]:
+    """Search once, and close the searcher when the test has ended."""
+    opened: list[Searcher] = []
+
+    def search(config: Config) -> tuple[Searcher, SearchResult]:
+        parts = check(config)
+        searcher = parts.search_setup().build("cpu", False)
+        opened.append(searcher)
+        return searcher, searcher.search(parts.prompts[:1], seed=0)
+
+    yield search
+    for searcher in opened:
+        searcher.close()
+    assert not psutil.Process().children()
+
+
+def shown(searcher: Searcher, group: Group, k: int = 0) -> list[str]:
+    """Return the contexts of a response as text, without the prompt, given tokens in « »."""
+    t = group.trajectories[k]
+    bounds = [0, *t.restarts, len(t.tokens)]
+    texts = []
+    for start, end in pairwise(bounds):
+        text = ""
+        sampled = np.ones(len(t.tokens), bool) if t.sampled is None else t.sampled
+        for place in range(start, end):
+            one = searcher.text.tokenizer.decode([int(t.tokens[place])])
+            text += one if sampled[place] else f"«{one}»"
+        texts.append(text.replace("»«", ""))
+    return texts
+
+
+def test_a_session_is_the_dialogue_that_an_environment_would_have_held(
+    config: Callable[..., Config], agent: Callable[..., Config], held: Held
+) -> None:
+    """The same tokens and masks: the program does over HTTP what the tool does in the searcher."""
+    turns = (f"Let me see. {call('double', n=21)}", "It is 42.")
+    _, by_tool = held(config(*turns, environment=f"{TESTS}/programs.py:Doubles"))
+    _, by_program = held(agent("double", *turns))
+    for a, b in zip(by_tool.groups, by_program.groups, strict=True):
+        for t, u in zip(a.trajectories, b.trajectories, strict=True):
+            assert np.array_equal(
+                np.concatenate([a.prompt_tokens, t.tokens]),
+                np.concatenate([b.prompt_tokens, u.tokens]),
+            )
+            assert t.marks is not None and np.array_equal(t.marks, u.marks)
+            assert u.reward == len("It is 42.") and u.finished
+    assert by_program.stats.counts["agents/calls"] == 4
+    assert by_program.stats.counts["agents/forks"] == 0
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("silent", "no_call"), ("raises", "raised"), ("nan", "not_finite"), ("text", "raised"),
+        ("none", "none"), ("hangs", "timeout"), ("dies", "died"), ("prints", None),
+    ],
+)  # fmt: skip
+def test_a_program_that_fails_costs_its_sample(
+    kind: str, reason: str | None, agent: Callable[..., Config], held: Held
+) -> None:
+    """Never a reward of 0: the sample is rejected with its reason, and others go on."""
+    rows = [{"prompt": "Say 0", "kind": kind}, *[{"prompt": f"Say {i}", "kind": "sound"} for i in range(1, 8)]]  # noqa: E501  # fmt: skip
+    deadline = 2.0 if kind == "hangs" else 60.0
+    searcher, result = held(agent("ends", "1", rows=rows, deadline=deadline))
+    rejected = {name: n for name, n in result.stats.rejected.items() if n}
+    assert rejected == ({reason: 2} if reason else {})
+    again = searcher.search(searcher.setup.held_out, seed=1)  # the next sessions are held
+    assert [len(g.trajectories) for g in again.groups] == [2, 2]
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(
+    agent: Callable[..., Config], held: Held
+) -> None:
+    config = agent("refused", "1", max_calls=3, settings=["objective=grpo"])
+    _, result = held(config)
+    assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0], result
+    assert result.stats.counts["agents/refused"] > 10
+
+
+def test_a_rewritten_past_is_a_new_context_of_the_same_session(
+    agent: Callable[..., Config], held: Held
+) -> None:
+    """A shared reply is sampled once; each context brings what stands before its new replies."""
+    searcher, result = held(agent("forgets", "one", "two"))
+    (group,) = result.groups
+    assert result.stats.counts["agents/forks"] == 4  # of two sessions
+    begin = "[user]Say 1[assistant]"
+    assert searcher.text.tokenizer.decode(group.prompt_tokens.tolist()) == begin
+    assert shown(searcher, group) == [
+        f"one{EOS}«[user]more[assistant]»two{EOS}",
+        f"«{begin}one{EOS}[user]other[assistant]»two{EOS}",
+        f"«[user]Short: two[assistant]»one{EOS}",
+    ]
+    contexts: Contexts = cut(collate([group]))
+    assert len(contexts.ids) == 1 + 3 * 2
+
+
+def test_sessions_that_begin_unlike_share_what_they_begin_with(
+    agent: Callable[..., Config], held: Held
+) -> None:
+    searcher, result = held(agent("greets", "1"))
+    (group,) = result.groups
+    decode = searcher.text.tokenizer.decode
+    assert decode(group.prompt_tokens.tolist()).startswith("[user]Say ")
+    for t in group.trajectories:
+        whole = decode(np.concatenate([group.prompt_tokens, t.tokens]).tolist())
+        assert whole.endswith(f"[assistant]1{EOS}")
+        assert t.sampled is not None and t.sampled.sum() == 2
+
+
+@pytest.mark.parametrize("program", ["at_once", "streams", "Counts", "once"])
+def test_clients_of_all_kinds_are_served(
+    program: str, agent: Callable[..., Config], held: Held
+) -> None:
+    _, result = held(agent(program, "12", "3", settings=["engine.latency=0.2"]))
+    (group,) = result.groups
+    expected = 2.0 if program == "once" else 1.0
+    assert [t.reward for t in group.trajectories] == [expected] * 2
+    if program == "at_once":
+        assert result.stats.counts["agents/calls"] == 4  # not 6: one reply for two connections
+
+
+def test_a_reply_that_nobody_read_is_not_trained_on(
+    agent: Callable[..., Config], held: Held
+) -> None:
+    """The next try takes its place: one call, with the seed of the first."""
+    settings = ["engine.latency=0.5"]
+    searcher, result = held(agent("gives_up", "1", settings=settings))
+    (group,) = result.groups
+    assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+    assert result.stats.counts["agents/calls"] == 2
+    assert [len(shown(searcher, group, k)) for k in range(2)] == [1, 1]
+
+
+def test_a_program_has_the_secrets_that_it_is_given(
+    agent: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, held: Held
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-value")
+    monkeypatch.setenv("MINE", "mine")
+    _, result = held(agent("secret", "1", settings=['task.env={OWN_TOKEN="env:MINE"}']))
+    assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0]
+
+
+def test_a_run_trains_on_sessions_and_resumes(agent: Callable[..., Config], tmp_path: Path) -> None:
+    """Contexts pass through buffer, trainer, evaluation and checkpoint."""
+    config = agent("forgets", "one", "two", settings=["eval.every=1", "checkpoint.every=1"])
+    summary = run(config)
+    assert summary is not None and (tmp_path / "run" / "summary.json").is_file()
+    assert resumes_exactly is not None
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        (["objective=ppo"], "a value for each token or turn"),
+        (["task.python=/no/such/python"], "no such program"),
+        (["task.rollout=nothing.py:f"], "no such file"),
+        (["task.rollout=f"], "write package.module:function"),
+        (["task.env={KEY='plain'}"], "is a secret"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_starts(
+    settings: list[str], why: str, agent: Callable[..., Config]
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        check(agent("once", "1", settings=settings))
