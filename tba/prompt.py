@@ -1,23 +1,11 @@
 """Prompts and answers as text, as tasks see them. This module needs no torch."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
-
-
-def text_of(content: Any) -> str:
-    """Return the content of a message as text. ValueError for a part that is no text."""
-    if not isinstance(content, list):
-        return str(content or "")
-    for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise ValueError(f"a part of a message is no text: {reprlib.repr(part)}; remove it")
-    return "".join(part["text"] for part in content)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from tba.runs.setup import RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
-from tba.runtime import Searchers, SearchState
+from tba.runtime import Searchers
 from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.search.result import SearchState
 from tba.streams import Use, generator
 from tba.types import Group, collate
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import re
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,8 +11,6 @@ from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
-
-from tba.prompt import Message, text_of
 
 STEPS = 10**6
 """Lines of a chat template, which is code from outside, that may run for one chat."""
@@ -25,7 +24,20 @@ AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
 """A list of parts that a template has shown as Python or JSON writes it."""
 
 
-def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+def text_of(content: Any) -> str:
+    """Return the content of a message as text. ValueError for a part that is no text."""
+    if not isinstance(content, list):
+        return str(content or "")
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError(f"a part of a message is no text: {reprlib.repr(part)}; remove it")
+    return "".join(part["text"] for part in content)
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
     """Return a chat as text, up to where the policy begins its turn, or goes on with it.
 
     It goes on with a last message of its own. Content is given to the chat template as it is, a
@@ -84,7 +96,9 @@ def limited() -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
     goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
     with limited():
         chat: str = tokenizer.apply_chat_template(
@@ -97,13 +111,13 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], options: Mapping[str,
     return chat
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its parts joined."""
     content = message.get("content")
     return {**message, "content": text_of(content)} if isinstance(content, list) else message
 
 
-def _as_parts(message: Message) -> Message:
+def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its text as a list of one part."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}]

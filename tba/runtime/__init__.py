@@ -6,24 +6,11 @@ from typing import Protocol
 
 from tba.config.runtime import RuntimeTable
 from tba.learn import Trainer
-from tba.search.prompts import Cursor, PromptStream
-from tba.search.result import Evaluation, SearchStats
+from tba.search.prompts import PromptStream
+from tba.search.result import Evaluation, SearchState, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.types import Group
 from tba.weights import Weights
-
-
-@dataclass(frozen=True)
-class SearchState:
-    """State of the searchers that a checkpoint keeps."""
-
-    cursor: Cursor
-    tasks: int  # number of the next search task
-    stats: SearchStats  # statistics of all groups that were found
-    weights: Weights | None  # weights to search with; None where they are the newest (ray)
-    reference: Weights | None  # weights of the reference, if it has been reset
-    held: tuple[Group, ...] = ()
-    """Groups on their way to the buffer, because a search has ended the run, or of a lag."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from copy import deepcopy
 from dataclasses import replace
 
 from tba.learn import Trainer
-from tba.runtime import SearchJob, SearchState
+from tba.runtime import SearchJob
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Evaluation, RejectionMonitor
+from tba.search.result import Evaluation, RejectionMonitor, SearchState
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group

@@ -1,38 +1,294 @@
-"""Agents: a program of the user holds sessions with the policy, and returns their rewards."""
+"""Agents: a program of the user holds sessions with the policy, and returns their rewards.
+
+It talks to an endpoint on this machine in OpenAI's form; each session has a path of its own.
+
+    thread of the search           event loop of the endpoint            process of the program
+    Agents.hold                 -> Agents._hold
+                                     AgentProcess.run                 -> rollout(base_url, row)
+                                     Endpoint._chat                   <- POST .../chat/completions
+                                       Session.ask
+    Turns.work                  <-     Turns.sample
+      Engine.complete
+                                       Session.add, wire.completion   -> the reply
+    Responses                   <-   verdict                          <- the reward
+"""
 
 import asyncio
 import json
-import math
-import os
+import secrets
 import socket
-import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from tba.child import Child
-from tba.config.errors import is_secret
-from tba.engines import Engine, EngineError, RewardError
+from tba.engines import Engine, Turn, Turns
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
+from tba.search.agent_process import AgentProcess
+from tba.search.chat import Chat
 from tba.search.dialogue import Responses
-from tba.search.endpoint import Endpoint, Live, live_session
-from tba.search.session import Session
-from tba.search.verdicts import DIED, Rejected, Verdict, parse_score
-from tba.tasks import Itemized, Program
+from tba.search.session import Asked, Exchange, Session
+from tba.search.verdicts import Rejected, Verdict
+from tba.search.wire import Request, completion, message_of, refusal
+from tba.streams import Use, seed_of
+from tba.tasks import Program
 from tba.types import Completion, Sampling
 
-MAIN = Path(__file__).with_name("agent_child.py")
-GRACE = 2.0
-"""Seconds after which a session that was told to end counts as stuck."""
-LONGEST_LINE = 2**24
-"""Most bytes of a result."""
 NO_CALL = Rejected("no_call", "the program has not called the policy")
+BODY = 2**24
+"""Most bytes of a request."""
+WAITING = 1024
+"""Most requests at once; others are told to come again."""
+CHATS = 64
+"""Most sets of tools whose chats are kept."""
+
+
+@dataclass(eq=False)
+class Live:
+    """A session that is being held."""
+
+    session: Session
+    sampling: Sampling
+    seed: Callable[[int], int]
+    """Seed of a turn by its number."""
+    max_calls: int
+    ended: bool = False
+    calls: int = 0
+    running: dict[str, "Job"] = field(default_factory=dict)
+    """Replies that are being sampled, by the body of the request."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Numbers of calls whose reply nobody waited for, by the body of the request."""
+
+    def number(self, body: str) -> int:
+        """Return the number of a new call: that of the same request, if nobody read its reply."""
+        if body not in self.unread:
+            self.unread[body] = self.calls
+            self.calls += 1
+        return self.unread.pop(body)
+
+    def refuse(self, number: int) -> None:
+        """Give a number back, because its call was refused."""
+        if self.calls == number + 1:
+            self.calls = number
+
+    def leave(self, body: str, job: "Job") -> None:
+        """Cancel a reply that nobody waits for any more; its number is kept for the next try."""
+        if job.waiting == 0 and job.exchange is None:
+            job.task.cancel()
+            self.running.pop(body, None)
+            self.unread[body] = job.number
+
+    def end(self) -> None:
+        self.ended = True
+        for job in self.running.values():
+            job.task.cancel()
+
+
+def live_session(session: Session, sampling: Sampling, search: int, sample: int, most: int) -> Live:
+    """Return the session of a sample of a search, which has this seed."""
+    return Live(session, sampling, lambda turn: seed_of(search, Use.TURN, sample, turn), most)
+
+
+@dataclass(eq=False)
+class Job:
+    """A reply that is being sampled, for one connection or several with the same request."""
+
+    number: int
+    task: "asyncio.Task[tuple[Asked, Completion]]"
+    waiting: int = 0
+    exchange: Exchange | None = None
+
+
+class Endpoint:
+    """A server on 127.0.0.1, in an event loop and a thread of its own."""
+
+    def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "") -> None:
+        self.turns = Turns(engine)
+        self.counts: Counter[str] = Counter()
+        """Numbers of calls, and of those that were refused, by metric."""
+        self.failure: BaseException | None = None
+        """What the engine raised while it sampled a reply."""
+        self._text = text
+        self._fixed = fixed
+        self._sessions: dict[str, Live] = {}
+        self._chats: dict[str, Chat] = {}
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._runner = asyncio.Runner()
+        self.loop = self._runner.get_loop()
+        self._server = _server(self._chat, self._models)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        self._thread.start()
+
+    def begin(self, live: Live) -> str:
+        """Return the base URL of a session. Whoever does not know it cannot guess it."""
+        name = secrets.token_urlsafe(24)
+        self._sessions[name] = live
+        return f"http://127.0.0.1:{self.port}/s/{name}/v1"
+
+    def end(self, url: str) -> None:
+        """End a session: its running requests are cancelled, and later ones refused."""
+        live = self._sessions.pop(url.split("/")[-2], None)
+        if live is not None:
+            live.end()
+
+    def close(self) -> None:
+        """End all sessions and the server."""
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with self._runner:
+            self._runner.run(self._server.serve(sockets=[self._socket]))
+
+    async def _models(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        if request.path_params["session"] not in self._sessions:
+            return self._ended()
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Any) -> Any:
+        """Answer a request; errors are JSON, as OpenAI's clients read them."""
+        live = self._sessions.get(request.path_params["session"])
+        if live is None or live.ended:
+            return self._ended()
+        if self.turns.waiting > WAITING:
+            return refusal(503, "overloaded", "too many requests wait; come again")
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY:
+                return refusal(413, "too_large", f"the request has more than {BODY:,} bytes")
+        try:
+            asked = Request.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            return self._wrong(f"{place}: {first['msg']}")
+        key = json.dumps(asked.model_dump(), sort_keys=True)
+        job = live.running.get(key)
+        if job is None:
+            if live.calls >= live.max_calls and key not in live.unread:
+                return self._ended(f"the session has had its {live.max_calls} calls (max_calls)")
+            number = live.number(key)
+            sampled = self.loop.create_task(self._sampled(live, asked, number))
+            job = live.running[key] = Job(number, sampled)
+        if await self._is_gone(request, job):
+            live.leave(key, job)
+            return refusal(499, "gone", "nobody reads this")
+        live.running.pop(key, None)
+        return await self._reply(live, asked, job)
+
+    async def _is_gone(self, request: Any, job: "Job") -> bool:
+        """Wait for the reply; return whether the client has gone before it came."""
+        job.waiting += 1
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait({job.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            job.waiting -= 1
+        if not gone.done():
+            gone.cancel()
+            return False
+        return True
+
+    async def _reply(self, live: Live, asked: Request, job: "Job") -> Any:
+        """Return the reply, which enters the session once, or why there is none."""
+        try:
+            context, turn = await job.task
+        except asyncio.CancelledError:
+            return self._ended()
+        except ValueError as error:
+            live.refuse(job.number)
+            too_long = isinstance(error, _TooLongError)
+            return self._wrong(str(error), "context_length_exceeded" if too_long else "invalid")
+        if live.ended:
+            return self._ended()
+        message = message_of(context.chat, context.context, turn, asked)
+        if job.exchange is None:
+            job.exchange = live.session.add(context, turn, message)
+            self.counts["agents/calls"] += 1
+        return completion(asked, context.chat.text, context.context, turn, message)
+
+    async def _sampled(self, live: Live, asked: Request, number: int) -> tuple[Asked, Completion]:
+        """Return the tokens of a request, and the policy's reply."""
+        sampling = asked.sampling(live.sampling, self._fixed)
+        context = await asyncio.to_thread(self._asked, live.session, asked)
+        tokens = context.context
+        room = self._text.context - len(tokens)
+        if room < 1:
+            raise _TooLongError(
+                f"the messages have {len(tokens)} tokens, and the model's context has"
+                f" {self._text.context}; shorten them"
+            )
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        try:
+            return context, await self.turns.sample(Turn(tokens, sampling, live.seed(number)))
+        except Exception as error:
+            self.failure = error
+            raise asyncio.CancelledError from error
+
+    def _asked(self, session: Session, asked: Request) -> Asked:
+        return session.ask(asked.messages, self._chat_of(asked.tools or []))
+
+    def _chat_of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
+        """Return the chat with these tools: the same one for equal tools."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._chats:
+            schemas = {}
+            for tool in tools:
+                match tool:
+                    case {"type": "function", "function": {"name": str(name)}}:
+                        schemas[name] = tool
+                    case _:
+                        raise ValueError("tools: a tool is no function with a name")
+            if len(self._chats) >= CHATS:
+                self._chats.clear()
+            self._chats[key] = Chat(self._text, schemas)
+        return self._chats[key]
+
+    def _wrong(self, why: str, code: str = "invalid") -> Any:
+        self.counts["agents/refused"] += 1
+        return refusal(400, code, why)
+
+    def _ended(self, why: str = "the session has ended, or there is none at this path") -> Any:
+        self.counts["agents/late"] += 1
+        return refusal(410, "session_ended", why)  # clients do not try again
+
+
+class _TooLongError(ValueError):
+    """The messages do not fit into the model's context."""
+
+
+def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Awaitable[Any]]) -> Any:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    routes = [
+        Route("/s/{session}/v1/chat/completions", chat, methods=["POST"]),
+        Route("/s/{session}/v1/models", models, methods=["GET"]),
+    ]
+    config = uvicorn.Config(
+        Starlette(routes=routes),
+        access_log=False,  # paths are secrets
+        log_config=None,
+        log_level="error",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
 
 
 @dataclass(frozen=True)
@@ -99,7 +355,7 @@ class Agents:
         """Hold one session, and return it with the verdict on it."""
         async with self._slots:
             seconds = min(self._program.deadline, until - time.monotonic())
-            url = self._endpoint.open(live)
+            url = self._endpoint.begin(live)
             try:
                 verdict = await self._process.run(url, row, seconds)
             finally:
@@ -143,156 +399,6 @@ class Agents:
         return replace(answer, messages=messages)
 
 
-class AgentProcess:
-    """The process of the program: it is started when a session needs it, and killed if it hangs.
-
-    All methods but `close` run in the event loop of the endpoint.
-    """
-
-    def __init__(self, program: Program, max_memory: float, start_deadline: float):
-        self._program = program
-        self._max_memory = max_memory if math.isfinite(max_memory) else None
-        self._start_deadline = start_deadline
-        self._child: Child | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-        self._numbers = count()
-        self._results: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
-        self._stuck: set[int] = set()  # sessions that were told to end, and have not
-        self._worked = False
-
-    async def run(self, url: str, row: Mapping[str, Any], seconds: float) -> Verdict:
-        """Run the program for a session; return its reward, or why it has none."""
-        if seconds <= 0:
-            return Rejected("timeout", "not tried: the time of its search was up")
-        try:
-            line = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
-        except ValueError as error:
-            return Rejected("raised", f"the row cannot be sent as JSON: {error}")
-        await self._ready()
-        number = next(self._numbers)
-        result: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        self._results[number] = result
-        self._send(number, line)
-        try:
-            message = await asyncio.wait_for(asyncio.shield(result), seconds)
-        except TimeoutError:
-            self._send(number, "{}")
-            self._stuck.add(number)
-            asyncio.get_running_loop().call_later(GRACE, self._end_stuck)
-            limit = f"task.deadline = {self._program.deadline:g} s"
-            return Rejected("timeout", f"the session did not end within {seconds:g} s ({limit})")
-        return verdict_of(message)
-
-    def close(self) -> None:
-        """End the process, and what it has started."""
-        if self._child is not None:
-            self._child.kill()
-
-    def _send(self, number: int, line: str) -> None:
-        assert self._writer is not None
-        self._writer.write(json.dumps({"session": number, **json.loads(line)}).encode() + b"\n")
-
-    async def _ready(self) -> None:
-        """Start the process unless it runs. RewardError if it does not start.
-
-        EngineError, which restarts the searcher, if it has worked before.
-        """
-        async with self._starting:
-            if self._reading is not None and not self._reading.done():
-                return
-            why = await self._start()
-        if why:
-            kind = EngineError if self._worked else RewardError
-            raise kind(f"task.rollout = {self._program.rollout!r} did not start: {why}")
-        self._worked = True
-
-    async def _start(self) -> str:
-        """Start the process, and return why it did not start, if so."""
-        own, theirs = socket.socketpair()
-        program = self._program
-        with theirs:
-            end = theirs.fileno()
-            arguments = {"ARGUMENTS": [end, program.rollout, self._max_memory]}
-            try:
-                self._child = Child(
-                    "runpy:run_path", str(MAIN), arguments, "__main__",
-                    environment=program.environment,
-                    pass_fds=[end],
-                    inherited=environment(program.python),
-                    python=program.python,
-                )  # fmt: skip
-            except OSError as error:
-                own.close()
-                return str(error)
-        reader, self._writer = await asyncio.open_unix_connection(sock=own, limit=LONGEST_LINE)
-        try:
-            first = await asyncio.wait_for(reader.readline(), self._start_deadline)
-        except TimeoutError:
-            self._child.kill()
-            return f"not within runtime.start_deadline = {self._start_deadline:g} s"
-        if not first:
-            self._child.kill()
-            return f"its process ended with status {self._child.status}"
-        message = json.loads(first)
-        if "failed" in message:
-            self._child.kill()
-            return f"\n{message['failed']}"
-        self._reading = asyncio.create_task(self._read(reader, self._child))
-        return ""
-
-    async def _read(self, reader: asyncio.StreamReader, child: Child) -> None:
-        """Receive results until the process ends; then the sessions it held have died."""
-        try:
-            while line := await reader.readline():
-                message = json.loads(line)
-                self._stuck.discard(message["session"])
-                result = self._results.pop(message["session"], None)
-                if result is not None and not result.done():
-                    result.set_result(message)
-        except (ValueError, KeyError, ConnectionError):  # the program wrote to our socket
-            pass
-        finally:
-            assert self._writer is not None
-            self._writer.close()
-        await asyncio.to_thread(child.kill)
-        self._stuck.clear()
-        how = f"the agent process ended with status {child.status}"
-        for result in self._results.values():
-            if not result.done():
-                result.set_result({"died": how})
-        self._results.clear()
-
-    def _end_stuck(self) -> None:
-        """Kill the process if a session does not end, and no other session is being held."""
-        waiting = [number for number, result in self._results.items() if number not in self._stuck]
-        if self._stuck and not waiting and self._child is not None:
-            self._child.kill()
-        elif self._stuck:
-            asyncio.get_running_loop().call_later(GRACE, self._end_stuck)
-
-
-def verdict_of(message: Mapping[str, Any]) -> Verdict:
-    """Return the verdict that a result of the program means."""
-    match message:
-        case {"died": how}:
-            return Rejected(DIED, str(how))
-        case {"raised": text}:
-            return Rejected("raised", str(text))
-        case {"returned": dict(by_name)}:
-            numbers = {str(name): float(value) for name, value in by_name.items()}
-            if "reward" not in numbers:
-                return Rejected("none", "rollout returned a dict without `reward`")
-            items = {f"rewards/{n}": x for n, x in numbers.items() if n != "reward"}
-            return parse_score(Itemized(numbers["reward"], items, {}))
-        case {"returned": None}:
-            return Rejected("none", "rollout returned None")
-        case {"returned": value}:
-            return parse_score(float(value))
-    return Rejected("raised", f"the agent process sent {message!r:.200}")
-
-
 def common(sequences: Sequence[np.ndarray]) -> np.ndarray:
     """Return the longest beginning that all of these tokens share."""
     shortest = min(map(len, sequences))
@@ -300,11 +406,3 @@ def common(sequences: Sequence[np.ndarray]) -> np.ndarray:
     for sequence in sequences:
         same &= sequence[:shortest] == sequences[0][:shortest]
     return sequences[0][: shortest if same.all() else int(same.argmin())]
-
-
-def environment(python: str) -> dict[str, str]:
-    """Return the environment of a program: no secrets, and nothing of this Python for another."""
-    inherited = {name: value for name, value in os.environ.items() if not is_secret(name)}
-    if python == sys.executable:
-        return inherited
-    return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}

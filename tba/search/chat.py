@@ -12,7 +12,8 @@ import numpy as np
 
 from tba.config.errors import about
 from tba.models.pretrained import Encode, Tokenizer
-from tba.prompt import Message, Prompt, text_of
+from tba.models.template import text_of
+from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

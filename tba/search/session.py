@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.prompt import Message, text_of
+from tba.models.template import text_of
+from tba.prompt import Message
 from tba.search.chat import CALL, Chat
 from tba.types import Completion, switches_of
 
@@ -178,7 +179,7 @@ class Session:
         for exchange in self.exchanges:
             depth = len(exchange.keys)
             goes_on = depth < len(keys) and keys[:depth] == exchange.keys
-            if not goes_on or exchange.asked.chat is not chat:
+            if not goes_on or exchange.asked.chat.schemas != chat.schemas:
                 continue
             if self.history == "template" and not self._is_kept(exchange, messages):
                 continue

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, Field
 
-from tba.search.session import Asked
+from tba.models.pretrained import Tokenizer
+from tba.search.chat import Chat
 from tba.types import Completion, Sampling
 
 COLDEST = 0.01
@@ -85,39 +87,35 @@ class Request(BaseModel, extra="allow"):
         return sampling
 
 
-def message_of(context: Asked, turn: Completion, asked: Request) -> dict[str, Any]:
+def message_of(chat: Chat, context: np.ndarray, turn: Completion, asked: Request) -> dict[str, Any]:
     """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    message, calls = context.chat.read(context.context, turn.tokens, stop)
-    reply: dict[str, Any] = {"role": "assistant", **message}
+    message, calls = chat.read(context, turn.tokens, stop)
     if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
-        shown = context.chat.text.answer(turn.tokens, turn.finished, stop).text
+        shown = chat.text.answer(turn.tokens, turn.finished, stop).text
         return {"role": "assistant", "content": shown}
-    reply["content"] = reply["content"] or None
-    reply["tool_calls"] = []
+    reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
     for place, call in enumerate(calls):
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-        own = f"call_{len(context.context)}_{place}"
+        own = f"call_{len(context)}_{place}"
         reply["tool_calls"].append({"id": own, "type": "function", "function": function})
     return reply
 
 
-def completion(asked: Request, context: Asked, turn: Completion, message: Mapping[str, Any]) -> Any:
+def completion(
+    asked: Request,
+    text: Tokenizer,
+    prompt: np.ndarray,
+    turn: Completion,
+    message: Mapping[str, Any],
+) -> Any:
     """Return a reply in OpenAI's form, as JSON or as a stream of one part."""
     from starlette.responses import JSONResponse, StreamingResponse
 
-    text = context.chat.text
     reason = "tool_calls" if message.get("tool_calls") else "stop"
     choice: dict[str, Any] = {"index": 0, "finish_reason": reason if turn.finished else "length"}
     if asked.logprobs:
-        pairs = zip(turn.tokens.tolist(), turn.logp.tolist(), strict=True)
-        content = []
-        for token, logp in pairs:
-            shown = text.tokenizer.decode([token])
-            one = {"token": shown, "logprob": logp, "bytes": [*shown.encode()], "top_logprobs": []}
-            content.append(one)
-        choice["logprobs"] = {"content": content}
-    prompt = context.context
+        choice["logprobs"] = {"content": _logprobs(text, turn)}
     if asked.return_token_ids:
         choice["token_ids"] = turn.tokens.tolist()
     usage = {
@@ -149,6 +147,16 @@ def completion(asked: Request, context: Asked, turn: Completion, message: Mappin
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+def _logprobs(text: Tokenizer, turn: Completion) -> list[dict[str, Any]]:
+    """Return the log-prob of each token at the temperature of the config."""
+    content = []
+    for token, logp in zip(turn.tokens.tolist(), turn.logp.tolist(), strict=True):
+        shown = text.tokenizer.decode([token])
+        one = {"token": shown, "logprob": logp, "bytes": [*shown.encode()], "top_logprobs": []}
+        content.append(one)
+    return content
 
 
 def refusal(status: int, code: str, why: str) -> Any:

@@ -24,12 +24,12 @@ from tba.engines._batch import Batch
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.files import locked
 from tba.runs.setup import check
-from tba.runtime import SearchJob, SearchState
+from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher
-from tba.search.result import SearchStats
+from tba.search.result import SearchState, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks import within
 from tba.tasks.custom import Custom

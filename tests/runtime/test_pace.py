@@ -24,9 +24,9 @@ from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
 from tba.runs.log import METRICS, read
-from tba.runtime import SearchJob, SearchState
+from tba.runtime import SearchJob
 from tba.runtime.placement import Place
-from tba.search.result import Evaluation, SearchStats
+from tba.search.result import Evaluation, SearchState, SearchStats
 from tba.types import Group, Trajectory
 from tba.weights import Weights
 

@@ -21,11 +21,11 @@ from toy import toy_config
 from tba.config.runtime import RuntimeTable
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
-from tba.runtime import SearchJob, SearchState
+from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.search.result import SearchResult, SearchStats
+from tba.search.result import SearchResult, SearchState, SearchStats
 from tba.types import Group
 from tba.weights import Sent, Weights
 

@@ -67,7 +67,7 @@ def test_a_reward_sees_messages_and_environments_as_in_trl(
     parts = check(config(f"Let me see. {call('double', n=21)}", "It is 42."))
     searcher = parts.search_setup().build("cpu", False)
     prompts, guard = parts.prompts[:1], searcher.scoring
-    responses = searcher.answer(guard.tasks[""], prompts, Sampling(2, 1.0, 400), seed=0)
+    responses = searcher.answer("", prompts, Sampling(2, 1.0, 400), seed=0)
     guard(prompts, responses.answers)
     function = guard.tasks[""].functions[0]  # type: ignore[attr-defined]
     ((completions, environments),) = function.__globals__["seen"]

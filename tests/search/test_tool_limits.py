@@ -105,8 +105,8 @@ def test_it_is_said_in_the_dialogue(config: Callable[..., Config]) -> None:
     searcher = parts.search_setup().build("cpu", False)
 
     def read(max_tokens: int) -> list[str]:
-        sampling, task = Sampling(1, 1.0, max_tokens), searcher.scoring.tasks[""]
-        ((answer,),) = searcher.answer(task, parts.prompts[:1], sampling, seed=0).answers
+        sampling = Sampling(1, 1.0, max_tokens)
+        ((answer,),) = searcher.answer("", parts.prompts[:1], sampling, seed=0).answers
         assert isinstance(answer, Answer) and answer.messages is not None
         return [m["content"] for m in answer.messages if m["role"] == "tool"]
 

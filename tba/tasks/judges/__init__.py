@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any
 
-from tba.prompt import Message, text_of
+from tba.models.template import text_of
+from tba.prompt import Message
 from tba.tasks import Scores
 
 Text = str | Sequence[Message]
