@@ -13,7 +13,6 @@ from typing import Any
 
 from tba.child import Child
 from tba.config.errors import is_secret
-from tba.engines import EngineError, RewardError
 from tba.search.verdicts import DIED, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 
@@ -22,6 +21,14 @@ GRACE = 2.0
 """Seconds after which a session that was told to end counts as stuck."""
 LONGEST_LINE = 2**24
 """Most bytes of a result."""
+
+
+class ProgramError(RuntimeError):
+    """The program does not start; `worked` says whether it has done so before."""
+
+    def __init__(self, why: str, worked: bool) -> None:
+        super().__init__(why)
+        self.worked = worked
 
 
 class AgentProcess:
@@ -76,17 +83,14 @@ class AgentProcess:
         self._writer.write(json.dumps({"session": number, **json.loads(line)}).encode() + b"\n")
 
     async def _ready(self) -> None:
-        """Start the process unless it runs. RewardError if it does not start.
-
-        EngineError, which restarts the searcher, if it has worked before.
-        """
+        """Start the process unless it runs; ProgramError if it does not start."""
         async with self._starting:
             if self._reading is not None and not self._reading.done():
                 return
             why = await self._start()
         if why:
-            kind = EngineError if self._worked else RewardError
-            raise kind(f"task.rollout = {self._program.rollout!r} did not start: {why}")
+            told = f"task.rollout = {self._program.rollout!r} did not start: {why}"
+            raise ProgramError(told, self._worked)
         self._worked = True
 
     async def _start(self) -> str:

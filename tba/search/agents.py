@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from tba.engines import Engine, Turn, Turns
+from tba.engines import Engine, EngineError, RewardError, Turn, Turns
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
-from tba.search.agent_process import AgentProcess
+from tba.search.agent_process import AgentProcess, ProgramError
 from tba.search.chat import Chat
 from tba.search.dialogue import Responses
 from tba.search.session import Asked, Exchange, Session
@@ -358,6 +358,9 @@ class Agents:
             url = self._endpoint.begin(live)
             try:
                 verdict = await self._process.run(url, row, seconds)
+            except ProgramError as error:  # a searcher that starts anew may help later
+                kind = EngineError if error.worked else RewardError
+                raise kind(str(error)) from error
             finally:
                 self._endpoint.end(url)
         if not live.session.exchanges and not isinstance(verdict, Rejected):
