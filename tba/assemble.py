@@ -24,7 +24,7 @@ from tba.runs.stored import choose_resumed, renewed
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
 from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
-from tba.search.result import SearchState
+from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
 

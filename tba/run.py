@@ -21,7 +21,8 @@ from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.search.result import SearchState
+from tba.search.chat import shown
+from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.types import Group, collate
 
@@ -199,7 +200,7 @@ class Run:
         row = group.prompt
         drawn = Counter(id(t) for t in group.trajectories)
         for t in {id(t): t for t in group.trajectories}.values():
-            completion = text.shown(t, self.config.sampling.stop)
+            completion = shown(text, t, self.config.sampling.stop)
             self.journal.sample(
                 self.step, "train", prompt, completion, t.reward, t.version,
                 id=row.id, columns=row.columns, drawn=drawn[id(t)],

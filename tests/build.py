@@ -47,8 +47,8 @@ from tba.runs.checkpoint import Checkpoints, Progress
 from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.runs.setup import check
-from tba.search.prompts import Cursor, PromptStream
-from tba.search.result import SearchState, SearchStats
+from tba.search.prompts import Cursor, PromptStream, SearchState
+from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import Rejected, Verdict
 from tba.selections import Selection

@@ -19,7 +19,6 @@ from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.template import render
 from tba.prompt import Answer, Message, Prompt
-from tba.types import Completion, Trajectory
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 
@@ -117,11 +116,6 @@ class Tokenizer:
     def within(self, tokens: int | None) -> "Tokenizer":
         """Return the text with an engine's own limit as the context, if it has one."""
         return self if tokens is None else replace(self, context=min(tokens, self.context))
-
-    def shown(self, response: Completion | Trajectory, stop: Sequence[str]) -> str:
-        """Return a response for a person to read: a dialogue in full."""
-        stop = stop if response.sampled is None else ()
-        return self.answer(response.tokens, response.finished, stop).text
 
     def encode_all(
         self, prompts: Sequence[Prompt], max_tokens: int, encode: Encode

@@ -42,8 +42,8 @@ from tba.runs.generations import (
     step_of,
 )
 from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
-from tba.search.prompts import Cursor
-from tba.search.result import SearchState, SearchStats
+from tba.search.prompts import Cursor, SearchState
+from tba.search.result import SearchStats
 from tba.weights import read_weights, write_weights
 
 STATE = "state.json"

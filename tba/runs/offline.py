@@ -32,6 +32,7 @@ from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
+from tba.search.chat import shown
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
 from tba.weights import Weights, as_array, read_weights
@@ -186,7 +187,7 @@ def export_responses(run: Path, out: Path, step: int | str | None = None) -> Pat
     rows: dict[str, dict[str, Any]] = {}
     held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
     for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):
-        completion = text.shown(t, stop)
+        completion = shown(text, t, stop)
         row = {"id": prompt.id, "prompt": prompt.text, "completion": completion}
         more = {"reward": t.reward, "version": t.version, "columns": prompt.columns}
         rows.setdefault(json.dumps(row), row | more)

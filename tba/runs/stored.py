@@ -14,7 +14,8 @@ from tba.runs.checkpoint import STATE, Progress, newest
 from tba.runs.checks import check_resumed, config_of
 from tba.runs.log import CHECKPOINTS, Replay
 from tba.runs.setup import RunSetup
-from tba.search.result import SearchState, SearchStats
+from tba.search.prompts import SearchState
+from tba.search.result import SearchStats
 from tba.search.scoring import Scoring
 from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict, settle_truncated

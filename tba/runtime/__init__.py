@@ -6,8 +6,8 @@ from typing import Protocol
 
 from tba.config.runtime import RuntimeTable
 from tba.learn import Trainer
-from tba.search.prompts import PromptStream
-from tba.search.result import Evaluation, SearchState, SearchStats
+from tba.search.prompts import PromptStream, SearchState
+from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.types import Group
 from tba.weights import Weights

@@ -8,7 +8,8 @@ from tba.learn import Trainer
 from tba.runtime import SearchJob
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import Evaluation, RejectionMonitor, SearchState
+from tba.search.prompts import SearchState
+from tba.search.result import Evaluation, RejectionMonitor
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group

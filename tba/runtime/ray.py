@@ -46,7 +46,8 @@ from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
-from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchState, SearchStats
+from tba.search.prompts import SearchState
+from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
 from tba.streams import Use, seed_of
 from tba.types import Group

@@ -33,7 +33,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.search.agent_process import AgentProcess, ProgramError
 from tba.search.chat import Chat
-from tba.search.dialogue import Responses
+from tba.search.responses import Responses
 from tba.search.session import Asked, Exchange, Session
 from tba.search.verdicts import Rejected, Verdict
 from tba.search.wire import Request, completion, message_of, refusal

@@ -15,6 +15,7 @@ from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
+from tba.types import Completion, Trajectory
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FORM = '{"name": ..., "arguments": {...}}'
@@ -204,6 +205,12 @@ class Chat:
                 f"{error}; use a model whose template takes a system message, and messages after"
                 " the assistant's"
             ) from error
+
+
+def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str]) -> str:
+    """Return a response for a person to read: a dialogue or a session in full."""
+    stop = stop if response.sampled is None else ()
+    return text.answer(response.tokens, response.finished, stop).text
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:

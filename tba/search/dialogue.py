@@ -14,7 +14,8 @@ from tba.engines import Engine, Turn
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat, chat_of
-from tba.search.verdicts import Rejected, Verdict, added, rejection
+from tba.search.responses import Responses, Result
+from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
 from tba.types import Completion, Sampling
@@ -28,44 +29,6 @@ LEAST = 1000
 SHOWN = 200
 """Characters that an error shows of what a tool returned."""
 NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
-
-
-@dataclass(frozen=True)
-class Responses:
-    """Responses to prompts, as tokens and as what a task scores."""
-
-    prompts: Sequence[np.ndarray]
-    completions: Sequence[Sequence[Completion]]
-    answers: Sequence[Sequence[Answer | Verdict]]
-    """What scores them, or a verdict, such as that an environment could not be reset."""
-    results: Sequence["Result"] = ()
-    """Results of the tools' calls."""
-    rewards: Sequence[Sequence[Verdict]] | None = None
-    """Rewards that a program returned, to which the task's functions add theirs."""
-
-    def rewarded(self, verdicts: list[list[Verdict]]) -> list[list[Verdict]]:
-        """Return verdicts of the task's functions with the program's rewards added."""
-        if self.rewards is None:
-            return verdicts
-        pairs = zip(verdicts, self.rewards, strict=True)
-        return [list(map(added, group, own)) for group, own in pairs]
-
-    def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
-        """Return the prompt of the responses at this place, for a person to read."""
-        answer = self.answers[place][0]
-        dialogue = not isinstance(answer, Answer) or answer.messages is not None
-        if isinstance(prompt.text, str) and not dialogue:
-            return prompt.text
-        return text.prompt(self.prompts[place])  # with its tools
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of a call as the policy reads it, which may be an error, and may have been cut."""
-
-    content: str
-    failed: bool = False
-    cut: bool = False
 
 
 @dataclass(eq=False)

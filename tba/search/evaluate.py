@@ -18,8 +18,9 @@ from jaxtyping import Float
 
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
-from tba.search.dialogue import Responses
+from tba.search.chat import shown
 from tba.search.reference import Reference
+from tba.search.responses import Responses
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import Searcher, SearchSetup
 from tba.search.verdicts import Rejected, Verdict
@@ -250,7 +251,7 @@ def _as_text(
                 notes = {**verdict.items, **verdict.notes}
             row = EvaluatedAnswer(
                 prompt=asked,
-                completion=text.shown(completion, stop),
+                completion=shown(text, completion, stop),
                 reward=scores.pop("reward"),
                 measures=scores,
                 notes=notes,

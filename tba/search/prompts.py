@@ -5,14 +5,17 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from textwrap import shorten
 from typing import Any, NotRequired, TypedDict
 
 from tba.engines import RewardError
 from tba.prompt import Prompt
+from tba.search.result import SearchStats
 from tba.selections import Interleaved, Selection
 from tba.types import Group
+from tba.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -163,3 +166,16 @@ class PromptStream:
     def _data(self) -> str:
         rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """State of the searchers that a checkpoint keeps."""
+
+    cursor: Cursor
+    tasks: int  # number of the next search task
+    stats: SearchStats  # statistics of all groups that were found
+    weights: Weights | None  # weights to search with; None where they are the newest (ray)
+    reference: Weights | None  # weights of the reference, if it has been reset
+    held: tuple[Group, ...] = ()
+    """Groups on their way to the buffer, because a search has ended the run, or of a lag."""

@@ -10,11 +10,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from tba.engines import RewardError, SearchError
-from tba.search.prompts import Cursor
 from tba.search.verdicts import ON_PURPOSE, TRUNCATED, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
-from tba.weights import Weights
 
 WINDOW = 64
 """Samples that must have been scored before their rejections count."""
@@ -213,16 +211,3 @@ class Evaluation:
             where, _, score = name.rpartition("/")
             sets.setdefault(where, {})[score] = value
         return sets
-
-
-@dataclass(frozen=True)
-class SearchState:
-    """State of the searchers that a checkpoint keeps."""
-
-    cursor: Cursor
-    tasks: int  # number of the next search task
-    stats: SearchStats  # statistics of all groups that were found
-    weights: Weights | None  # weights to search with; None where they are the newest (ray)
-    reference: Weights | None  # weights of the reference, if it has been reset
-    held: tuple[Group, ...] = ()
-    """Groups on their way to the buffer, because a search has ended the run, or of a lag."""

@@ -21,8 +21,9 @@ from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.search.agents import Agents
-from tba.search.dialogue import Dialogues, Responses
+from tba.search.dialogue import Dialogues
 from tba.search.reference import AdapterReference, EngineReference, Reference
+from tba.search.responses import Responses
 from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated

@@ -29,7 +29,8 @@ from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher
-from tba.search.result import SearchState, SearchStats
+from tba.search.prompts import SearchState
+from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks import within
 from tba.tasks.custom import Custom

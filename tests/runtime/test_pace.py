@@ -26,7 +26,8 @@ from tba.replay.buffer import STEPS, Pace
 from tba.runs.log import METRICS, read
 from tba.runtime import SearchJob
 from tba.runtime.placement import Place
-from tba.search.result import Evaluation, SearchState, SearchStats
+from tba.search.prompts import SearchState
+from tba.search.result import Evaluation, SearchStats
 from tba.types import Group, Trajectory
 from tba.weights import Weights
 

@@ -25,7 +25,8 @@ from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.search.result import SearchResult, SearchState, SearchStats
+from tba.search.prompts import SearchState
+from tba.search.result import SearchResult, SearchStats
 from tba.types import Group
 from tba.weights import Sent, Weights
 
