@@ -26,7 +26,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from torch import distributed
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
@@ -40,11 +40,6 @@ from tba.weights import Weights
 Errors = tuple[type[Exception], ...]
 """Types of errors of a rank that are no loss of it: they are raised as they are."""
 ENDED_BY_USER: Errors = (NotFinite, WrongReference, ValueError)
-
-DIED = (
-    "the process of rank {} of the trainer has died: it was killed, as for a lack of memory, or has"
-    " crashed"
-)
 
 CAUSE = 1.0
 """Seconds after the error of a rank in which another may be found dead, which is the cause."""
@@ -270,24 +265,30 @@ class ShardedTrainer:
         except RayTaskError as error:
             if isinstance(error.cause, passed):
                 raise error.cause from None
-            dead = self._dead(begun)
+            self._raise_death(begun)
             failed = f"rank {rank} of the trainer has failed: {error.cause!r}"
-            raise TrainerLost(DIED.format(dead[0]) if dead else failed) from error
+            raise TrainerLost(failed) from error
         except RayError as error:
-            raise TrainerLost(DIED.format(rank)) from error
+            raise _death(rank, error) from error
 
-    def _dead(self, begun: list[Any]) -> list[int]:
-        """Return the ranks that are found dead within a moment."""
+    def _raise_death(self, begun: list[Any]) -> None:
+        """Raise TrainerLost if a rank is found dead within a moment."""
         look = partial(ray.wait, begun, num_returns=len(begun), timeout=CAUSE)
-        dead = []
         for each in self._calls("report on ranks", look)[0]:
             try:
                 self._take(each)
             except RayTaskError:  # it is alive
                 pass
-            except RayError:
-                dead.append(begun.index(each))
-        return dead
+            except RayError as error:
+                raise _death(begun.index(each), error) from error
 
     def _take(self, one: Any) -> Any:
         return self._calls("take a result of a rank", ray.get, one)
+
+
+def _death(rank: int, error: RayError) -> TrainerLost:
+    """Return the error for a rank whose process has ended."""
+    why = "it was killed, or has crashed"
+    if isinstance(error, OutOfMemoryError):
+        why = "Ray has ended it, because the machine has hardly any memory left"
+    return TrainerLost(f"the process of rank {rank} of the trainer has died: {why}")

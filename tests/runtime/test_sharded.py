@@ -9,9 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from build import newest_files, ray_config, replayed, wait_until
+from safetensors.torch import load_file
 
 from tba.assemble import open_run, run
+from tba.config.schema import DEFAULT, load
 from tba.learn import TrainerLost
 from tba.runs.checkpoint import newest
 from tba.runs.generations import path_of
@@ -49,6 +52,39 @@ def test_a_resumed_run_of_two_ranks_equals_the_uninterrupted_one(
     one, other = newest_files(whole), newest_files(part)
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         assert one[name] == other[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
+    """20 steps of the default task at its rate, in lockstep, with one searcher."""
+    rows: list[list[dict[str, float]]] = []
+    weights: list[dict[str, torch.Tensor]] = []
+    for devices in (1, 2):
+        folder = tmp_path / f"{devices}"
+        lockstep = ("runtime.lag=0", "runtime.searchers=1", "runtime.publish_every=1")
+        quiet = ("eval.every=0", "eval.prompts=0", "log.console=off", "run.steps=20")
+        run(
+            load(DEFAULT, [f"run.folder={folder}", f"trainer.devices={devices}", *lockstep, *quiet])
+        )
+        rows.append([row for row in read(folder / METRICS) if "loss" in row])
+        weights.append(load_file(newest(folder / CHECKPOINTS) / "model" / "model.safetensors"))
+    one, two = weights
+    for name, tensor in two.items():
+        assert (tensor - one[name]).norm() < 1e-4 * one[name].norm(), name
+    computed = (
+        "loss",
+        "reward",
+        "kl",
+        "kl/k3",
+        "entropy",
+        "grad_norm",
+        "log_ratio",
+        "off_policy/ess",
+    )
+    for alone, divided in zip(*rows, strict=True):
+        for name in computed:
+            assert divided[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-4), name
 
 
 @pytest.mark.fault
