@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tba.assemble import open_run, run
 from tba.config.schema import DEFAULT, load
 from tba.learn import TrainerLost
+from tba.report import report
 from tba.runs.checkpoint import newest
 from tba.runs.generations import path_of
 from tba.runs.log import CHECKPOINTS, METRICS, read
@@ -37,6 +38,7 @@ def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert min(row["batch/imbalance"] for row in rows) >= 0
     assert max(row["sync/logp_gap"] for row in rows) < 1e-4
+    assert "2 ranks, the longest" in report([folder]).read_text("utf-8")
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""A run that loses its trainer goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build import config, end_alike, steps
+
+from tba.assemble import run
+from tba.learn import NotFinite, TrainerLost
+from tba.learn.trainer import SingleTrainer
+from tba.runs.log import WARNINGS, read
+from tba.types import Batch
+
+Losing = Callable[..., list[int]]
+
+
+@pytest.fixture
+def losing(monkeypatch: pytest.MonkeyPatch) -> Losing:
+    """Let steps fail, each in its turn; the list gets those that were taken."""
+
+    def lose(*at: int, error: Exception | None = None) -> list[int]:
+        taken: list[int] = []
+        left = list(at)
+        take = SingleTrainer.step
+
+        def step(self: SingleTrainer, batch: Batch, number: int) -> dict[str, Any]:
+            if left and number == left[0]:
+                del left[0]
+                raise error or TrainerLost("a rank has died")
+            taken.append(number)
+            return take(self, batch, number)
+
+        monkeypatch.setattr(SingleTrainer, "step", step)
+        return taken
+
+    return lose
+
+
+def test_a_run_that_loses_its_trainer_ends_like_one_that_does_not(
+    tiny_model: Path, tmp_path: Path, losing: Losing
+) -> None:
+    """It says why, and how many steps it takes again."""
+    settings = ("checkpoint.every=2", "run.steps=7")
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    taken = losing(5, 6)
+    summary = run(config(tiny_model, tmp_path / "part", *settings))
+    assert taken == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert summary.trainer_restarts == 2
+    told = [text for text in summary.warnings if text.startswith("a rank has died")]
+    assert told == [
+        f"a rank has died; the run went back from step {at} to its checkpoint of step {back},"
+        f" which cost {at - back} steps"
+        for at, back in ((5, 4), (6, 6))
+    ]
+    assert {row["text"] for row in read(tmp_path / "part" / WARNINGS)} >= {*told}
+    end_alike(tmp_path / "whole", tmp_path / "part")
+
+
+def test_a_run_without_restarts_left_says_how_to_go_on(
+    tiny_model: Path, tmp_path: Path, losing: Losing
+) -> None:
+    losing(3, 3)
+    folder = tmp_path / "run"
+    given = config(tiny_model, folder, "checkpoint.every=2", "trainer.max_restarts=1")
+    resume = rf"a rank has died \(after 1 restarts\)\n`tba train --resume {folder}` continues"
+    with pytest.raises(TrainerLost, match=resume):
+        run(given)
+    run(given, folder)
+    assert steps(folder) == [*range(1, 9)]
+
+
+def test_a_run_without_a_checkpoint_never_begins_anew(
+    tiny_model: Path, tmp_path: Path, losing: Losing
+) -> None:
+    taken = losing(1)
+    with pytest.raises(TrainerLost, match=r"no checkpoint yet: remove its folder \(`rm -r "):
+        run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
+    assert taken == [0]
+
+
+def test_a_step_that_is_not_finite_restarts_nothing(
+    tiny_model: Path, tmp_path: Path, losing: Losing
+) -> None:
+    losing(3, error=NotFinite("step 3: loss nan"))
+    with pytest.raises(NotFinite):
+        run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
+    assert steps(tmp_path / "run") == [1, 2, 3]
