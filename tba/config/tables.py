@@ -123,6 +123,10 @@ class LoraTable(Table):
         (),
         'names of modules to train whole and save beside the adapters, such as ["lm_head"]',
     )
+    load_in_4bit: bool = key(
+        False,
+        "QLoRA: the frozen model in 4 bits (NF4) by bitsandbytes; it needs engine=transformers",
+    )
     use_rslora: bool = key(False, "scale what an adapter adds by alpha / sqrt(r), not alpha / r")
     start: str | None = Field(
         None,
@@ -228,14 +232,12 @@ class TrainerTable(Table):
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
     optimizer: Literal["adamw", "adamw_8bit"] = key(
         "adamw",
-        "adamw_8bit: AdamW of bitsandbytes, with moments of 2 bytes a parameter in place of 8; it"
-        " needs pip install 'tba[quantised]'",
+        "adamw_8bit: moments of 2 bytes a parameter, not 8, by bitsandbytes; docs/memory.md",
     )
     weights: Literal["fp32", "bf16"] = key(
         "fp32",
-        "precision of the weights that are trained; bf16: half the memory for them and their"
-        " gradients, computed in bf16, but a step loses every change below 1/512 of a weight: at"
-        " learning rates such as 1e-6 most of them",
+        "precision of what is trained; bf16: 2 bytes a parameter, not 4, but rounding loses changes"
+        " below 1/512 of a weight, at rates such as 1e-6 most of them; docs/memory.md",
     )
     token_budget: Positive = key(
         16_384,

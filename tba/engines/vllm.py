@@ -107,6 +107,11 @@ class VLLM(Engine):
         lora = config.policy.lora
         if lora is not None and lora.modules_to_save:
             raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
+        if lora is not None and lora.load_in_4bit:
+            raise ValueError(
+                "policy.lora.load_in_4bit: vLLM's weights in 4 bits are not the trainer's; set"
+                " engine=transformers"
+            )
         size = options.get("tensor_parallel_size", 1)
         if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(

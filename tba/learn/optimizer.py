@@ -72,6 +72,17 @@ def check_precision(policy: PolicyTable, settings: TrainerTable) -> None:
             "trainer.weights=bf16 is for training all weights, and policy.lora trains adapters in"
             " fp32: remove one of them; policy.autocast=bf16 has frozen layers in bf16"
         )
+    in_4_bits = policy.lora is not None and policy.lora.load_in_4bit
+    if in_4_bits and (settings.devices > 1 or settings.compile):
+        raise ValueError(
+            "policy.lora.load_in_4bit works with one device and without compiled layers: set"
+            " trainer.devices=1 and trainer.compile=false"
+        )
+    if in_4_bits and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "policy.lora.load_in_4bit needs bitsandbytes: pip install 'tba[quantised]', or set"
+            " policy.lora.load_in_4bit=false"
+        )
     if settings.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise ValueError(
             "trainer.optimizer = 'adamw_8bit' needs bitsandbytes: pip install 'tba[quantised]', or"

@@ -67,20 +67,37 @@ def load_adapted(
     With `bf16`, the model is for use under autocast, and its frozen linear layers are in bf16.
     Results are the same bit for bit, because autocast would convert them at every use. The adapter
     comes from `policy.lora.from`, with a frozen copy. Without one, it is initialised from `seed`
-    and adds 0 to the outputs.
+    and adds 0 to the outputs. With `load_in_4bit`, frozen linear layers are in 4 bits, apart from
+    the LM head.
     """
     assert policy.lora is not None
-    model = load_model(policy, torch.float32)
+    compute = torch.bfloat16 if bf16 else torch.float32
+    quantised = four_bits(compute) if policy.lora.load_in_4bit else None
+    model = load_model(policy, torch.float32, quantised)
     _inject(model, _settings(policy, model), TRAINED, seed)
     for parameter in trained(model).values():
         parameter.data = parameter.data.to(adapters)
     if bf16:
         _round_frozen(model)
+    if quantised is not None:
+        _keep_exact(model)
     if policy.lora.start is not None:
         start = read_adapter(Path(policy.lora.start).expanduser())
         model.load_state_dict(start, strict=False)
         _load_frozen(model, start)
     return model
+
+
+def four_bits(compute: torch.dtype) -> Any:
+    """Return QLoRA's settings of transformers: NF4, whose scales are quantised as well."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
 
 
 def empty_adapted(policy: PolicyTable) -> Any:
@@ -232,6 +249,19 @@ def _round_frozen(model: Any) -> None:
         module.to(torch.bfloat16)
     for layer in _layers(model):
         layer.cast_input_dtype_enabled = False  # PEFT's conversion, which autocast would undo
+
+
+def _keep_exact(model: Any) -> None:
+    """Keep layers in 4 bits as they were loaded.
+
+    Outside of training, bitsandbytes packs them anew on some CPUs, for other results and without
+    gradients.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.train()
 
 
 @torch.no_grad()

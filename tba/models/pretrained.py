@@ -312,12 +312,15 @@ def check_model(policy: PolicyTable) -> None:
             " recurrent state, or a part of a larger model; give a causal language model with"
             " attention alone"
         )
+    in_4_bits = policy.lora is not None and policy.lora.load_in_4bit
+    each = 0.5 if in_4_bits else 4
     with _explained(policy.model, named):  # a config may not fit the code of its model
-        needed = sum(p.numel() * 4 for p in load_empty_model(policy).parameters())
+        needed = int(sum(p.numel() * each for p in load_empty_model(policy).parameters()))
     memory = psutil.virtual_memory().total
     if needed > memory:
         raise ValueError(
-            f"{named}: by its config.json it needs at least {size(needed)} of memory in fp32, but"
+            f"{named}: by its config.json it needs at least {size(needed)} of memory in"
+            f" {'4 bits' if in_4_bits else 'fp32'}, but"
             f" this machine has {size(memory)}; give a smaller model"
         )
     check_files(AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code)
@@ -341,12 +344,16 @@ def _is_causal(config: Any) -> bool:
     return not (encoder or recurrent or stateful or larger)
 
 
-def load_model(policy: PolicyTable, dtype: Any) -> Any:
-    """Load the causal LM in `dtype`, without dropout, which would change the log-probs."""
+def load_model(policy: PolicyTable, dtype: Any, quantised: Any = None) -> Any:
+    """Load the causal LM in `dtype`, without dropout, which would change the log-probs.
+
+    Its linear layers are `quantised` by these settings of transformers, if any.
+    """
     from transformers import AutoModelForCausalLM
 
     remote_code = policy.trust_remote_code
-    return load_weighted(AutoModelForCausalLM, dtype, policy.model, "policy.model", remote_code)
+    given = policy.model, "policy.model", remote_code
+    return load_weighted(AutoModelForCausalLM, dtype, *given, quantised=quantised)
 
 
 def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> None:
@@ -360,8 +367,9 @@ def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> No
 
 
 def load_weighted(
-    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False, device: str | None = None
-) -> Any:
+    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False,
+    device: str | None = None, quantised: Any = None,
+) -> Any:  # fmt: skip
     """Load a model by a class of transformers. On "meta", only the headers of its files are read.
 
     ValueError, which names the key, unless the files have all weights, in their shapes, and no
@@ -381,6 +389,7 @@ def load_weighted(
                 path,
                 dtype=dtype,
                 device_map=device,
+                quantization_config=quantised,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
