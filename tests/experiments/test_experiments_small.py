@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest import VOCABULARY
 import tba
 from tba.cli import train
 from tba.config.schema import load
+from tba.runs.setup import check
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {
@@ -58,6 +60,27 @@ def test_its_first_steps_run(
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 16)
     assert not summary.rejected
     assert {"sampled_reward", "greedy_reward"} <= summary.first.keys() == summary.last.keys()
+
+
+def test_the_smoke_run_of_one_gpu(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The two variants are settings in its first lines."""
+    monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
+    row = {"question": "1 + 1?", "answer": "#### 2"}
+    other = {"question": "1 + 2?", "answer": "#### 3"}
+    for name, one in (("train", row), ("test", other)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(one) + "\n")
+    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n#$<>*/%"]
+    model = make_model(vocabulary=letters, context=4096)
+    file = (ROOT / "experiments" / "gpu_smoke").with_suffix(".toml")
+    written = re.findall(r"^#   tba train \S+ (.+?) +# ", file.read_text(), re.M)
+    variants = [line.split() for line in written]
+    assert len(variants) == 2
+    for settings in ([], *variants):
+        local = [f"policy.model={model}", f"task.data={tmp_path}"]
+        setup = check(load(file, [*settings, *local]))
+        assert setup.engine.can_sleep and setup.config.runtime.colocate == "sleep"
 
 
 def test_every_experiment_has_a_dry_run() -> None:
