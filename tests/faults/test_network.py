@@ -86,9 +86,10 @@ def machines_of_the_cluster(space: str) -> int:
     return told.stdout.partition(b"Pending:")[0].count(b" node_")
 
 
-def has_searchers(machine: subprocess.Popen[bytes]) -> bool:
+def has(machine: subprocess.Popen[bytes], actor: str) -> int:
+    """Return how many actors of this class are on a machine."""
     words = [w for p in psutil.Process(machine.pid).children(True) for w in command_of(p)]
-    return any(word.startswith("ray::SearcherActor") for word in words)
+    return sum(word.startswith(f"ray::{actor}") for word in words)
 
 
 def has_begun(run: subprocess.Popen[bytes], folder: Path) -> None:
@@ -108,7 +109,7 @@ def started(
         run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
         has_begun(run, own)
         assert run.poll() is None
-        if has_searchers(far):
+        if has(far, "SearcherActor"):
             return run, own
         run.terminate()
         assert run.wait(60) == 0
@@ -221,3 +222,21 @@ def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(
     times = [row["time"] for row in read(folder / METRICS) if "loss" in row]
     assert max(after - before for before, after in pairwise(times)) < 2
     goes_on(folder)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It is not the machine of the train loop. The searcher may be on any."""
+    settings = (*SETTINGS, "trainer.devices=2", "runtime.searchers=1", "run.steps=5")
+    chosen = as_settings(config(tiny_model, tmp_path / "run", *settings))
+    with ExitStack() as ending:
+        one, other = head_of(ending, cpus=1)
+        far = ending.enter_context(inside(other, *NODE, *JOINED, "--num-cpus=2"))
+        until(lambda: machines_of_the_cluster(one) == 2, 180, every=1)
+        run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
+        until(lambda: has(far, "RankActor") == 2 or run.poll() is not None, 300, every=0.1)
+        assert run.wait(300) == 0
+    goes_on(tmp_path / "run", "trainer.devices=1")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from tba.engines import SharedLock
 from tba.prompt import Prompt
-from tba.runtime.actor import SearcherActor
+from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import LogpGapError, SearchSetup
@@ -169,6 +170,16 @@ def test_a_wrong_searcher_says_so_once_it_has_started() -> None:
     actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], {}, receive, weights(5))
     with pytest.raises(LogpGapError, match="version 5"):
         actor.machine()
+
+
+def test_a_machine_that_cannot_see_the_model_is_named(tmp_path: Path) -> None:
+    """Nothing is loaded, and every call says why."""
+    folders = {"policy.model": str(tmp_path / "elsewhere")}
+    actor = SearcherActor(Setup(Steps()), Place("cpu"), False, [], folders, receive, None)
+    match = r"machine .* cannot see policy\.model = .*elsewhere'?: put the folder on a disk"
+    for call in (actor.machine, lambda: actor.search([], 0, None, None)):
+        with pytest.raises(UnseenError, match=match):
+            call()
 
 
 def test_searches_end_with_the_reference_that_they_began_with(

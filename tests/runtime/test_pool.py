@@ -18,11 +18,11 @@ import pytest
 from suite import until
 from toy import toy_config
 
-from tba.config.runtime import RuntimeTable
+from tba.config.runtime import RuntimeTable, SearcherRange
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
 from tba.runtime import SearchJob
-from tba.runtime.deadline import Calls, bind_ray
+from tba.runtime.deadline import Calls, NoAnswerError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.prompts import SearchState
@@ -32,12 +32,12 @@ from tba.weights import Sent, Weights
 
 bind_ray(None)
 
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError  # noqa: E402
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError  # noqa: E402
 
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
 from tba.runtime.cluster import ObjectStore, Slot  # noqa: E402
-from tba.runtime.pool import PUBLISHED, Handle, Pool  # noqa: E402
+from tba.runtime.pool import LOOK, PUBLISHED, Handle, Pool  # noqa: E402
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""
@@ -96,8 +96,10 @@ def slot(core: int) -> Slot:
 
 
 def start(pool: Pool, slot: Slot, failures: int = 0) -> None:
-    """Start a searcher that is ready at once."""
-    pool.handles.append(Handle(slot, Actor(slot), 0, [], pool._calls, failures))
+    """Start a searcher that is ready at once, on another machine if its core is above 1."""
+    machine = "far" if slot.place.cores > (1,) else "here"
+    handle = Handle(slot, Actor(slot), 0, [], pool._calls, failures, machine=machine)
+    pool.handles.append(handle)
 
 
 @pytest.fixture
@@ -161,6 +163,76 @@ def test_restarts_in_a_row_wait_ever_longer(
     sound.search([], 0, None, None)
     sound.done(sound.tasks[0])
     assert pool.replace(sound) == 0
+
+
+class Wish:
+    """Request for room on a machine, which Ray grants when a test says so."""
+
+    group = object()
+    place = Place("cpu")
+
+    def __init__(self) -> None:
+        self.room: str | None = None
+        self.renewed: Wish | None = None
+
+    def machine(self) -> str | None:
+        return self.room
+
+    def anew(self) -> Wish:
+        self.renewed = Wish()
+        return self.renewed
+
+
+@pytest.fixture
+def wide(calls: Calls, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """Pool of two to four searchers."""
+    monkeypatch.setattr(Pool, "start", start)
+    monkeypatch.setattr(Handle, "kill", lambda self: None)
+    settings = RuntimeTable(searchers=SearcherRange(min=2, max=4), start_deadline=30)
+    return Pool(lambda slot, newest: (None, None), settings, calls, clock)
+
+
+def test_a_range_has_a_searcher_wherever_there_is_room(wide: Pool, clock: Clock) -> None:
+    wishes: list[Any] = [Wish() for _ in range(4)]
+    wide.fill(wishes)
+    wishes[0].room = wishes[2].room = "one"
+    wide.restart()
+    assert [handle.machine for handle in wide.handles] == ["one", "one"]
+    wishes[1].room = wishes[3].room = "other"
+    wide.restart()  # Ray is not asked again at once
+    assert len(wide.handles) == 2
+    clock.now += LOOK
+    wide.restart()
+    assert Counter(handle.machine for handle in wide.handles) == {"one": 2, "other": 2}
+    restarts = wide.restarts_left
+    assert len(wide.leave("other")) == 2 and len(wide.handles) == 2
+    assert wide.restarts_left == restarts - 1
+    for _ in range(3):
+        clock.now += LOOK
+        wide.restart()
+    assert len(wide.handles) == 2  # none on the machine that is lost
+    wishes[3].renewed.room = "third"
+    clock.now += LOOK
+    wide.restart()
+    assert [handle.machine for handle in wide.handles] == ["one", "one", "third"]
+    assert wide.replace(wide.handles[0]) == 0 and len(wide.handles) == 2
+    wide.restart()  # where it was
+    assert [handle.machine for handle in wide.handles] == ["one", "third", "one"]
+
+
+def test_too_few_searchers_for_too_long_end_the_run(wide: Pool, clock: Clock) -> None:
+    wishes: list[Any] = [Wish() for _ in range(4)]
+    wide.fill(wishes)
+    wishes[0].room = wishes[1].room = "one"
+    for _ in range(3):
+        clock.now += 29
+        wide.restart()
+    wide.leave("one")
+    clock.now += 29
+    wide.restart()
+    clock.now += 2
+    with pytest.raises(NoAnswerError, match=r"only 0 searchers .*start_deadline = 30 s, .*min = 2"):
+        wide.restart()
 
 
 Opens = Callable[..., ray_module.RaySearchers]
@@ -357,3 +429,32 @@ def test_a_reference_that_could_not_be_sent_is_in_the_checkpoint(
     with pytest.raises(OSError, match="no memory"):
         searchers.reset_reference(weights)
     assert searchers.state().reference is weights
+
+
+def test_searchers_of_a_lost_machine_are_one_failure(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four die. Their prompts are issued again, and are not to blame."""
+    asked: list[str] = []
+
+    def is_lost(machine: str) -> bool:
+        asked.append(machine)
+        return True
+
+    def last_ends(refs: list[Call]) -> list[Call]:
+        time.sleep(0.01)
+        searches = [ref for ref in refs if len(ref.arguments) == 4]
+        return sorted(searches, key=lambda ref: ref.slot.place.cores)[-1:]
+
+    def received(ref: Call) -> SearchResult:
+        if not asked:
+            raise RayActorError()
+        return found(ref)
+
+    monkeypatch.setattr(ray_module, "is_lost", is_lost)
+    searchers = opens(last_ends, received, "runtime.max_restarts=1", searchers=4)
+    gathered = [group.prompt.id for group in searchers.gather(30)]
+    assert len(gathered) == len(set(gathered)) >= 30
+    assert searchers.stats.counts["searchers/restarts"] == 1 and asked == ["far"]
+    assert searchers.stats.counts["searchers/quarantined"] == 0
+    assert searchers.stats.latest["searchers/running"] == 4
