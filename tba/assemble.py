@@ -54,17 +54,20 @@ def open_places(
 
 
 def open_trainer(
-    setup: RunSetup, place: Place, cluster: "Cluster | None", is_new: bool, closing: ExitStack
-) -> Trainer:
+    setup: RunSetup, folder: Path, place: Place, cluster: "Cluster | None", is_new: bool,
+    closing: ExitStack,
+) -> Trainer:  # fmt: skip
     """Return the trainer in this process, or its ranks in processes of their own."""
     c = setup.config
     if c.trainer.devices == 1 or cluster is None:
         return setup.trainer(place.device, is_new)
+    from tba.runtime.cluster import folders
     from tba.runtime.ranks import ShardedTrainer
 
     start = c.runtime.start_deadline
     calls = cluster.connection.calls
-    trainer = ShardedTrainer(setup.trainer_setup(is_new), cluster.ranks, calls, start)
+    seen = {**folders(c.policy), "run.folder": str(folder)}  # ranks write checkpoints
+    trainer = ShardedTrainer(setup.trainer_setup(is_new), cluster.ranks, calls, start, seen)
     closing.callback(trainer.close)
     return trainer
 
@@ -206,7 +209,7 @@ def _assemble(
     if place.device == "cpu":
         reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
-    trainer = open_trainer(setup, place, cluster, stored is None, closing)
+    trainer = open_trainer(setup, folder, place, cluster, stored is None, closing)
     checkpoint.check_space(c, folder, trainer)
     buffer = ReplayBuffer(c.replay.per_prompt, c.replay.capacity)
     stream = setup.prompt_stream()

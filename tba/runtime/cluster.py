@@ -265,27 +265,38 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     machines = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     kind = "GPU" if any(has.get("GPU", 0) for has in machines.values()) else "CPU"
     free = {machine: int(has.get(kind, 0)) for machine, has in machines.items()}
-    uses_gpu = placement.gpu_count() > 0 and kind == "GPU" and free[here] > 0
-    trainer = ranks if ranks > 1 else int(uses_gpu)
+    here_too = kind == "GPU" and placement.gpu_count() > 0 and free[here] > 0
+    trainer = ranks if ranks > 1 else int(here_too)
     reserved, share = placement.share(kind, sum(free.values()), trainer, settings.most_searchers)
     least, needs = placement.needs(settings, kind, share, each)
     check_room = partial(placement.check_room, searchers=least, each=needs[kind], kind=kind)
     check_room([sum(free.values()) - reserved])
-    _wait_until_free(kind, reserved + least * needs[kind], settings.start_deadline, until)
     own, searching = placement.places_on_one_machine(settings)
     on_linux = sys.platform == "linux"
     transport = SharedMemory() if on_linux else ObjectStore(settings.task_deadline)
-    if settings.address is not None:
-        own = Place("cuda:0" if uses_gpu else "cpu")
+    if settings.address is not None:  # their cores are unknown
+        own = replace(own, cores=())
         searching = [Place("cuda:0" if kind == "GPU" else "cpu")] * settings.most_searchers
         transport = ObjectStore(settings.task_deadline)
     cluster = Cluster(connection, transport, here, own)
-    if ranks > 1:
-        places = replace(own, device=searching[0].device).divided(ranks)
-        cluster.ranks = _room_for_ranks(places, kind, free, until)
-    elif reserved:
-        free[here] -= 1
-        cluster.reservation, cluster.trainer = _reserve(own, here, until)
+    needed = reserved + least * needs[kind]
+    try:
+        _wait_until_free(kind, needed, until)
+        if ranks > 1:
+            places = replace(own, device=searching[0].device).divided(ranks)
+            cluster.ranks = _room_for_ranks(places, kind, free, until)
+        elif reserved:
+            free[here] -= 1
+            cluster.reservation, cluster.trainer = _reserve(own, here, until)
+    except TimeoutError as late:
+        every = ray.cluster_resources().get(kind, 0.0)
+        taken = every - ray.available_resources().get(kind, 0.0)
+        raise TimeoutError(
+            f"trainer and searchers need {needed:g} {kind}s (the trainer's on one machine), which"
+            f" did not become free within runtime.start_deadline = {settings.start_deadline:g} s:"
+            f" other jobs of this Ray have {taken:g} of its {every:g} (`ray status` shows them);"
+            " end these jobs, or lower runtime.searchers or trainer.devices"
+        ) from late
     check_room([*free.values()])
     in_groups = not isinstance(settings.searchers, int)
     cluster.searchers = [
@@ -294,17 +305,11 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     return cluster
 
 
-def _wait_until_free(kind: str, needed: float, deadline: float, until: float) -> None:
-    """Wait until trainer and searchers find the GPUs or CPUs that they need."""
-    while (free := ray.available_resources().get(kind, 0.0)) < needed - 1e-3:
+def _wait_until_free(kind: str, needed: float, until: float) -> None:
+    """Wait until there are as many free GPUs or CPUs as trainer and searchers need."""
+    while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
         if time.monotonic() > until:
-            every = ray.cluster_resources().get(kind, 0.0)
-            raise TimeoutError(
-                f"trainer and searchers need {needed:g} {kind}s, and other jobs of this Ray have"
-                f" {every - free:g} of its {every:g} (`ray status` shows them) since"
-                f" runtime.start_deadline = {deadline:g} s; end these jobs, or lower"
-                " runtime.searchers or trainer.devices"
-            )
+            raise TimeoutError
         time.sleep(0.5)
 
 
@@ -314,23 +319,18 @@ def _room_for_ranks(
     """Return the room of the trainer's ranks, on one machine if one is large enough."""
     together = max(free.values()) >= len(places)
     slots = request(places, {kind: 1.0}, "STRICT_PACK" if together else "PACK")
-    group = slots[0].group
-    assert group is not None
-    if not group.wait(max(1.0, until - time.monotonic())):
-        where = "on one machine" if together else "in the cluster"
-        raise TimeoutError(
-            f"no {len(places)} {kind}s became free {where} for trainer.devices = {len(places)}"
-            " within runtime.start_deadline: end the jobs that have them (`ray status`)"
-        )
-    machines = [slot.machine() for slot in slots]
-    if len({*machines}) > 1:
+    assert slots[0].group is not None
+    if not slots[0].group.wait(max(1.0, until - time.monotonic())):
+        raise TimeoutError
+    machines = [str(slot.machine()) for slot in slots]
+    if not together:
         log.warning(
             "no machine has %d %ss: the ranks of the trainer are on %d machines, and every pass"
             " sends the model's weights through the network",
             *(len(places), kind, len({*machines})),
         )
     for machine in machines:
-        free[str(machine)] -= 1
+        free[machine] -= 1
     return slots
 
 
@@ -339,13 +339,7 @@ def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
     strategy = NodeAffinitySchedulingStrategy(here, soft=False)
     request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)
     reservation: Any = request.remote()
-    try:
-        (gpu,) = ray.get(reservation.gpus.remote(), timeout=max(1.0, until - time.monotonic()))
-    except GetTimeoutError:
-        raise TimeoutError(
-            "no GPU of this machine became free for the trainer within runtime.start_deadline;"
-            " end the job that has it"
-        ) from None
+    (gpu,) = ray.get(reservation.gpus.remote(), timeout=max(1.0, until - time.monotonic()))
     device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return reservation, replace(own, device=device)
 

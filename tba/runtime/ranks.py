@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from torch import distributed
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
-from tba.runtime.cluster import Slot
+from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place, reuse_memory
 from tba.types import Batch
@@ -62,12 +62,13 @@ class Facts:
 class RankActor:
     """A rank: a trainer of its part of each tensor, in a process of its own."""
 
-    def __init__(self, place: Place, path: list[str]):
+    def __init__(self, place: Place, path: list[str], folders: Mapping[str, str]):
         sys.path[:] = path + [p for p in sys.path if p not in path]
         place.take()
         if place.device == "cpu":
             reuse_memory()
         self._place = place
+        self._folders = folders
         self._trainer: SingleTrainer
         self._port: socket.socket
         self._write: Callable[[], None] = lambda: None
@@ -80,6 +81,7 @@ class RankActor:
 
     def start(self, setup: TrainerSetup, host: str, port: int, deadline: float, rank: int) -> Facts:
         """Meet the other ranks, load the model and keep a part of each tensor."""
+        check_seen(self._folders)
         cuda = self._place.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self._place.device)
@@ -133,14 +135,23 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
 class ShardedTrainer:
     """Trainer in the processes of its ranks. Every call to them has `trainer.deadline` seconds."""
 
-    def __init__(self, setup: TrainerSetup, slots: Sequence[Slot], calls: Calls, start: float):
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        slots: Sequence[Slot],
+        calls: Calls,
+        start: float,
+        folders: Mapping[str, str],
+    ):
         self._settings = setup.settings
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         rank: Any = ray.remote(**groups)(RankActor)
 
         def create() -> list[Any]:
-            return [rank.options(**slot.options).remote(slot.place, sys.path) for slot in slots]
+            return [
+                rank.options(**slot.options).remote(slot.place, sys.path, folders) for slot in slots
+            ]
 
         def meet() -> list[Any]:
             return [self._ranks[0].open_port.remote()]

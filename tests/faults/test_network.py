@@ -240,3 +240,23 @@ def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(
         until(lambda: has(far, "RankActor") == 2 or run.poll() is not None, 300, every=0.1)
         assert run.wait(300) == 0
     goes_on(tmp_path / "run", "trainer.devices=1")
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("devices", "status"), [(1, 1), (2, 2)])
+def test_a_machine_that_cannot_see_the_model_is_named(
+    devices: int, status: int, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Something else is in the place of the folder there, for the searchers and for the ranks."""
+    settings = (*SETTINGS, f"trainer.devices={devices}", "runtime.searchers={min=1,max=2}")
+    chosen = [*as_settings(config(tiny_model, tmp_path / "run", *settings[:-1])), settings[-1]]
+    hidden = ("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tiny_model.parent))
+    with ExitStack() as ending:
+        one, other = head_of(ending, cpus=1)
+        ending.enter_context(inside(other, *hidden, *NODE, *JOINED, f"--num-cpus={devices}"))
+        until(lambda: machines_of_the_cluster(one) == 2, 180, every=1)
+        run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
+        assert run.wait(300) == status  # refused, where it had not begun
+    told = capfd.readouterr().err
+    assert f"({OTHER}) cannot see policy.model = '{tiny_model}': put the folder on" in told

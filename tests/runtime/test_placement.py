@@ -177,21 +177,21 @@ def test_gpus_of_several_machines(monkeypatch: pytest.MonkeyPatch, sessions: Pat
         wide = settings.model_copy(update={"searchers": SearcherRange(min=3, max=4)})
         with pytest.raises(ValueError, match=r"needs 3 searchers, .* GPUs for 2"):
             open_cluster(wide)
-        opened = open_cluster(settings.model_copy(update={"searchers": 1}), each=2)
-        assert (opened.trainer, opened.searchers[0].needs) == (Place("cuda:0"), {"GPU": 2.0})
-        opened.connection.close()
-
         # ranks are on the machine that has room for both; a range of searchers gets what is left
         wide = settings.model_copy(update={"searchers": SearcherRange(min=1, max=2)})
         opened = open_cluster(wide, ranks=2)
         assert {slot.machine() for slot in opened.ranks} < {n["NodeID"] for n in ray.nodes()}
         places = [slot.machine() for slot in opened.searchers]
         assert places.count(None) == 1  # the second one waits
+        opened.connection.close()
+
+        opened = open_cluster(settings.model_copy(update={"searchers": 1}), each=2)
+        assert (opened.trainer, opened.searchers[0].needs) == (Place("cuda:0"), {"GPU": 2.0})
         of_another_job = {"num_cpus": 0, "num_gpus": 1, "lifetime": "detached", "name": "other"}
         other = ray.remote(**of_another_job)(Reservation).remote()
         assert ray.get(other.gpus.remote(), timeout=60)
         opened.connection.close()
-        with pytest.raises(TimeoutError, match=r"need 3 GPUs, and other jobs .* 1 of its 3"):
+        with pytest.raises(TimeoutError, match=r"need 3 GPUs .* other jobs .* have 1 of its 3"):
             open_cluster(settings.model_copy(update={"start_deadline": 5}))
     finally:
         nodes.shutdown()
