@@ -3,7 +3,7 @@
 #   docker run --rm -v "$PWD/runs:/work/runs" tba tba train
 # For GPUs, with vLLM, and with what KubeRay asks of Ray; not yet run on a GPU:
 #   docker build -t tba-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
-#       --build-arg CONSTRAINTS=constraints-vllm.txt --build-arg EXTRAS=lora,math,vllm --build-arg PACKAGES='ray[default]' .
+#       --build-arg CONSTRAINTS=constraints-gpu.txt --build-arg EXTRAS=lora,math,vllm --build-arg PACKAGES='ray[default]' .
 #   docker run --rm --gpus all --shm-size=16g -v "$PWD/runs:/work/runs" tba-cuda tba doctor
 ARG BASE=python:3.12-slim
 

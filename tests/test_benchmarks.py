@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -138,3 +140,18 @@ def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure: ModuleTy
         row, beside = rows[name, "TRL"], rows[name, "ours, synchronous"]
         figures = f"{row['value']:.1f} | {beside['peer']:.1f} | {row['peer']:.1f}"
         assert f"| {latency} s | {figures} |" in readme
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gpu_sh_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
+    """Parts that this machine cannot run are named, and no other is missing."""
+    script = ["bash", str(BENCHMARKS / "gpu.sh"), "--results", str(tmp_path / "results.json")]
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout
+    skipped = re.findall(r"^skipped (.*?): ", done.stdout, re.MULTILINE)
+    assert skipped[0] == "all measurements"
+    assert {"step on 4 devices, tiny", "LoRA step of a 7B shape"} <= set(skipped)
+    for part in ("step through FSDP2 on one device", "step on 2 devices", "asynchronous training"):
+        assert f"\n{part}, tiny ...\n" in done.stdout

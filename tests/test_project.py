@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -57,3 +60,32 @@ def test_commands_of_the_page_for_contributors_exist() -> None:
     assert named and set(named) <= TARGETS
     links = re.findall(r"\]\((?!http)([^)#]+)", page)
     assert all((ROOT / link).exists() for link in links)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_image_install_the_package(tmp_path: Path) -> None:
+    """They are run in a clean folder; packages of the system are what this machine has."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs the repository")
+    for name in listed.stdout.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    image = (ROOT / "Dockerfile").read_text().partition(" AS run\n")[2]
+    arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", image, re.MULTILINE))
+    (command,) = re.findall(r"^RUN (.*)$", image, re.MULTILINE)
+    shell = {**os.environ, **arguments}
+    subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=shell, check=True, timeout=1700)
+    tba_there = tmp_path / ".venv" / "bin" / "tba"
+    shown = subprocess.run([tba_there, "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert shown.stdout == f"tba {tba.__version__}\n"
+
+
+def test_the_image_for_gpus_names_files_and_extras_that_exist() -> None:
+    """The command stands in the comment at the top of the Dockerfile."""
+    comment = (ROOT / "Dockerfile").read_text().partition("ARG BASE")[0]
+    (constraints,) = re.findall(r"CONSTRAINTS=(\S+)", comment)
+    (extras,) = re.findall(r"EXTRAS=(\S+)", comment)
+    assert (ROOT / constraints).is_file()
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
