@@ -23,7 +23,7 @@ from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.runtime.placement import PUBLISHED, Place, places_on_one_machine, reuse_memory
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
@@ -79,7 +79,6 @@ def open_searchers(
     """Open the searchers of the runtime, with the weights that they had at this step."""
     bf16 = trainer.computes_in_bf16
     if cluster is not None:
-        from tba.runtime.pool import PUBLISHED
         from tba.runtime.ray import RaySearchers
 
         # also the newest, and that of an evaluation

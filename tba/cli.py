@@ -45,6 +45,10 @@ ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
+Gpus = Annotated[
+    str | None,
+    Option(metavar="NxGB", help="Plan for these GPUs, such as 4x80, not this machine's."),
+]
 Rescore = Annotated[bool, Option("--rescore", help="Resume; score what is stored again.")]
 Drop = Annotated[bool, Option("--drop-replay", help="Resume with an empty replay buffer.")]
 Step = Annotated[
@@ -71,6 +75,7 @@ def options(
 def train(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
+    gpus: Gpus = None,
     resume: Annotated[Path | None, Option(metavar="RUN", help="Folder of a run to resume.")] = None,
     rescore: Rescore = False,
     drop_replay: Drop = False,
@@ -78,6 +83,8 @@ def train(
     """Train a model. Without a config file: three-digit addition on the CPU."""
     if rescore + drop_replay > (resume is not None):
         raise ValueError("--rescore and --drop-replay need --resume RUN; give one of the two")
+    if gpus is not None and not dry_run:
+        raise ValueError("--gpus plans for other machines: add --dry-run")
     replay: Replay = "keep"
     if rescore or drop_replay:
         replay = "rescore" if rescore else "drop"
@@ -91,10 +98,38 @@ def train(
         run(config, resume, replay)
         return
     from tba.runs.dry_run import dry_run as check
+    from tba.runs.memory import planned_machine
 
-    tables, told = check(config, resume, replay)
+    planned = None if gpus is None else planned_machine(gpus)
+    tables, told = check(config, resume, replay, planned)
     print(printable("\n".join(told)), file=sys.stderr, flush=True)
     print(json.dumps(tables, indent=1))
+
+
+@app.command(context_settings=PASS_ON)
+def plan(
+    settings: ConfigSettings = None,
+    gpus: Gpus = None,
+    run: Annotated[Path | None, Option(metavar="RUN", help="Finished run to measure.")] = None,
+    decode: Annotated[float | None, Option(help="Tokens a second of a searcher.")] = None,
+    train: Annotated[float | None, Option(help="Tokens a second of the trainer.")] = None,
+    prompt: Annotated[float | None, Option(help="Tokens of the longest prompt.")] = None,
+    response: Annotated[float | None, Option(help="Mean tokens of a response.")] = None,
+    judge: Annotated[float | None, Option(help="Seconds that a search waits for rewards.")] = None,
+    network: Annotated[float | None, Option(help="GB a second for weights.")] = None,
+) -> None:
+    """Say how many searchers keep the trainer busy, and what else to expect of a run."""
+    config = placed(_config(settings or [], None))
+    from tba.runs.memory import planned_machine, this_machine
+    from tba.runs.plan import plan as expected
+
+    rates = {
+        "decode": decode, "train": train, "prompt": prompt, "response": response, "judge": judge,
+        "network": network,
+    }  # fmt: skip
+    given = {name: rate for name, rate in rates.items() if rate is not None}
+    machine = this_machine() if gpus is None else planned_machine(gpus)
+    print("\n".join(expected(config, machine, given, run)))
 
 
 @app.command(context_settings=PASS_ON)

@@ -209,7 +209,7 @@ def _short_run(config: Config, folder: Path) -> Iterator[Finding]:
             yield lap("checkpoint", c.checkpoint.deadline)
             files = files_of(run.folder / CHECKPOINTS).values()
             written = sum(file.stat().st_size for file in files)
-            value = f"{size(written)} (expected: {size(checkpoint_size(c, run.trainer))})"
+            value = f"{size(written)} (expected: {size(checkpoint_size(c, run.trainer.sizes))})"
             needed = written * (config.checkpoint.keep + 1)  # one is being written
             free = shutil.disk_usage(folder).free
             few = f"{folder} has {size(free)} free, and checkpoints take {size(needed)}"

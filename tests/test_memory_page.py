@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.runs.generations import generations
+from tba.runs.memory import group, kept, sizes_of
 from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import trained
 
@@ -32,12 +32,6 @@ LORA = ("policy.lora.r=16", "policy.lora.alpha=32")
 
 IN_MEMORY = {name: int(n) for name, n in re.findall(r"^\| (.+?) \| (\d+) \| .+ \|$", PAGE, re.M)}
 ON_DISK = {n: int(b) for n, b in re.findall(r"^\| `(.+?)` \| (\d+) per trained", PAGE, re.M)}
-FORMULAS: dict[str, Any] = {}
-CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0]
-exec(CODE, FORMULAS)
-kept: Callable[..., int] = FORMULAS["kept"]
-group: Callable[[int, int, int], tuple[int, int, int]] = FORMULAS["group"]
-
 SHAPES: dict[str, tuple[int, ...]] = {
     "SmolLM2-135M": (49_152, 576, 1_536, 30, 192, 0),
     "Qwen2.5-0.5B": (151_936, 896, 4_864, 24, 128, 1),
@@ -72,6 +66,11 @@ def linear(model: nn.Module) -> int:
     )
 
 
+def test_the_page_has_the_formulas_of_the_package() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    assert code == f"{inspect.getsource(kept)}\n\n{inspect.getsource(group)}"
+
+
 def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
     own = trainer(MODEL)
     own.step(batch, 0)
@@ -104,6 +103,9 @@ def test_adapters_and_frozen_weights() -> None:
     head = 2 * embeddings  # tied to the embeddings, which stay in fp32
     expected = 2 * linear(model) + 4 * (embeddings + norms) + head
     assert sum(p.nbytes for p in frozen.values()) == expected
+    policy = load(None, [f"policy.model={MODEL}", *LORA]).policy
+    sizes = sizes_of(policy, bf16=True)
+    assert (sizes.frozen, sizes.trained) == (expected, sum(p.numel() for p in own.values()))
 
 
 def bytes_kept(policy: Policy, batch: TokenBatch) -> int:
@@ -134,12 +136,12 @@ def test_what_a_pass_keeps(attention: str, bf16: bool, shape: tuple[int, int, in
     tokens = rng.integers(2, 14, (responses, length)).astype(np.int32)
     batch = collate_tokens([rng.integers(2, 14, prompt).astype(np.int32)], [list(tokens)])
     seen, keys, scores = group(*shape)
-    matrices = linear(model) + model.lm_head.weight.numel()
-    c = model.config
-    expected = kept(
-        c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads,
-        seen, keys, scores if attention == "eager" else 0, matrices, bf16,
-    )  # fmt: skip
+    z = sizes_of(table, bf16)
+    assert z.matrices == linear(model) + model.lm_head.weight.numel()
+    if attention == "sdpa":
+        scores = 0
+    shape = z.layers, z.hidden, z.inner, z.heads
+    expected = kept(*shape, seen, keys, scores, z.matrices, bf16)
     assert bytes_kept(Policy(model, 1.0, bf16), batch) == pytest.approx(expected, rel=0.1)
 
 

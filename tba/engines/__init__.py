@@ -100,6 +100,13 @@ class Engine(ABC):
         Called before any process starts.
         """
 
+    @classmethod
+    def check_here(cls, config: Config) -> None:
+        """Raise ValueError if the engine cannot work on this machine: a library may be missing.
+
+        Called after `check`, unless a run is planned for another machine.
+        """
+
     @property
     @abstractmethod
     def version(self) -> int:

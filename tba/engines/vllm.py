@@ -94,9 +94,7 @@ class VLLM(Engine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise ValueError if vLLM is missing, or cannot run the model or sample as asked."""
-        gpus = torch.cuda.device_count()
-        _check_installed(gpus)
+        """Raise ValueError if vLLM cannot run the model or sample as asked."""
         check_sampling(config.sampling)
         options = config.engine.options
         if options.get("in_flight") and config.runtime.lag is not None:
@@ -112,7 +110,13 @@ class VLLM(Engine):
                 "policy.lora.load_in_4bit: vLLM's weights in 4 bits are not the trainer's; set"
                 " engine=transformers"
             )
-        size = options.get("tensor_parallel_size", 1)
+
+    @classmethod
+    def check_here(cls, config: Config) -> None:
+        """Raise ValueError if vLLM is missing, or GPUs of its own for each engine."""
+        gpus = torch.cuda.device_count()
+        _check_installed(gpus)
+        size = config.engine.options.get("tensor_parallel_size", 1)
         if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(
                 f"engine.tensor_parallel_size = {size} needs runtime.use=ray, which gives each"

@@ -12,6 +12,9 @@ from tba.config.tables import PolicyTable, TrainerTable
 from tba.learn.policy import Policy
 from tba.weights import trained
 
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256}
+"""Bytes of the moments of a parameter, by `trainer.optimizer`."""
+
 
 class RoundedAdamW(torch.optim.AdamW):
     """AdamW for weights in bf16: moments and each step are in fp32, and the result is rounded.

@@ -32,6 +32,8 @@ REFERENCE = "reference"  # name of the frozen one
 WHOLE = f".modules_to_save.{TRAINED}."  # in names of modules that are trained whole
 PREFIX = "base_model.model."  # of names in PEFT's files, which leave out the adapter's name
 ALL = ("all-linear",)
+FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits, with its part of the scales."""
 UNSUPPORTED = ("alora_invocation_tokens", "alpha_pattern", "use_dora")
 """Settings of PEFT that change what the tensors of an adapter compute."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -100,11 +102,28 @@ def four_bits(compute: torch.dtype) -> Any:
     )
 
 
-def empty_adapted(policy: PolicyTable) -> Any:
-    """Return the model with an adapter, but without weights: names and shapes only."""
+def empty_adapted(policy: PolicyTable, bf16: bool = False) -> Any:
+    """Return the model with an adapter, as `load_adapted` does, but without weights."""
     model = load_empty_model(policy)
     _inject(model, _settings(policy, model), TRAINED)
+    if bf16:
+        _round_frozen(model)
     return model
+
+
+def linear_numbers(model: Any) -> int:
+    """Return the number of weights in linear layers, the LM head included."""
+    return sum(module.get_parameter("weight").numel() for module in _linear(model).values())
+
+
+def frozen_bytes(policy: PolicyTable, model: Any) -> float:
+    """Return the bytes of the weights that are not trained."""
+    total = sum(float(p.nbytes) for p in model.parameters() if not p.requires_grad)
+    if policy.lora is None or not policy.lora.load_in_4bit:
+        return total
+    head = model.get_output_embeddings()
+    linear = [m.get_parameter("weight") for m in _linear(model).values() if m is not head]
+    return total + sum(FOUR_BITS * weight.numel() - weight.nbytes for weight in linear)
 
 
 def is_adapted(model: Any) -> bool:

@@ -300,18 +300,23 @@ def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
+def check_kind(policy: PolicyTable) -> None:
+    """Raise ValueError unless the model is a causal LM with attention alone, by its config.json."""
+    config = load_config(policy)
+    if not _is_causal(config):
+        raise ValueError(
+            f"policy.model = {policy.model!r} is a {config.model_type!r}, by its config.json: an"
+            " encoder, a model with a recurrent state, or a part of a larger model; give a causal"
+            " language model with attention alone"
+        )
+
+
 def check_model(policy: PolicyTable) -> None:
     """Raise ValueError unless the model can be trained and its files fit; no weight is read."""
     from transformers import AutoModelForCausalLM
 
+    check_kind(policy)
     named = f"policy.model = {policy.model!r}"
-    config = load_config(policy)
-    if not _is_causal(config):
-        raise ValueError(
-            f"{named} is a {config.model_type!r}, by its config.json: an encoder, a model with a"
-            " recurrent state, or a part of a larger model; give a causal language model with"
-            " attention alone"
-        )
     in_4_bits = policy.lora is not None and policy.lora.load_in_4bit
     each = 0.5 if in_4_bits else 4
     with _explained(policy.model, named):  # a config may not fit the code of its model

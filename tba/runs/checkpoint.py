@@ -22,7 +22,8 @@ import numpy as np
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.learn import Trainer, TrainerLost
+from tba.learn import Trainer, TrainerLost, TrainerSizes
+from tba.learn.optimizer import MOMENTS
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
@@ -348,7 +349,7 @@ def restore(
 
 def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
     """Raise ValueError if the disk of a run's folder has no room for a checkpoint."""
-    least = checkpoint_size(config, trainer)
+    least = checkpoint_size(config, trainer.sizes)
     free = shutil.disk_usage(folder).free
     if free < least:
         raise ValueError(
@@ -358,9 +359,10 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
         )
 
 
-def checkpoint_size(config: Config, trainer: Trainer) -> int:
+def checkpoint_size(config: Config, sizes: TrainerSizes) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
-    weights = trainer.sizes.trained_bytes
-    searcher = trainer.sizes.published_bytes if config.runtime.use == "local" else 0
+    weights = sizes.trained_bytes
+    searcher = sizes.published_bytes if config.runtime.use == "local" else 0
     reference = weights if config.policy.reset_reference_every else 0
-    return 3 * weights + searcher + reference
+    moments = round(MOMENTS[config.trainer.optimizer] * sizes.trained)
+    return weights + moments + searcher + reference

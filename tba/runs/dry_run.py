@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from tba.config.errors import size
 from tba.config.plugins import resolve
@@ -21,6 +19,7 @@ from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
 from tba.runs.generations import step_of
 from tba.runs.log import Replay
+from tba.runs.memory import Machine, Needs, this_machine
 from tba.runs.setup import RunSetup, check
 from tba.runs.stored import choose_resumed
 from tba.runtime.placement import places_on_one_machine
@@ -33,23 +32,29 @@ from tba.tasks._memory import build_task
 from tba.tasks._rendering import Rendering
 from tba.tasks.custom import Custom
 from tba.types import collate_tokens
-from tba.weights import trained
 
 SECONDS = 5.0
 """Longest call of a reward function."""
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
+UNCHECKED = (
+    "files of weights, libraries, memory and GPUs here, log-probs in batches, seconds a step"
+)
 
 
 def dry_run(
-    config: Config, resume: Path | None = None, replay: Replay = "keep"
+    config: Config,
+    resume: Path | None = None,
+    replay: Replay = "keep",
+    planned: Machine | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Check a config as a run does; return its tables, with defaults, and what there is to tell.
 
     ValueError for what a run would refuse, and for a reward that scores none of several answers.
+    For a run that is planned for another machine, no weights are read.
     """
-    setup = check(config)
+    setup = check(config, planned=planned)
     if resume is not None:
         generation, _ = choose_resumed(setup, resume, replay)
         check_step(step_of(generation), setup.config)
@@ -62,10 +67,14 @@ def dry_run(
         what = "prompts are plain text, but there is a chat template"
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     lines += [f"note: {note}" for note in setup.notes]
-    # loads the policy, and compares its log-probs at the length of the longest sequence
-    trainer = setup.trainer(places_on_one_machine(setup.config.runtime)[0].device)
-    _, task = setup.task.part(setup.prompts[0])
-    lines += needs(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0])))
+    lines += [_length(setup), *_memory(setup, planned)]
+    if planned is None:
+        # loads the policy, and compares its log-probs at the length of the longest sequence
+        trainer = setup.trainer(places_on_one_machine(setup.config.runtime)[0].device)
+        _, task = setup.task.part(setup.prompts[0])
+        lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
+    else:
+        lines.append(f"not checked, because the run is planned for other machines: {UNCHECKED}")
     counts = f"{len(setup.prompts)} training prompts, {len(setup.held_out)} held out"
     return setup.config.nested(), [*lines, f"config OK (dry run): {counts}"]
 
@@ -162,56 +171,48 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 
 
-def needs(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> list[str]:
-    """Return in words how long and how large a run is, whose prompts have so many tokens."""
+def _length(setup: RunSetup) -> str:
+    """Return in words how long a run is."""
     c = setup.config
     t = c.trainer
-    length = c.sampling.max_tokens
     epochs = c.run.steps * t.groups / len(setup.prompts)
+    return (
+        f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
+        f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once"
+    )
+
+
+def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
+    """Return in words the memory of each process and of a checkpoint, and whether it suffices."""
+    needs = Needs.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
+    advice = needs.advice()
+    written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
+    return [*needs.lines(), written, f"warning: {advice}" if advice else "the memory suffices"]
+
+
+def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
+    """Return in words how long a step takes for prompts of so many tokens."""
+    t = setup.config.trainer
+    length = setup.config.sampling.max_tokens
     tokens = prompt + t.group_size * (length - 1)  # of a group; a last token predicts nothing
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
-    seconds, kept = _measured(trainer, prompt, responses, length)
-    groups = min(t.groups, t.token_budget / tokens)  # in a pass; below 1, a group runs in pieces
-    largest = size(kept * groups * t.group_size / responses)
-    more = ", and for a layer that is computed again" if c.policy.gradient_checkpointing else ""
-    own = sum(p.nbytes for p in trained(trainer.model).values())
-    frozen = sum(p.nbytes for p in trainer.model.parameters()) - own
-    fixed = (4 + (c.runtime.use == "ray")) * own + frozen
-    return [
-        f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
-        f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once",
-        f"memory of the trainer: {size(fixed)} for weights, gradients, moments and copies, up to"
-        f" {largest} for activations{more} (docs/memory.md); a checkpoint has"
-        f" {size(checkpoint_size(c, trainer))}",
-        f"time: about {seconds * t.batch_size / responses:.2g} s a step on {trainer.model.device},"
-        f" without search, if all responses have {length} tokens",
-    ]
+    seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
+    return (
+        f"time: about {seconds:.2g} s a step on {trainer.model.device}, without search, if all"
+        f" responses have {length} tokens"
+    )
 
 
-def _measured(
-    trainer: SingleTrainer, prompt: int, responses: int, length: int
-) -> tuple[float, int]:
-    """Return the seconds of a pass over random responses, and the bytes kept for its backward."""
+def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
+    """Return the seconds of a forward and backward pass over random responses."""
     policy = Policy(trainer.model, temperature=1.0, autocast=trainer.computes_in_bf16)
     rng = np.random.default_rng(0)
     seconds = 0.0
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     vocabulary = trainer.model.config.get_text_config().vocab_size
     for tokens in (2, length):  # the first pass of a process is slow
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
-        kept.clear()
         began = time.perf_counter()
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            logp = policy.logp(batch)
-        logp.sum().backward()
+        policy.logp(batch).sum().backward()
         seconds = time.perf_counter() - began
-    for weight in trainer.model.parameters():
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    return seconds, sum(kept.values())
+    return seconds

@@ -25,12 +25,14 @@ from tba.models.pretrained import (
     EAGER_TOKENS,
     Encode,
     Tokenizer,
+    check_kind,
     check_model,
     load_config,
     load_text,
 )
 from tba.prompt import Prompt
 from tba.runs.journal import check_log
+from tba.runs.memory import Machine, Needs, this_machine
 from tba.search.chat import encoder, identity, log_doubled_bos
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
@@ -145,19 +147,31 @@ class RunSetup:
         )
 
 
-def check(config: Config, functions: Functions | None = None) -> RunSetup:
+def check(
+    config: Config, functions: Functions | None = None, planned: Machine | None = None
+) -> RunSetup:
     """Resolve and check everything that a config names, before any process starts.
 
-    `functions` are reward functions that were passed from Python.
+    `functions` are reward functions that were passed from Python. For a run that is planned for
+    another machine, files of weights, libraries and memory here are not checked.
     """
+    setup = _setup_of(config, functions, planned is None)
+    setup.prompt_stream()  # raises if the selection cannot work
+    if planned is None:
+        Needs.of(setup.config, this_machine(), len(setup.extremes[1])).check()
+    return setup
+
+
+def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSetup:
+    """Return the parts of a run, with what is needed `here` if it shall run here."""
     check_log(config.log)
     engine: type[Engine] = find("engines", config.engine.use)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
     config, notes = resolved(config, text)
-    notes += _check_policy(config)
+    notes += _check_policy(config, here)
     plugins = resolve_all(config)
     objective = plugins.objective
-    _check_engine(config, engine)
+    _check_engine(config, engine, here)
     task = build_task(plugins.task, functions)
     task.check()
     _check_stop(config, text)
@@ -173,7 +187,7 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
     lengths = sorted((ids for _, ids in encoded), key=len)
     log_doubled_bos(text, lengths)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
-    setup = RunSetup(
+    return RunSetup(
         config=config,
         task=task,
         strategy=plugins.strategy.build(),
@@ -190,8 +204,6 @@ def check(config: Config, functions: Functions | None = None) -> RunSetup:
         rewards=source_of(config, functions),
         notes=notes,
     )
-    setup.prompt_stream()  # raises if the selection cannot work
-    return setup
 
 
 def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
@@ -213,16 +225,16 @@ def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
     return config, [f"{', '.join(plain)} = auto: {told}"] if plain else []
 
 
-def _check_policy(config: Config) -> list[str]:
+def _check_policy(config: Config, here: bool) -> list[str]:
     """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
-    check_model(config.policy)
+    (check_model if here else check_kind)(config.policy)
     check_precision(config.policy, config.trainer)
-    if config.trainer.compile:
+    if here and config.trainer.compile:
         check_compiler()
     return [] if config.policy.lora is None else [check_adapter(config.policy)]
 
 
-def _check_engine(config: Config, engine: type[Engine]) -> None:
+def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
     """Raise ValueError if the engine cannot work with the config, or shall sleep and cannot."""
     if config.runtime.colocate == "sleep" and not engine.can_sleep:
         raise ValueError(
@@ -230,6 +242,8 @@ def _check_engine(config: Config, engine: type[Engine]) -> None:
             " set engine=vllm, or runtime.colocate=share"
         )
     engine.check(config)
+    if here:
+        engine.check_here(config)
 
 
 def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:

@@ -14,6 +14,15 @@ import torch
 
 from tba.config.runtime import RuntimeTable
 
+PUBLICATIONS = 20
+"""Most publications a second to all searchers together: each takes time of two processes."""
+
+PUBLISHED = 4
+"""Most versions of the weights that are on their way to searchers at once.
+
+Each keeps a copy for as long as a slow searcher needs to take it.
+"""
+
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of glibc's `mallopt`
 
 

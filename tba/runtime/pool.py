@@ -16,6 +16,7 @@ from tba.config.runtime import RuntimeTable
 from tba.prompt import Prompt
 from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls, NoAnswerError
+from tba.runtime.placement import PUBLICATIONS, PUBLISHED
 from tba.search.evaluate import EvaluatedPiece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
@@ -29,15 +30,6 @@ CONTROL = "control"
 
 POLL = 0.2
 """Seconds that the collector waits for results before it looks at deadlines again."""
-
-PUBLICATIONS = 20
-"""Most publications a second to all searchers together: each takes time of two processes."""
-
-PUBLISHED = 4
-"""Most versions of the weights that are on their way to searchers at once.
-
-Each keeps a copy for as long as a slow searcher needs to take it.
-"""
 
 UNDER_WAY = 2
 """Most evaluations that have begun and not ended; each keeps a copy of the weights."""

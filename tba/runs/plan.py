@@ -1,0 +1,180 @@
+"""Plan of a run: how many searchers keep its trainer busy, from rates given, measured or assumed.
+
+A closed form: search and training are two flows, of which the slower one sets the seconds a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import ceil, inf
+from pathlib import Path
+from statistics import fmean
+
+from tba.config.plugins import with_defaults
+from tba.config.schema import Config
+from tba.runs import log
+from tba.runs.memory import Machine, Needs
+from tba.runs.summary import Summary
+from tba.runtime.placement import PUBLICATIONS
+
+INTAKE = 2000.0
+"""Groups a second that the process of the train loop can store."""
+FLOPS = {True: 150e12, False: 0.4e12}
+"""Useful operations a second of a trainer's device that are assumed, by whether it is a GPU."""
+FAR = (64, 1024)
+"""Numbers of searchers to which a plan is extrapolated."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a run's processes."""
+
+    decode: float
+    """Tokens of responses a second of a busy searcher, with all of its searches at once."""
+    train: float
+    """Tokens of responses a second of the trainer, with all of its devices."""
+    prompt: float
+    """Tokens of the longest prompt."""
+    response: float
+    """Mean tokens of a response."""
+    judge: float
+    """Seconds that a search waits for its rewards, beside which others generate."""
+    network: float
+    """GB a second in which published weights travel."""
+
+
+def rates_of(
+    needs: Needs, given: Mapping[str, float], run: Path | None
+) -> tuple[Rates, dict[str, str]]:
+    """Return the rates, those given first and then those of a finished run, and each one's origin.
+
+    ValueError for a rate that is not positive, or a run that has not ended.
+    """
+    for name, value in given.items():
+        if not 0 <= value < inf or (value == 0 and name != "judge"):
+            raise ValueError(f"--{name} {value:g}: give a positive number")
+    c = needs.config
+    z = needs.sizes
+    passes = 8 if c.policy.gradient_checkpointing else 6
+    speed = FLOPS[needs.machine.gpus > 0] * c.trainer.devices / (passes * z.parameters)
+    assumed = Rates(
+        decode=2000.0, train=speed, prompt=needs.prompt, response=c.sampling.max_tokens,
+        judge=0.0, network=1.0,
+    )  # fmt: skip
+    measured = {} if run is None else _measured(run)
+    origin = dict.fromkeys(asdict(assumed), "assumed")
+    origin |= dict.fromkeys(measured, "measured") | dict.fromkeys(given, "given")
+    return Rates(**asdict(assumed) | measured | dict(given)), origin
+
+
+def _measured(run: Path) -> dict[str, float]:
+    """Return the rates of a finished run; a searcher's has its rewards and reference in it."""
+    summary = Summary.read(run)
+    before = Config(**log.read_config(run))
+    rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
+    response = fmean(row["completions/mean_length"] for row in rows)
+    busy = summary.seconds * before.runtime.most_searchers * (1 - summary.searcher_wait_fraction)
+    step = fmean(row["step_time"] for row in rows[len(rows) // 4 :])
+    return {
+        "decode": summary.samples_generated * response / busy,
+        "train": before.trainer.batch_size * response / step,
+        "response": response,
+        "judge": 0.0,
+    }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a run with so many searchers."""
+
+    searchers: int
+    step: float
+    """Seconds from one step to the next."""
+    trainer_waits: float
+    """Share of the time."""
+    searchers_wait: float
+    """Share of the time."""
+    lag: float
+    """Steps between the weights of a new sample and those it trains; replay adds to it."""
+    found: float
+    """Groups that all searchers can find a second."""
+    bottleneck: str
+
+
+def forecast(config: Config, rates: Rates, published: float, searchers: int) -> Forecast:
+    """Return what to expect if a publication has so many bytes."""
+    c = config
+    r = c.runtime
+    at_once = r.concurrent_searches if r.use == "ray" else 1
+    generating = r.prompts_per_task * c.sampling.samples * rates.response / rates.decode
+    each = min(1 / generating, at_once / (generating + rates.judge))  # searches a second
+    found = searchers * each * r.prompts_per_task
+    training = c.trainer.batch_size * rates.response / rates.train
+    needed = groups_a_step(c)
+    searching = needed / found
+    step = max(training, searching)
+    if r.use == "local" or r.lag is not None:  # in turns
+        rounds = ceil(needed / r.prompts_per_task / (searchers * at_once))
+        searching = rounds * at_once / each
+        step = training + searching
+    sent = published / (rates.network * 1e9) + searchers / PUBLICATIONS
+    lag = at_once / each / step + (r.publish_every - 1) / 2 + sent / step + 0.5
+    waits = 1 - needed / (found * step)
+    bottleneck = "search" if searching > training else "training"
+    if found > INTAKE:
+        bottleneck = "intake of the driver"
+    elif r.use == "ray" and sent > r.publish_every * step:
+        bottleneck = "publication"
+    return Forecast(
+        searchers=searchers,
+        step=step,
+        trainer_waits=1 - training / step,
+        searchers_wait=0.0 if c.asynchronous else waits,
+        lag=float(r.lag) if r.lag is not None else lag,
+        found=found,
+        bottleneck=bottleneck,
+    )
+
+
+def groups_a_step(config: Config) -> float:
+    """Return the new groups that each step waits for, on average."""
+    t = config.trainer
+    reused = t.batch_size / (config.max_reuse * config.sampling.samples)
+    return max(config.fresh, reused)
+
+
+def plan(
+    config: Config, machine: Machine, given: Mapping[str, float], run: Path | None
+) -> list[str]:
+    """Return in words the rates, what to expect of them, and the memory of each process."""
+    config = with_defaults(config)
+    needs = Needs.of(config, machine, int(given.get("prompt", 512)))
+    rates, origin = rates_of(needs, given, run)
+    published = needs.trainer_sizes.published_bytes
+    own = forecast(config, rates, published, needs.searchers)
+    one = forecast(config, rates, published, 1)
+    training = own.step * (1 - own.trainer_waits)
+    lines = [f"{name} = {value:,.4g} ({origin[name]})" for name, value in asdict(rates).items()]
+    if config.runtime.use == "local" or config.runtime.lag is not None:
+        at_once = config.runtime.prompts_per_task * config.runtime.concurrent_searches
+        busy = ceil(groups_a_step(config) / at_once)
+        what = "search and training take turns; searchers that find a batch in one round"
+    else:
+        busy = ceil(groups_a_step(config) / (one.found * training))
+        what = "searchers that keep the trainer busy"
+    lines.append(f"a step trains for {training:,.3g} s; {what}: {busy}")
+    for count in sorted({busy, own.searchers, *FAR}):
+        lines.append(_line(forecast(config, rates, published, count), needs))
+    advice = needs.advice()
+    return [*lines, *needs.lines(), f"warning: {advice}" if advice else "the memory suffices"]
+
+
+def _line(f: Forecast, needs: Needs) -> str:
+    c = needs.config
+    devices = c.trainer.devices + f.searchers * needs.each
+    hours = devices * f.step * c.run.steps / 3600
+    far = " (extrapolated)" if f.searchers in FAR else ""
+    return (
+        f"searchers = {f.searchers:,}{far}: {f.step:,.3g} s a step, trainer waits"
+        f" {f.trainer_waits:.0%}, searchers wait {f.searchers_wait:.0%}, lag {f.lag:.1f} steps,"
+        f" up to {f.found:,.3g} groups/s, {hours:,.3g} device-hours; limited by {f.bottleneck}"
+    )

@@ -1,0 +1,200 @@
+"""Memory of each process, from a config and a config.json; the dry run for GPUs of elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import module_at
+from transformers import Qwen2Config
+
+from tba.cli import main
+from tba.config.plugins import with_defaults
+from tba.config.schema import load
+from tba.models.pretrained import load_empty_model
+from tba.runs import setup
+from tba.runs.memory import Machine, Needs, planned_machine
+from tba.runtime.placement import share
+
+ROOT = Path(__file__).parents[2]
+MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
+QWEN = Qwen2Config(
+    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
+NUMBERS = 7_615_616_512
+"""Parameters of that model."""
+BEFORE = ["trainer.devices=", "trainer.token_budget=", "engine.gpu_memory_utilization="]
+"""Settings of the file that are taken out again, so that it plans one GPU for the trainer."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and the config.json of Qwen2.5-7B, without weights."""
+    folder = tmp_path_factory.mktemp("models") / "qwen"
+    ignored = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(tiny_model, folder, ignore=ignored)
+    QWEN.save_pretrained(folder)
+    return folder
+
+
+def needs(model: Path, *settings: str, gpus: str = "4x80", prompt: int = 300) -> Needs:
+    config = with_defaults(load(MATH, [f"policy.model={model}", *settings]))
+    return Needs.of(config, planned_machine(gpus), prompt)
+
+
+def planned(
+    settings: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Return status, output and errors of `tba train --dry-run` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["tba", "train", *settings])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    """Settings with problems of the run and of its evaluation, in the tokens of the model."""
+    for name, first in (("train", 0), ("test", 50)):
+        rows = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data": "train", "held_out_data": "test"}
+    named = [f"task.{key}={tmp_path / name}.jsonl" for key, name in files.items()]
+    return [*named, "task.prompt={problem}"]
+
+
+def test_the_dry_run_plans_for_other_gpus_without_weights(
+    qwen: Path,
+    data: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("math_verify")
+    own = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={qwen}", *data]
+    status, out, err = planned(own, monkeypatch, capsys)
+    assert status == 0 and json.loads(out)["trainer"]["devices"] == 2
+    assert re.search(
+        r"^GPUs 0, 1: 7\d\.\d GB of 80\.0 GB\n  rank of the trainer: .*weights 15\.2 GB", err, re.M
+    )
+    assert re.search(
+        r"^GPUs 2, 3: 7\d\.\d GB of 80\.0 GB\n  searcher: .*engine 15\.2 GB", err, re.M
+    )
+    assert re.search(r"^host: \d+\.\d GB\n  all processes: ", err, re.M)
+    assert "\nthe memory suffices\nnot checked, because the run is planned" in err
+    status, out, err = planned([*own, *BEFORE, "runtime.searchers=3"], monkeypatch, capsys)
+    assert status == 0
+    words = r"warning: GPU 0 needs 1\d\d\.\d GB of 80\.0 GB \(and 3 more do not fit\): set (.*)"
+    (advice,) = re.findall(words, err)
+    assert not needs(qwen, *BEFORE, "runtime.searchers=3", *advice.split()).excess()
+
+
+def test_gpus_are_written_as_number_times_gb(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned_machine("4x80") == Machine(4, 80e9, float("inf"))
+    assert planned_machine("1x24.5").card == 24.5e9
+    for wrong in ("4", "80x", "0x80", "4x0", "4*80", "-1x80", "4x80GB", "4x1e3", "four"):
+        with pytest.raises(ValueError, match=r"write number x GB of each, such as --gpus 4x80"):
+            planned_machine(wrong)
+    given = [str(MATH), f"policy.model={qwen}", "--gpus", "4x80"]
+    status, _, err = planned(given, monkeypatch, capsys)
+    assert (status, err) == (2, "error: --gpus plans for other machines: add --dry-run\n")
+
+
+def test_a_folder_without_config_json_is_refused(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(qwen, folder)
+    (folder / "config.json").unlink()
+    given = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={folder}"]
+    status, _, err = planned(given, monkeypatch, capsys)
+    assert status == 2 and "the folder has no config.json" in err
+
+
+def test_ranks_that_lack_the_memory_are_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a process starts, also on resuming with another number of ranks."""
+    data = {"use": "arithmetic"}
+    config = load(
+        {
+            "policy": {"model": str(tiny_model)},
+            "task": data,
+            "trainer": {"devices": 2, "batch_size": 160},
+            "sampling": {"max_tokens": 4},
+        }
+    )
+    numbers = sum(p.numel() for p in load_empty_model(config.policy).parameters())
+    enough = 16 * numbers
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough))
+    setup.check(config)
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough - 2))
+    words = r"trainer\.devices = 2: each rank needs .* for weights, gradients and moments, but"
+    with pytest.raises(ValueError, match=words):
+        setup.check(config)
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(3, enough / 2 - 2, 1e12))
+    with pytest.raises(ValueError, match=words):
+        setup.check(config)
+
+
+def test_processes_share_gpus_as_ray_lets_them(qwen: Path) -> None:
+    for gpus, ranks, searchers in ((4, 1, 3), (4, 2, 3), (8, 3, 9), (1, 1, 2)):
+        settings = [f"trainer.devices={ranks}", f"runtime.searchers={searchers}"]
+        found = needs(qwen, *settings, gpus=f"{gpus}x80").processes
+        _, part = share("GPU", gpus, ranks, searchers)
+        cards = Counter(p.card for p in found if p.name == "searcher")
+        assert sum(cards.values()) == searchers and max(cards.values()) * part <= 1
+        assert [p.card for p in found[:ranks]] == [*range(ranks)]
+        assert min(cards) == (ranks if gpus > ranks else 0)
+    ranged = ("runtime.lag=", "runtime.address=auto", "runtime.searchers={min=1,max=9}")
+    assert needs(qwen, *ranged, gpus="8x80").searchers == 6
+    divided = needs(qwen, "engine.tensor_parallel_size=2", "trainer.devices=2", gpus="8x80")
+    engines = [p for p in divided.processes if p.name == "searcher"]
+    assert [p.card for p in engines] == [2, 3, 4, 5]
+    assert [sum("reference" in part for part in p.parts) > 0 for p in engines] == [True, False] * 2
+
+
+def test_what_lowers_the_memory(qwen: Path) -> None:
+    """Each setting that docs/memory.md names lowers what it is said to lower."""
+    one = needs(qwen, "trainer.devices=1").processes[0].parts
+    two = needs(qwen, "trainer.devices=2").processes[0].parts
+    for name in ("weights", "gradients", "moments"):
+        assert two[name] == one[name] / 2
+    budget = needs(qwen, "trainer.devices=1", "trainer.token_budget=4096").processes[0].parts
+    assert budget["activations"] < 0.7 * one["activations"]
+    whole = needs(qwen, "trainer.devices=1", "policy.gradient_checkpointing=false").processes[0]
+    assert whole.parts["activations"] > 5 * one["activations"]
+    kept = needs(qwen, "trainer.fsdp.reshard_after_forward=false").processes[0].parts
+    assert kept["gathered layers"] == pytest.approx(2 * NUMBERS)
+    small = ("trainer.devices=1", "trainer.weights=bf16", "trainer.optimizer=adamw_8bit")
+    rounded = needs(qwen, *small).processes
+    state = sum(rounded[0].parts[name] for name in ("weights", "gradients", "moments"))
+    assert state == pytest.approx(6.03 * NUMBERS, rel=0.001)
+    assert rounded[0].parts["matrices in bf16"] == 0
+    assert rounded[1].parts["reference"] == 2 * NUMBERS
+
+
+def test_what_is_held_in_turns_counts_once(qwen: Path) -> None:
+    one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
+    shared = needs(qwen, *one, gpus="1x80")
+    asleep = needs(qwen, *one, "runtime.colocate=sleep", gpus="1x80")
+    trainer, searcher, _ = shared.processes
+    held = sum(trainer.parts[part] for part in ("activations", "LM head"))
+    engine = sum(searcher.parts[part] for part in ("engine", "KV cache"))
+    total = trainer.total + searcher.total
+    assert asleep.excess()[0] == pytest.approx(total - min(held, engine))
+
+
+def test_the_table_of_experiments_is_that_of_the_page() -> None:
+    script = module_at(ROOT / "scripts" / "write_memory.py")
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert script.page(page) == page, "type python scripts/write_memory.py"

@@ -1,0 +1,141 @@
+"""The plan of a run: closed forms, and beside measured runs of the scripted engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from build import ray_config
+
+from tba.assemble import run
+from tba.cli import main
+from tba.config.plugins import with_defaults
+from tba.config.schema import Config, load
+from tba.runs.log import METRICS, read
+from tba.runs.memory import Machine, Needs
+from tba.runs.plan import Rates, forecast, groups_a_step, plan, rates_of
+
+LATENCY = 0.5
+"""Seconds of a search of the scripted engine."""
+TOKENS = 2
+"""Tokens of its answers, with EOS."""
+CASES: dict[str, tuple[str, ...]] = {
+    "one searcher": ("runtime.max_reuse=1",),
+    "two searchers": ("runtime.max_reuse=1", "runtime.searchers=2"),
+    "lockstep": ("runtime.lag=0", "runtime.publish_every=1"),
+    "constant lag": ("runtime.lag=1", "runtime.publish_every=1"),
+}
+RATES = Rates(decode=100, train=50, prompt=9, response=5, judge=0, network=1)
+
+
+def scripted(model: Path, folder: Path, *settings: str) -> Config:
+    """A run in which a searcher finds two groups of four in each LATENCY."""
+    return ray_config(
+        model, folder, "engine=scripted", "engine.own_reference=true", f"engine.latency={LATENCY}",
+        "runtime.prompts_per_task=1", "runtime.concurrent_searches=2", "run.steps=14",
+        "eval.prompts=0", "checkpoint.every=0", "log.sample_every=0", *settings,
+    )  # fmt: skip
+
+
+def sample(*settings: str) -> Config:
+    sizes = ("trainer.batch_size=12", "trainer.group_size=4", "sampling.samples=4")
+    single = ("runtime.prompts_per_task=1", "runtime.concurrent_searches=2")
+    return with_defaults(load(None, [*sizes, *single, *settings]))
+
+
+def test_the_slower_of_search_and_training_sets_the_pace() -> None:
+    """A step trains 60 tokens in 1.2 s, and a searcher finds a group of 20 tokens in 0.2 s."""
+    once = sample("runtime.max_reuse=1")
+    assert groups_a_step(once) == 3
+    alone = forecast(once, RATES, published=0, searchers=1)
+    assert (alone.step, alone.bottleneck, alone.found) == (1.2, "training", 5)
+    slow = forecast(once, replace_decode(20), published=0, searchers=1)
+    assert (slow.step, slow.bottleneck) == (3.0, "search")
+    assert slow.trainer_waits == pytest.approx(0.6)
+    assert forecast(once, replace_decode(20), 0, searchers=2).step == pytest.approx(1.5)
+    reused = sample("runtime.max_reuse=4")
+    assert forecast(reused, replace_decode(20), 0, searchers=1).step == 1.2
+    lockstep = sample("runtime.lag=0")
+    one = forecast(lockstep, RATES, published=0, searchers=1)
+    assert one.step == pytest.approx(1.2 + 2 * 2 * 0.2) and one.lag == 0
+    late = forecast(once, RATES, published=30e9, searchers=1)
+    assert late.bottleneck == "publication" and late.lag > 20
+    assert forecast(once, RATES, 0, searchers=1024).bottleneck == "intake of the driver"
+
+
+def replace_decode(decode: float) -> Rates:
+    return Rates(decode=decode, train=50, prompt=9, response=5, judge=0, network=1)
+
+
+def test_rewards_are_waited_for_beside_other_searches() -> None:
+    c = sample("runtime.max_reuse=1", "runtime.concurrent_searches=4")
+    rates = Rates(decode=100, train=1e9, prompt=9, response=5, judge=0.6, network=1)
+    assert forecast(c, rates, 0, searchers=1).found == pytest.approx(4 / 0.8)
+    rates = Rates(decode=100, train=1e9, prompt=9, response=5, judge=2.0, network=1)
+    assert forecast(c, rates, 0, searchers=1).found == pytest.approx(4 / 2.2)
+
+
+def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model: Path) -> None:
+    c = load(None, [f"policy.model={tiny_model}", "task=toy.Ones"])
+    lines = plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None)
+    assert lines[0] == "decode = 50 (given)" and lines[1].endswith("(assumed)")
+    far = [line for line in lines if "(extrapolated)" in line]
+    assert [line.split(":")[0] for line in far] == [
+        "searchers = 64 (extrapolated)",
+        "searchers = 1,024 (extrapolated)",
+    ]
+    assert "memory, calculated (docs/memory.md):" in lines and lines[-1] == "the memory suffices"
+    assert plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None) == lines
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--decode", "0"], "--decode 0: give a positive number"),
+        (["--gpus", "four"], "--gpus four: write number x GB of each"),
+        (["--run", "nowhere"], "nowhere has no summary.json yet"),
+        (["policy.model=/nowhere"], "policy.model = '/nowhere': no such folder"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    given: list[str],
+    told: str,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["tba", "plan", f"policy.model={tiny_model}", "task=toy.Ones", *given]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith("error: ") and told in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_seconds_a_step_are_those_of_measured_runs(
+    settings: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Within 20 %, from the engine's latency and the seconds in which the trainer takes a step."""
+    config = scripted(tiny_model, tmp_path / "run", *settings)
+    run(config)
+    rows = [row for row in read(tmp_path / "run" / METRICS) if "step_time" in row]
+    measured = (rows[-1]["time"] - rows[3]["time"]) / (len(rows) - 4)
+    training = sum(row["step_time"] for row in rows[4:]) / len(rows[4:])
+    rates = Rates(
+        decode=2 * 4 * TOKENS / LATENCY,
+        train=config.trainer.batch_size * TOKENS / training,
+        prompt=9,
+        response=TOKENS,
+        judge=0,
+        network=1,
+    )
+    expected = forecast(with_defaults(config), rates, 0, config.runtime.most_searchers)
+    assert measured == pytest.approx(expected.step, rel=0.2)
+    again, origin = rates_of(
+        Needs.of(with_defaults(config), Machine(0, 0, 1e12), 9), {}, tmp_path / "run"
+    )
+    assert again.response == TOKENS and origin["decode"] == "measured"
