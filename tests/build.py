@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from toy import toy_config
+from exact import toy_config
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,

@@ -116,7 +116,7 @@ def wide_model(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from toy import save_model
+    from exact import save_model
 
     return save_model(tmp_path_factory.mktemp("toy"))
 
@@ -124,7 +124,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shallow_toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy with one layer, which is enough to represent its optimum."""
-    from toy import save_model
+    from exact import save_model
 
     return save_model(tmp_path_factory.mktemp("shallow-toy"), layers=1)
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, PAD
+from exact import Enumerated, log_probs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from toy import Enumerated, log_probs
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tba.config.schema import Config, load

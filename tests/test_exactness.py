@@ -10,7 +10,7 @@ import pytest
 import talk
 import torch
 from build import ended, first_policy
-from toy import (
+from exact import (
     BETA,
     MAX_TOKENS,
     enumerate_answers,
@@ -49,7 +49,7 @@ def distance_after_run(config: Config) -> float:
 def test_local_with_data_eight_and_more_versions_old(
     shallow_toy_model: Path, tmp_path: Path, tapered: str
 ) -> None:
-    old = ("strategy=toy.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
+    old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
     config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=150")
     assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 import pytest
-from toy import toy_config
+from exact import toy_config
 
 import tba.assemble
 from tba.config.plugins import names

@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 import torch
 from build import ended, first_policy
-from toy import BETA, Enumerated, enumerate_answers, toy_config
+from exact import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
 

@@ -7,11 +7,10 @@ import subprocess
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib.metadata import distributions
 from math import nan, sqrt
 from pathlib import Path
 from statistics import fmean
@@ -269,9 +268,11 @@ def record_session(
 
 def installed() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run does."""
-    found = {package.name: package.version for package in distributions()}
-    versions = {name: found[name] for name in PACKAGES if name in found}
-    return {"python": platform.python_version()} | versions
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def _commit() -> str | None:

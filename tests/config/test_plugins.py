@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import toy_config
+from exact import toy_config
 
 from tba.config.plugins import KINDS, Schedule, find, is_plugin, names, options_of, resolve
 from tba.objectives.tb import TrajectoryBalance

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from exact import toy_config
 from torch import Tensor
-from toy import toy_config
 
 from tba.assemble import run
 from tba.config.schema import load

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from exact import toy_config
 from tokenizers import decoders, models
-from toy import toy_config
 from transformers import PreTrainedTokenizerFast
 
 import tba.assemble

@@ -166,7 +166,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
 
 def test_samples_of_several_versions_are_counted(wide_model: Path, tmp_path: Path) -> None:
     given = (f"run.folder={tmp_path}/run", "run.steps=2", "runtime.use=local")
-    run(config(wide_model, *given, engine=["engine=toy.Switched"]))
+    run(config(wide_model, *given, engine=["engine=fakes.Switched"]))
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert [row["samples_switched"] / row["samples_generated"] for row in rows] == [0.25, 0.25]
     assert all(row["off_policy/lag_by_token"] < row["off_policy/lag_mean"] for row in rows)

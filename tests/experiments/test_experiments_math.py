@@ -92,9 +92,7 @@ SMALL = ("gsm8k_smollm2", "math_small")
 
 
 @pytest.fixture(scope="module")
-def stand_ins(
-    make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[str]:
+def fakes(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings that name a small model with a chat template, and a few problems."""
     characters = [*string.printable.replace("\n", ""), "\n"]
     model = make_model(vocabulary=["<pad>", "<eos>", *characters], context=8192)
@@ -110,21 +108,21 @@ def stand_ins(
     return [f"policy.model={model}", f"task.data={data}"]
 
 
-def settings_of(name: str, stand_ins: list[str]) -> list[str]:
+def settings_of(name: str, fakes: list[str]) -> list[str]:
     """Return the stand-ins for an experiment; vLLM, if it names that, may not be installed."""
     given = load(EXPERIMENTS / f"{name}.toml")
     both = given.task.options.get("held_out_data") is not None
-    folder = stand_ins[1].partition("=")[2]
+    folder = fakes[1].partition("=")[2]
     more = [f"task.held_out_data={folder}"] if both else []
-    return [*stand_ins, *more, *(["engine=transformers"] if given.engine.use == "vllm" else [])]
+    return [*fakes, *more, *(["engine=transformers"] if given.engine.use == "vllm" else [])]
 
 
 @pytest.mark.parametrize("name", [*PAPER, *SMALL])
 def test_a_dry_run_accepts_it(
-    name: str, stand_ins: list[str], capsys: pytest.CaptureFixture[str]
+    name: str, fakes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And what it would run has the paper's settings, defaults included."""
-    train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, stand_ins)], dry_run=True)
+    train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
     told = capsys.readouterr()
     assert "config OK (dry run): 24 training prompts, 16 held out" in told.err
     checked = json.loads(told.out)
@@ -143,7 +141,7 @@ def test_hub_names_are_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_one_runs(name: str, stand_ins: list[str], tmp_path: Path) -> None:
+def test_a_small_one_runs(name: str, fakes: list[str], tmp_path: Path) -> None:
     """All of its steps, in this process, with answers that are graded."""
     more = [
         "runtime.use=local",
@@ -152,7 +150,7 @@ def test_a_small_one_runs(name: str, stand_ins: list[str], tmp_path: Path) -> No
         "log.tensorboard=false",
     ]
     more.append(f"run.folder={tmp_path / 'run'}")
-    config = load(EXPERIMENTS / f"{name}.toml", [*settings_of(name, stand_ins), *more])
+    config = load(EXPERIMENTS / f"{name}.toml", [*settings_of(name, fakes), *more])
     result = tba.train(config)
     assert (result.summary.finished, result.summary.steps) == (True, config.run.steps)
     assert not result.summary.rejected

@@ -28,7 +28,7 @@ SIZES = {"410m": 256, "1b": 425, "2.8b": 825}
 
 
 @pytest.fixture
-def stand_ins(
+def fakes(
     make_model: Callable[..., Path], make_classifier: Callable[..., Path], tmp_path: Path
 ) -> list[str]:
     """Settings that replace model, judges and data by small local ones of the same kind."""
@@ -94,12 +94,12 @@ def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
 @pytest.mark.parametrize("name", [*(f"tldr_pythia{size}" for size in SIZES), "tldr_small"])
 def test_the_experiment_passes_a_dry_run(
     name: str,
-    stand_ins: list[str],
+    fakes: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    command = ["tba", "train", str(EXPERIMENTS / f"{name}.toml"), "--dry-run", *stand_ins]
+    command = ["tba", "train", str(EXPERIMENTS / f"{name}.toml"), "--dry-run", *fakes]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -109,11 +109,11 @@ def test_the_experiment_passes_a_dry_run(
     assert json.loads(out)["task"]["use"] == "tldr"
 
 
-def test_the_study_compares_the_papers_objectives(stand_ins: list[str]) -> None:
+def test_the_study_compares_the_papers_objectives(fakes: list[str]) -> None:
     """On the settings of each size; the baselines on policy and at a lag of 15."""
     for size in SIZES:
         base = f"study.base=../../experiments/tldr_pythia{size}.toml"
-        study = read_study(STUDIES / "study.toml", [base, *stand_ins])
+        study = read_study(STUDIES / "study.toml", [base, *fakes])
         runs = [_run(config) for config in check_study(study)]
         betas = {"online_dpo": 0.1, "ppo": 0.05, "rloo": 0.05}
         late = [(use, b, lag, 1, "recent", 0) for lag in (0, 15) for use, b in betas.items()]
@@ -143,15 +143,15 @@ def test_the_published_points_are_the_papers() -> None:
     }
 
 
-def test_the_small_study_has_two_points(stand_ins: list[str]) -> None:
-    configs = check_study(read_study(STUDIES / "small.toml", stand_ins))
+def test_the_small_study_has_two_points(fakes: list[str]) -> None:
+    configs = check_study(read_study(STUDIES / "small.toml", fakes))
     assert [c.objective.use for c in configs] == ["online_dpo", "tb"]
 
 
 @pytest.mark.parametrize("objective", ["tb", "online_dpo"])
-def test_the_small_variant_runs(objective: str, stand_ins: list[str], tmp_path: Path) -> None:
+def test_the_small_variant_runs(objective: str, fakes: list[str], tmp_path: Path) -> None:
     settings = [
-        *stand_ins, f"objective={objective}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
+        *fakes, f"objective={objective}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
         "runtime.use=local", "reward.isolate=none", "trainer.batch_size=8",
         "trainer.group_size=4", "sampling.samples=4", "sampling.max_tokens=6",
         "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false",

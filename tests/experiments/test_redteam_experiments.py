@@ -106,13 +106,13 @@ def setting(given: dict[str, Any], key: str) -> Any:
 
 @pytest.mark.parametrize("name", OWN)
 def test_settings_are_the_papers(
-    name: str, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+    name: str, fakes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the config that would run, defaults included, but for what stand-ins replace."""
-    train([str(FILES[name]), *replaced(name, stand_ins)], dry_run=True)
+    train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     checked, given = json.loads(capsys.readouterr().out), load(FILES[name]).nested()
     for key, value in (PAPER | OWN[name]).items():
-        assert setting(given if key in stand_ins else checked, key) == value, key
+        assert setting(given if key in fakes else checked, key) == value, key
     samples, fill = setting(checked, "sampling.samples"), setting(checked, "replay.first_fill")
     assert 3003 <= samples * fill < 3003 + samples
     assert setting(checked, "eval.prompts") * setting(checked, "eval.samples") == 1024
@@ -131,7 +131,7 @@ def test_the_baseline_differs_in_what_makes_it_one() -> None:
 
 
 @pytest.fixture
-def stand_ins(
+def fakes(
     make_model: Callable[..., Path],
     make_classifier: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -151,8 +151,8 @@ def stand_ins(
     }
 
 
-def replaced(name: str, stand_ins: dict[str, str]) -> list[str]:
-    given = dict(stand_ins)
+def replaced(name: str, fakes: dict[str, str]) -> list[str]:
+    given = dict(fakes)
     if name == "small":  # its judge is a function
         del given["task.judge.model"]
     if name == "llama1b":
@@ -162,30 +162,30 @@ def replaced(name: str, stand_ins: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_dry_run_goes_through(
-    name: str, stand_ins: dict[str, str], capsys: pytest.CaptureFixture[str]
+    name: str, fakes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name == "gflownet":
         pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    train([str(FILES[name]), *replaced(name, stand_ins)], dry_run=True)
+    train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     out, err = capsys.readouterr()
     assert "config OK (dry run): 1 training prompts, 8 held out" in err
     assert json.loads(out)["task"]["use"] == "redteam"
 
 
-def test_the_small_one_runs(stand_ins: dict[str, str], tmp_path: Path) -> None:
+def test_the_small_one_runs(fakes: dict[str, str], tmp_path: Path) -> None:
     few = [
         f"run.folder={tmp_path / 'run'}", "run.steps=3", "runtime.use=local", "sampling.samples=4",
         "trainer.batch_size=4", "trainer.group_size=4", "eval.prompts=2", "eval.samples=3",
         "log.console=off", "log.tensorboard=false",
     ]  # fmt: skip
-    summary = tba.train(load(FILES["small"], [*replaced("small", stand_ins), *few])).summary
+    summary = tba.train(load(FILES["small"], [*replaced("small", fakes), *few])).summary
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 3, 12)
     assert summary.first.keys() >= {"sampled_pass@1", "sampled_distance", "stderr"}
     assert not summary.rejected
 
 
-def test_the_study_compares_searchers_at_equal_steps(stand_ins: dict[str, str]) -> None:
-    study = read_study(ROOT / "studies/redteam/study.toml", replaced("small", stand_ins))
+def test_the_study_compares_searchers_at_equal_steps(fakes: dict[str, str]) -> None:
+    study = read_study(ROOT / "studies/redteam/study.toml", replaced("small", fakes))
     configs = check_study(study)
     runs = [(c.runtime.use, c.runtime.searchers, c.run.seed) for c in configs]
     assert runs == [("ray", searchers, seed) for searchers in (1, 2, 4) for seed in (0, 1)]

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 from build import as_settings, config, conserved, goes_on, ray_config
+from fakes import count
 from suite import Case, carry_out, cases, forked
-from toy import count
 
 from tba.assemble import open_run, run
 from tba.cli import _config

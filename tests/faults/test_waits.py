@@ -15,8 +15,8 @@ from build import Slow, Steps, config, guard_of, misbehaving, requests
 from build import isolation_judge as judge
 from build import isolation_reasons as reasons
 from build import save_checkpoint as save
+from fakes import Given
 from suite import Case, cases
-from toy import Given
 
 from tba.assemble import open_run
 from tba.engines import EngineError

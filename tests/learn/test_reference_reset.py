@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from build import config, newest_files, replayed
-from toy import log_probs
+from exact import log_probs
 
 from tba.assemble import open_run, run
 from tba.cli import _config

@@ -264,9 +264,8 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
     """An engine has the trainer's log-probs of the probe after it has loaded the weights."""
     t = trainer(tiny_model)
-    parts = check(
-        load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "sampling.max_tokens=6"])
-    )
+    sampled = ("task=toy.Ones", "sampling.max_tokens=6", "reward.isolate=none")
+    parts = check(load(None, [f"policy.model={tiny_model}", *sampled]))
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from build import LORA, RANK, ended, first_policy, make, small
+from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
-from toy import BETA, completed, enumerate_answers, toy_config
 from transformers import AutoConfig
 
 from tba.assemble import open_run, run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import toy_config
+from exact import toy_config
 from transformers import AutoModelForCausalLM
 
 import tba.assemble

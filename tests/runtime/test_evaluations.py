@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy import toy_config
+from exact import toy_config
 
 from tba.runs.setup import RunSetup, check
 from tba.runtime.pool import Evaluations

@@ -15,7 +15,7 @@ from tba.runs.log import METRICS, read
 from tba.search.searcher import LogpGapError
 
 
-def wrong(model: Path, folder: Path, engine: str = "toy.Wrong", **options: object) -> Config:
+def wrong(model: Path, folder: Path, engine: str = "fakes.Wrong", **options: object) -> Config:
     """Return a local run of eight steps, each with a weight update."""
     calls = folder / "calls"
     given = (f"engine={engine}", f"engine.folder={calls}", "run.steps=8", "eval.prompts=0")
@@ -35,7 +35,9 @@ def gaps(folder: Path) -> list[float | None]:
 @pytest.mark.parametrize("gap", [1.0, float("nan")])
 def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model: Path, tmp_path: Path, gap: float) -> None:
     given = wrong(tiny_model, tmp_path, right=(0, 1), gap=gap)
-    advice = rf"toy.Wrong.*by {gap:.3g} nats .*0\.01; .*engine\.dtype=fp32.*loads or caches weights"
+    advice = (
+        rf"fakes.Wrong.*by {gap:.3g} nats .*0\.01; .*engine\.dtype=fp32.*loads or caches weights"
+    )
     with open_run(given) as opened, pytest.raises(LogpGapError, match=advice):
         opened.train()
     saved = checkpoint.newest(opened.folder / "checkpoints")
@@ -71,7 +73,7 @@ def test_a_searcher_process_with_wrong_weights_ends_the_run(
     other = ray_config(tiny_model, tmp_path / "run", *settings)
     with (
         open_run(other.model_copy(update={"engine": local.engine})) as opened,
-        pytest.raises(LogpGapError, match=r"^engine 'toy.Wrong'.* by 1 nats "),
+        pytest.raises(LogpGapError, match=r"^engine 'fakes.Wrong'.* by 1 nats "),
     ):
         opened.train()
     assert opened.searchers.stats.counts["searchers/restarts"] == 0
@@ -82,7 +84,7 @@ def test_a_searcher_process_with_wrong_weights_ends_the_run(
 def test_a_faulty_engine_ends_a_local_run_with_a_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    given = wrong(tiny_model, tmp_path, "toy.Faulty", failing=(6,))
+    given = wrong(tiny_model, tmp_path, "fakes.Faulty", failing=(6,))
     with open_run(given) as opened, pytest.raises(EngineError, match="out of memory"):
         opened.train()
     saved = checkpoint.newest(opened.folder / "checkpoints")
@@ -96,7 +98,9 @@ def test_a_faulty_engine_ends_a_local_run_with_a_checkpoint(
 def test_a_faulty_engine_costs_its_process_and_a_mistake_the_run(
     tiny_model: Path, tmp_path: Path, mistake: bool
 ) -> None:
-    faulty = wrong(tiny_model, tmp_path, "toy.Faulty", failing=(2,), mistake=mistake, latency=0.05)
+    faulty = wrong(
+        tiny_model, tmp_path, "fakes.Faulty", failing=(2,), mistake=mistake, latency=0.05
+    )
     settings = ("run.steps=20", "eval.prompts=0", "runtime.fresh=1")
     other = ray_config(tiny_model, tmp_path / "run", *settings, "runtime.concurrent_searches=1")
     given = other.model_copy(update={"engine": faulty.engine})

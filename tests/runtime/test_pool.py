@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact import toy_config
 from suite import until
-from toy import toy_config
 
 from tba.config.runtime import RuntimeTable, SearcherRange
 from tba.engines import EngineError, SearchError

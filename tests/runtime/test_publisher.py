@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from build import trainer
-from toy import Given
+from fakes import Given
 
 from tba.engines import SearchError
 from tba.learn.publish import answer, probe_tokens, sequences_of

@@ -27,7 +27,7 @@ from build import (
     wait_until,
 )
 from build import ray_config as config
-from toy import Given
+from fakes import Given
 
 import tba.assemble
 from tba.assemble import open_run
@@ -131,7 +131,7 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
 ) -> None:
     """The engine starts when it may; it generates only for two callers at a time."""
     started = tmp_path / "started"
-    settings = ("engine=toy.Meeting", f"engine.path={started}", "eval.prompts=0")
+    settings = ("engine=fakes.Meeting", f"engine.path={started}", "eval.prompts=0")
     with open_run(config(tiny_model, tmp_path / "run", *settings)) as run:
         large = {"parameter": np.zeros(2**18, np.float32)}  # too large to travel inside a call
         for version in range(1, 31):

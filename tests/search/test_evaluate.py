@@ -11,7 +11,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from toy import Ones, toy_config
+from exact import toy_config
+from toy import Ones
 from transformers import AutoModelForCausalLM
 
 from tba.assemble import run

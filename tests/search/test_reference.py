@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy import completed, toy_config
+from exact import completed, toy_config
 
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy import MAX_TOKENS, group_of_all, toy_config
+from exact import MAX_TOKENS, group_of_all, toy_config
 
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
