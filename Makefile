@@ -18,6 +18,9 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
 
+# compiled once, not by every process that a test starts
+test quick test-slow faults coverage: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/installed  ## run the tests: about 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
 

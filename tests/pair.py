@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from build import trainer
+from suite import FORKS
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +33,7 @@ RANKS = 2
 STILL = "trainer.learning_rate=1e-30"
 """So that steps leave the weights as they are."""
 
-SECONDS = 60
+SECONDS = 200
 
 
 def _work(rank: int, port: int, orders: Connection) -> None:
@@ -44,7 +44,7 @@ def _work(rank: int, port: int, orders: Connection) -> None:
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=SECONDS),
     )
     while (order := orders.recv()) is not None:
         try:
@@ -77,10 +77,9 @@ def open_pair() -> Iterator[Pair]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(RANKS)]
+    ends = [FORKS.Pipe() for _ in range(RANKS)]
     processes = [
-        context.Process(target=_work, args=(rank, port, end), daemon=True)
+        FORKS.Process(target=_work, args=(rank, port, end), daemon=True)
         for rank, (_, end) in enumerate(ends)
     ]
     for process in processes:

@@ -50,7 +50,7 @@ def test_local_with_data_eight_and_more_versions_old(
     shallow_toy_model: Path, tmp_path: Path, tapered: str
 ) -> None:
     old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
-    config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=150")
+    config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=100")
     assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8

@@ -8,8 +8,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
     {"types", "prompt", "config", "streams", "child"},
@@ -42,10 +40,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Return the modules that a file imports, also in functions, but not for type checkers."""
     names: set[str] = set()
-    todo: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    todo: list[ast.AST] = list(syntax_tree(path).body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -65,15 +68,15 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if part(p) != "__init__"], ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_imports_point_down(path: Path) -> None:
-    own = part(path)
-    for module in imported(path):
-        if module.startswith("tba.") and (other := module.split(".")[1]) != own:
-            assert LEVEL[other] <= LEVEL[own], f"{path.name} imports {module}, which is above it"
-            assert not {own, other} <= PLUGINS, f"{path.name} imports {module}: plug-ins are apart"
+def test_imports_point_down() -> None:
+    for path in FILES:
+        own = part(path)
+        if own == "__init__":
+            continue
+        for module in imported(path):
+            if module.startswith("tba.") and (other := module.split(".")[1]) != own:
+                assert LEVEL[other] <= LEVEL[own], f"{path} imports {module}, which is above it"
+                assert not {own, other} <= PLUGINS, f"{path} imports {module}: plug-ins are apart"
 
 
 def test_heavy_libraries_have_one_home() -> None:
@@ -90,16 +93,15 @@ def test_import_tba_is_light() -> None:
     assert found.stdout.split() == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_functions_and_lines_are_short(path: Path) -> None:
-    text = path.read_text()
-    lines = text.splitlines()
-    assert len(lines) <= 450
-    assert [n for n, line in enumerate(lines, 1) if len(line) > 100] == []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno + 1 <= 50, node.name
+def test_files_functions_and_lines_are_short() -> None:
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 450, path
+        assert [n for n, line in enumerate(lines, 1) if len(line) > 100] == [], path
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno + 1 <= 50, (path, node.name)
 
 
 def names_no_encoding(call: ast.Call) -> bool:
@@ -116,7 +118,7 @@ def names_no_encoding(call: ast.Call) -> bool:
     return any(k.arg == "text" and ast.unparse(k.value) == "True" for k in call.keywords)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_file_depends_on_the_locale(path: Path) -> None:
-    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-    assert [ast.unparse(call) for call in calls if names_no_encoding(call)] == []
+def test_no_file_depends_on_the_locale() -> None:
+    for path in FILES:
+        calls = [n for n in ast.walk(syntax_tree(path)) if isinstance(n, ast.Call)]
+        assert [ast.unparse(call) for call in calls if names_no_encoding(call)] == [], path

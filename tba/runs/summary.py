@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from math import nan, sqrt
 from pathlib import Path
 from statistics import fmean

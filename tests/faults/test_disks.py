@@ -127,7 +127,7 @@ def test_a_disk_that_becomes_read_only_costs_nothing(
         assert run(_config([f"run.steps={done + 3}"], folder), folder).finished
 
 
-@cases(13, full=5, quick=1, part=1)
+@cases(13, full=5, part=1)
 def test_a_folder_that_is_removed_ends_the_run(
     case: Case, tiny_model: Path, tmp_path: Path
 ) -> None:

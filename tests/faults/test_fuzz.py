@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from suite import Case, cases
+from suite import RECORDS, Case, cases
 
 from tba.config.plugins import names, resolve_all, with_defaults
 from tba.config.schema import DEFAULT, Config, inner_table, load
@@ -33,7 +33,9 @@ from tba.strategies.mixture import Mixture
 from tba.types import Trajectory
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-EXAMPLES = 500
+EXAMPLES = 200 if RECORDS is None else 500
+HISTORIES = 15 if RECORDS is None else 40
+"""Fewer in `make test`."""
 
 
 def keys() -> list[str]:
@@ -262,8 +264,8 @@ class StreamHistory(RuleBasedStateMachine):
 def test_any_history_of_the_buffer_is_that_of_a_plain_model(case: Case) -> None:
     """Arrivals, duplicates, evictions, new references, draws, saves and loads."""
     history = seed(case.index)(type("History", (BufferHistory,), {}))
-    run_state_machine_as_test(history, settings=settings(QUIET, max_examples=40))
-    case.tried = case.survived = 40
+    run_state_machine_as_test(history, settings=settings(QUIET, max_examples=HISTORIES))
+    case.tried = case.survived = HISTORIES
 
 
 @pytest.mark.timeout(900)
@@ -274,5 +276,5 @@ def test_any_history_of_the_prompt_stream_loses_and_doubles_nothing(
 ) -> None:
     """Searches that end in any order, are lost, or end with their process."""
     history = seed(case.index)(type("History", (StreamHistory,), {"selection": selection}))
-    run_state_machine_as_test(history, settings=settings(QUIET, max_examples=40))
-    case.tried = case.survived = 40
+    run_state_machine_as_test(history, settings=settings(QUIET, max_examples=HISTORIES))
+    case.tried = case.survived = HISTORIES

@@ -59,7 +59,7 @@ def runs(
     return carried_out
 
 
-@cases(1, full=STEPS * len(CONFIGS), quick=1)
+@cases(1, full=STEPS * len(CONFIGS))
 def test_a_run_resumes_exactly_from_every_step(
     case: Case, runs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

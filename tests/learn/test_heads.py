@@ -168,7 +168,7 @@ def in_one_pass() -> dict[str, tuple[SingleTrainer, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
-@pytest.mark.parametrize("budget", [1, 9, 20, 40, 70], ids=lambda n: f"{n}-tokens")
+@pytest.mark.parametrize("budget", [1, 20, 70], ids=lambda n: f"{n}-tokens")
 def test_any_micro_batching_gives_the_same_gradients(
     objective: str,
     budget: int,

@@ -113,9 +113,10 @@ def test_gradients_are_those_of_one_process(
     if "policy.lora.r=4" in settings:
         pytest.importorskip("peft")
     model = make_model(context=256, tied=tied)
-    batches = [random_batch(*size) for size in SIZES]
-    divided, _ = pair(divided_gradients, model, reshard, settings, batches, BUDGETS)
-    alone = gradients(trainer(model, *settings, STILL), batches, BUDGETS)
+    some = slice(1 if settings else 0, 5 if settings else None)
+    batches = [random_batch(*size) for size in SIZES[some]]
+    divided, _ = pair(divided_gradients, model, reshard, settings, batches, BUDGETS[some])
+    alone = gradients(trainer(model, *settings, STILL), batches, BUDGETS[some])
     for (metrics, own), (expected, exact) in zip(divided, alone, strict=True):
         assert own.keys() == exact.keys()
         for name, gradient in exact.items():

@@ -30,13 +30,13 @@ def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[s
     return whole
 
 
-@pytest.mark.parametrize("objective", ["grpo", "online_dpo", "ppo", "tb_learned_z", "vineppo"])
+@pytest.mark.parametrize("objective", ["online_dpo", "ppo", "tb_learned_z", "vineppo"])
 def test_a_run_that_holds_groups_back_resumes_exactly(
     objective: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Killed after step 5 of 8, with two batches held back and a reference reset at step 4.
 
-    Objectives with a state of their own, and two without.
+    Objectives with a state of their own, and one without.
     """
     files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
     assert {
@@ -53,11 +53,8 @@ def test_a_run_that_holds_groups_back_resumes_exactly(
     assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("objective", ["ppo", "vineppo"])
-def test_heads_and_values_resume_exactly_without_a_lag(
-    objective: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    resumes(tiny_model, tmp_path, objective, "strategy=mixture", *PLAIN)
+def test_a_head_resumes_exactly_without_a_lag(tiny_model: Path, tmp_path: Path) -> None:
+    resumes(tiny_model, tmp_path, "ppo", "strategy=mixture", *PLAIN)
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("lag", [0, 3])
 def test_the_lag_is_constant(lag: int, tiny_model: Path, tmp_path: Path) -> None:
     """Step v learns from all groups of version v - lag; on policy, every ratio pi / mu is 1."""
     run(

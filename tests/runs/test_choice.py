@@ -113,12 +113,11 @@ def test_of_equal_scores_one_whose_checkpoint_is_there_is_the_best(
     assert kept == {path_of(folder / "checkpoints", 4)}
 
 
-@pytest.mark.parametrize("best", [2, 6])
 def test_the_best_checkpoint_is_kept(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the newest one, in a run that is stopped and resumed; without the key it is not."""
-    give = LocalSearchers.evaluations
+    best, give = 2, LocalSearchers.evaluations
 
     def scored(searchers: LocalSearchers, finish: bool = False) -> list[Evaluation]:
         evaluations = give(searchers, finish)

@@ -185,7 +185,9 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
     """And a right one is shown with its reward."""
     rows = [{"question": f"{i}+1=", "problem": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
     table: dict[str, Any] = {"use": task}
-    if task != "arithmetic":
+    if task == "arithmetic":
+        table |= {"train_size": 20, "held_out_size": 4}
+    else:
         for name, part in (("own", rows[1:]), ("held", rows[:1])):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
         files = {"data": tmp_path / "own.jsonl", "held_out_data": tmp_path / "held.jsonl"}

@@ -17,6 +17,7 @@ SMALL = [
     "runtime.use=local", "task.train_size=41", "task.held_out_size=8", "eval.prompts=8",
     "eval.samples=2", "eval.k=[2]", "sampling.samples=4", "trainer.batch_size=8",
     "trainer.group_size=4", "log.console=off", "log.tensorboard=false",
+    "reward.isolate=none",
 ]  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
     """With a learning rate that changes nothing, no evaluation is better than the first."""
     own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
     folder = tmp_path / "run"
-    settings = [*SMALL, *own, "run.steps=30", f"run.folder={folder}", "log.console=plain"]
+    settings = [*SMALL, *own, "run.steps=15", f"run.folder={folder}", "log.console=plain"]
     summary = tba.train(load(None, settings)).summary
     assert (summary.finished, summary.steps) == (True, 6)
     assert summary.ended.startswith("eval.patience = 2: no evaluation since step 0 had a better")
@@ -82,7 +83,7 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
     again = tba.train(load(folder), folder).summary
     assert (again.finished, again.steps) == (True, 12)
     whole = tba.train(load(folder, ["eval.patience="]), folder).summary
-    assert (whole.finished, whole.steps, whole.ended) == (True, 30, "")
+    assert (whole.finished, whole.steps, whole.ended) == (True, 15, "")
 
 
 def test_a_run_that_was_stopped_keeps_its_patience(tmp_path: Path) -> None:

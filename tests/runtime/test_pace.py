@@ -269,6 +269,7 @@ def test_the_local_runtime_searches_what_is_missing(tiny_model: Path, tmp_path: 
     assert 1.2 < most_reuse(rows) <= 1.6
 
 
+@pytest.mark.slow
 def test_on_ray_a_resumed_run_waits_for_new_groups(tiny_model: Path, tmp_path: Path) -> None:
     """Of the searchers, which are far slower than the trainer; the run began in one process."""
     folder, slow = tmp_path / "run", ("engine=scripted", "engine.latency=0.3")

@@ -176,7 +176,7 @@ def test_a_run_goes_on_without_a_prompt_that_ends_its_scoring_process(
     folder, task = tmp_path / "run", settings(tmp_path, rows=7)
     with caplog.at_level(logging.WARNING):
         run(config(tiny_model, folder, *task, "reward.isolate=process", "run.steps=1"))
-        for steps in (2, 3, 8):
+        for steps in (2, 8):
             summary = run(_config([f"run.steps={steps}"], folder), folder)
     assert (summary.finished, summary.quarantined, summary.searcher_restarts) == (True, 1, 0)
     assert summary.rejected == {"died": 8}

@@ -126,6 +126,7 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
             assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_search_and_learning_take_turns(
         assert len(trajectory.value) == len(trajectory.tokens)
 
 
+@pytest.mark.slow
 def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_path: Path) -> None:
     """Searchers are much slower than the trainer: those that have not begun are left out."""
     bind_ray(None)
