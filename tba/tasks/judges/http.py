@@ -208,7 +208,7 @@ class Http(Judge):
             timeout=None,  # `_post` has its own
             limits=httpx2.Limits(max_connections=None),
             trust_env=not is_loopback(self.url),
-            verify=self._tls,
+            verify=_tls(),
         )
         try:
             async with client:
@@ -322,9 +322,11 @@ class Http(Judge):
         """The slots for requests, which belong to an event loop."""
         return WeakKeyDictionary()
 
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        return httpx2.create_ssl_context()
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return what all judges of a process share: its certificates take long to read."""
+    return httpx2.create_ssl_context()
 
 
 def _parsed(content: bytes, answer: type[Answer], text: str) -> Answer:
