@@ -47,6 +47,7 @@ DEFAULT = ["task.train_size=40", "task.held_out_size=8", "eval.prompts=8"]
 SMALL = [
     "runtime.use=local", "run.steps=2", "eval.prompts=3", "eval.samples=2", "eval.k=[2]",
     "log.console=off", "log.tensorboard=false", "trainer.batch_size=16", "sampling.samples=16",
+    "reward.isolate=none",
 ]  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def stood_in(words: list[str], model: Path, problems: Path) -> list[str]:
         return words[:1] + rest
     if "--resume" in rest:
         return [command, *rest, "run.steps=200", "--dry-run"]
-    settings = [f"run.folder={problems / 'unused'}"]
+    settings = [f"run.folder={problems / 'unused'}", "reward.isolate=none"]
     named = any(word.startswith(("task=", "policy.model=")) for word in rest)
     if any(word.endswith(".toml") for word in rest) or named:
         settings.append(f"policy.model={model}")
