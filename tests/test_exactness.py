@@ -61,8 +61,9 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(
 ) -> None:
     """All searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
     explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=1.0")
-    tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=100}")
-    config = by_tb(shallow_toy_model, tmp_path / "run", *explore, *tempered)
+    tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
+    settings = (*explore, *tempered, "run.steps=200")
+    config = by_tb(shallow_toy_model, tmp_path / "run", *settings)
     run = ended(config)
     distances = []
     for one in enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text):

@@ -98,7 +98,7 @@ def test_the_page_shows_every_file() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
     file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
-    two_steps(tba.train(load(None, [*small, *RUNS[name], *file])))
+    two_steps(tba.train(load(None, [*small, "reward.isolate=none", *RUNS[name], *file])))
 
 
 def test_the_example_of_a_reward_function_runs(
