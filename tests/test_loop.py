@@ -16,14 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build import (
-    ENVIRONMENT,
-    as_settings,
-    config,
-    newest_files,
-    replayed,
-    resumes_exactly,
-)
+from build import ENVIRONMENT, as_settings, config, newest_files, replayed, resumes_exactly
 from safetensors.torch import load_file
 
 import tba

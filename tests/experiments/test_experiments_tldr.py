@@ -93,10 +93,7 @@ def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
 
 @pytest.mark.parametrize("name", [*(f"tldr_pythia{size}" for size in SIZES), "tldr_small"])
 def test_the_experiment_passes_a_dry_run(
-    name: str,
-    fakes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, fakes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["tba", "train", str(EXPERIMENTS / f"{name}.toml"), "--dry-run", *fakes]

@@ -118,10 +118,7 @@ TEXTS = (
 
 @cases(15, full=len(TEXTS), quick=2, part=len(TEXTS))
 def test_hostile_text_stays_text_from_the_data_to_the_page(
-    case: Case,
-    make_model: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    case: Case, make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In prompts, columns and completions; in files, on the console and in the report."""
     text = TEXTS[case.index]

@@ -15,15 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from build import (
-    ENVIRONMENT,
-    HOME,
-    WATCHER,
-    as_settings,
-    children,
-    goes_on,
-    steps,
-)
+from build import ENVIRONMENT, HOME, WATCHER, as_settings, children, goes_on, steps
 from build import ray_config as config
 from suite import Case, alive, cases, command_of, until
 

@@ -24,11 +24,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "tb": ("strategy=mixture",),
     "rloo published every third step": ("objective=rloo", "runtime.publish_every=3"),
     "a head": ("objective=tb_learned_z", "strategy=recent"),
-    "values by rollouts": (
-        "objective=vineppo",
-        "objective.step_tokens=2",
-        "objective.rollouts=2",
-    ),
+    "values by rollouts": ("objective=vineppo", "objective.step_tokens=2", "objective.rollouts=2"),
     "adapters": ("policy.lora.r=4", "policy.lora.alpha=8"),
     "new references": ("policy.reset_reference_every=4", "selection=difficulty"),
     "a constant lag": ("runtime.lag=2", "strategy=recent", "objective=ppo"),

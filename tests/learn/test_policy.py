@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from build import FAMILIES, WIDE, make
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tba.learn.head
 import tba.models.cache

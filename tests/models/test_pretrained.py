@@ -112,11 +112,7 @@ def hub(server: tuple[Hub, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_model_comes_from_the_port_that_the_endpoint_names(hub: Hub, tiny_model: Path) -> None:
     text = load_text(PolicyTable(model="lab/model"))
     local = load_text(PolicyTable(model=str(tiny_model)))
-    assert (text.eos_ids, text.pad_id, text.context) == (
-        local.eos_ids,
-        local.pad_id,
-        local.context,
-    )
+    assert (text.eos_ids, text.pad_id, text.context) == (local.eos_ids, local.pad_id, local.context)
     assert "/lab/model/resolve/main/config.json" in hub.requests
 
 

@@ -293,10 +293,7 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
 
 @pytest.mark.parametrize(
     ("score", "title", "form"),
-    [
-        ("distance", "distance", "number"),
-        ("win_rate", "win rate", "share"),
-    ],
+    [("distance", "distance", "number"), ("win_rate", "win rate", "share")],
 )
 def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, form):
     """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""

@@ -143,10 +143,7 @@ def test_a_second_signal_leaves_at_once_although_ray_is_stopped(
 ) -> None:
     """The first one waits for searches that take an hour, in lockstep, after the models' start."""
     slow = ("engine=scripted", "engine.latency=3600", "engine.answers=['1']", "eval.prompts=0")
-    with (
-        nothing_is_left() as processes,
-        started(tiny_model, tmp_path / "run", *slow) as run,
-    ):
+    with nothing_is_left() as processes, started(tiny_model, tmp_path / "run", *slow) as run:
         assert wait_until(
             lambda: any("SearcherActor" in named(p) for p in children(run.process.pid)), SECONDS
         )
@@ -164,10 +161,7 @@ def test_a_kill_at_any_moment_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path, moment: str
 ) -> None:
     """The watcher has started before Ray."""
-    with (
-        nothing_is_left() as processes,
-        started(tiny_model, tmp_path / "run") as run,
-    ):
+    with nothing_is_left() as processes, started(tiny_model, tmp_path / "run") as run:
         own = psutil.Process(run.process.pid)
 
         def come() -> bool:

@@ -284,10 +284,7 @@ def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Pa
     buffer.save(tmp_path)()
     loaded.load(tmp_path)
     kept = [t for g in loaded.groups() for t in g.trajectories]
-    for found in (
-        [t for g in load_groups(tmp_path / "held.jsonl") for t in g.trajectories],
-        kept,
-    ):
+    for found in ([t for g in load_groups(tmp_path / "held.jsonl") for t in g.trajectories], kept):
         expected = [t for g in some for t in g.trajectories]
         assert [t.tokens.tolist() for t in found] == [t.tokens.tolist() for t in expected]
         assert [None if t.value is None else t.value.tolist() for t in found] == [

@@ -50,10 +50,7 @@ def test_only_the_right_digits_are_right() -> None:
     [
         ({"digits": 0}, "task.digits = 0: give 1 to 9 (the bundled model has learned 3)"),
         ({"digits": 10}, "task.digits = 10"),
-        (
-            {"digits": 2},
-            "lower task.train_size to 6480 and task.held_out_size to 405, or less",
-        ),
+        ({"digits": 2}, "lower task.train_size to 6480 and task.held_out_size to 405, or less"),
         (
             {"digits": 2, "train_size": 100},
             "there are 8100 sums of task.digits = 2; lower task.train_size to 6480",

@@ -85,11 +85,7 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
             r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
             True,
         ),
-        (
-            r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-            r"\begin{pmatrix}1&2\\3&5\end{pmatrix}",
-            False,
-        ),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", False),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
     ],
     "intervals": [

@@ -143,10 +143,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"generator": "chain_sums"},
         "task.generator = 'chain_sums': unknown; did you mean 'chain_sum'",
     ),
-    "option": (
-        {"options": {"max_digit": 2}},
-        "chain_sum refuses them: TypeError(",
-    ),
+    "option": ({"options": {"max_digit": 2}}, "chain_sum refuses them: TypeError("),
     "value": (
         {"options": {"min_digits": 3, "max_digits": 2}},
         "task.options = {'min_digits': 3, 'max_digits': 2}: chain_sum refuses them: Asserti",

@@ -23,14 +23,7 @@ from tba.prompt import Answer, Prompt
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.setup import check
 from tba.tasks import NEAR_DUPLICATE, Answered
-from tba.tasks.redteam import (
-    GROUP,
-    NearDuplicates,
-    RedTeam,
-    Victim,
-    embeddings,
-    mean_distance,
-)
+from tba.tasks.redteam import GROUP, NearDuplicates, RedTeam, Victim, embeddings, mean_distance
 from tba.types import collate
 
 JUDGES = '''
