@@ -36,7 +36,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
@@ -306,6 +306,8 @@ class RaySearchers:
             raise SearchError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:
             why = "died"
+            if isinstance(error, OutOfMemoryError):
+                why = "died (Ray ended it, because this machine's memory is full)"
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 why = f"could not start: {error}"
                 if handle.failures == 0:  # none has ever worked here

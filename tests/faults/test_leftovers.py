@@ -212,3 +212,16 @@ def test_a_stop_while_ray_starts_ends_the_run_and_leaves_nothing(
         assert run.process.returncode == 130
         assert "stopped before the first step" in run.told()
     until(lambda: not run.left(), 2)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_a_searcher_that_ray_ends_because_memory_is_full_is_told(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "RAY_memory_usage_threshold", "0.01")
+    monkeypatch.setitem(ENVIRONMENT, "RAY_memory_monitor_refresh_ms", "100")
+    chosen = config(tiny_model, tmp_path / "run", "runtime.max_restarts=0", "run.steps=1000000")
+    with started(tmp_path / "run", as_settings(chosen)) as run:
+        run.process.wait(300)
+        assert "a searcher died (Ray ended it, because this machine's memory is full)" in run.told()
