@@ -21,7 +21,7 @@ import torch
 from suite import until
 from torch import distributed
 
-from tba.learn import state
+from tba.learn import publish, state
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.objectives.tb import TrajectoryBalance
@@ -31,7 +31,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "forward": (Policy, "forward"),
     "backward": (torch.autograd, "backward"),
     "optimizer": (torch.optim.AdamW, "step"),
-    "publication": (SingleTrainer, "gathered"),
+    "publication": (publish, "answer"),
     "saving": (SingleTrainer, "save"),
     "file": (state, "save_file"),
     "loading": (SingleTrainer, "load"),
