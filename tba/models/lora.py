@@ -174,9 +174,9 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def merged(policy: PolicyTable, folder: Path) -> Any:
     """Return the model in fp32 with the adapter in `folder` added to its weights."""
-    from peft import PeftModel
-
     model = load_model(policy, torch.float32)
+    from peft import PeftModel  # after it: bitsandbytes is told to be quiet there
+
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
