@@ -143,12 +143,12 @@ def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure: ModuleTy
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_gpu_sh_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
     """Parts that this machine cannot run are named, and no other is missing."""
     script = ["bash", str(BENCHMARKS / "gpu.sh"), "--results", str(tmp_path / "results.json")]
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout
     skipped = re.findall(r"^skipped (.*?): ", done.stdout, re.MULTILINE)
     assert skipped[0] == "all measurements"

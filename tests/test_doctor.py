@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from build import ENVIRONMENT, as_settings, config
 from transformers import AutoModel, AutoTokenizer
 
@@ -112,6 +113,34 @@ def test_the_machines_of_a_cluster_are_shown(monkeypatch: pytest.MonkeyPatch) ->
     one, two = doctor._network(load(None, ["runtime.address=auto"]))
     assert one == Finding("one", "8 GPUs, torch 2.13.0; receives 1.0 GB/s")
     assert two.off.startswith("two receives 10.0 MB/s: weights arrive late")
+
+
+def test_gpus_are_shown_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for a machine with two GPUs, of which another program has one."""
+    free = {0: (60 * 10**9, 80 * 10**9), 1: (10**9, 80 * 10**9)}
+    cuda = SimpleNamespace(
+        device_count=lambda: 2,
+        mem_get_info=free.__getitem__,
+        get_device_name=lambda gpu: "H100",
+        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+    )
+    monkeypatch.setattr(doctor.torch, "cuda", cuda)
+    monkeypatch.setattr(doctor.torch, "ones", lambda size, device: torch.zeros(size))
+    monkeypatch.setattr(doctor.torch.distributed, "is_nccl_available", lambda: True)
+    count, first, second, nccl = doctor._gpus()
+    assert (count.value, nccl.value) == ("2", "2.28.9")
+    assert first == Finding("cuda:0", "H100, 60.0 GB of 80.0 GB free")
+    assert second.off.startswith("cuda:1 has 1.0 GB of 80.0 GB free; end what uses it")
+
+
+def test_a_driver_without_a_pytorch_for_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    assert [finding.off for finding in doctor._gpus()] == ["", ""]
+    (tmp_path / "version").write_text("NVRM version")
+    assert "there is an NVIDIA driver; install a PyTorch" in next(doctor._gpus()).off
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
