@@ -98,7 +98,7 @@ def _versions(config: Config) -> Iterator[Finding]:
     yield Finding("packages", f"{versions}, CUDA {torch.version.cuda or 'none'}")
     yield Finding("system", platform.platform())
     engine: type[Engine] = find("engines", config.engine.use)
-    engine.check(with_defaults(config))
+    engine.check_here(with_defaults(config))
 
 
 def _gpus() -> Iterator[Finding]:
