@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from tba.runs.checks import check_step, config_of, placed
 from tba.runs.console import Console, open_console
 from tba.runs.files import locked, write_json
 from tba.runs.generations import generations, recover
+from tba.runs.rollouts import read_rollouts, with_reference
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
@@ -27,6 +28,7 @@ from tba.runtime.placement import PUBLISHED, Place, places_on_one_machine, reuse
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
+from tba.types import Group
 
 if TYPE_CHECKING:
     from tba.runtime.cluster import Cluster
@@ -175,6 +177,9 @@ def open_run(
                 config = passed.named_in(config, folder)
                 passed.write(folder, is_new=resume is None)
             setup = check(config, None if passed is None else passed.functions)
+            rollouts: Sequence[Group] = ()
+            if resume is None and setup.config.replay.rollouts is not None:
+                rollouts = read_rollouts(Path(setup.config.replay.rollouts), setup.text)
         except ValueError:
             if created is not None:
                 shutil.rmtree(created)
@@ -192,14 +197,14 @@ def open_run(
             console = open_console(setup.config, stop.print)
             closing.callback(console.close)
             console.note(f"run folder: {folder}")
-            run = _assemble(setup, folder, stored, replay, stop, console, closing)
+            run = _assemble(setup, folder, stored, replay, rollouts, stop, console, closing)
         run.begin(note, run.trainer.sizes)
         yield run
 
 
 def _assemble(
-    setup: RunSetup, folder: Path, stored: Path | None, replay: log.Replay, stop: Stop,
-    console: Console, closing: ExitStack,
+    setup: RunSetup, folder: Path, stored: Path | None, replay: log.Replay,
+    rollouts: Sequence[Group], stop: Stop, console: Console, closing: ExitStack,
 ) -> Run:  # fmt: skip
     """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
     c = setup.config
@@ -223,6 +228,13 @@ def _assemble(
             setup, progress, search, buffer, replay, place.device, console.phase
         )
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
+    if rollouts:
+        bf16 = trainer.computes_in_bf16
+        buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
+        samples = sum(len(group.trajectories) for group in rollouts)
+        times = c.run.steps * c.trainer.batch_size / samples
+        alone = f"; each is trained on {times:.1f} times" if c.runtime.searchers == 0 else ""
+        console.note(f"{samples:,} logged rollouts of {len(rollouts):,} prompts{alone}")
     _describe_prompts(console, setup)
     job = SearchJob(
         setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase

@@ -221,6 +221,39 @@ def export(
     print(share(run, out, adapter, step, push_to_hub, private))
 
 
+@app.command()
+def rollouts(
+    run: Annotated[Path, Argument(help="Folder of a run.")],
+    out: Annotated[Path, Argument(help="New JSONL file.")],
+    step: Step = None,
+) -> None:
+    """Write the replay buffer of a run as logged rollouts, for replay.rollouts of another run."""
+    check_responses(run, out)
+    from tba.runs.rollouts import write_rollouts
+
+    print(write_rollouts(run, out, step))
+
+
+@app.command(context_settings=PASS_ON)
+def serve(
+    path: Annotated[str, Argument(metavar="MODEL|RUN", help="A model, or the folder of a run.")],
+    settings: Settings = None,
+    port: Annotated[int, Option(help="Port on 127.0.0.1; 0: any.")] = 0,
+    step: Step = None,
+) -> None:
+    """Serve a model as task=agent does, to write a program against. Nothing is trained."""
+    _refuse_dashes(settings or [])
+    if is_run(Path(path)):
+        config = stored_config(Path(path), settings or [])
+    else:
+        if step is not None:
+            raise ValueError(f"--step is for runs; {path} is not the folder of one")
+        config = load(None, [f"policy.model={path}", *(settings or [])])
+    from tba.runs.offline import serve as start
+
+    start(config, Path(path) if is_run(Path(path)) else None, step, port)
+
+
 @app.command(context_settings=PASS_ON)
 def doctor(settings: ConfigSettings = None) -> None:
     """Examine this machine and a config: versions, GPUs, disks, network, and a short run.

@@ -21,7 +21,8 @@ class RuntimeTable(Table):
     searchers: int | SearcherRange = key(
         1,
         "number of searcher processes (ray); { min = 2, max = 8 }: as many as the cluster has room"
-        " for, while machines join and leave it: docs/scaling.md",
+        " for, while machines join and leave it: docs/scaling.md; 0: train on replay.rollouts alone"
+        " (local)",
     )
     publish_every: Positive = key(1, "k: send new weights to the searchers every k steps")
     fresh: Count | None = key(
@@ -65,6 +66,8 @@ class RuntimeTable(Table):
         sizes: list[Any] = [bounds.get("min"), bounds.get("max")]
         whole = len(bounds) == 2 and all(type(size) is int for size in sizes)
         if isinstance(value, SearcherRange) or (whole and 1 <= sizes[0] <= sizes[1]):
+            return value
+        if value == 0 and type(value) is int:
             return value
         raise ValueError(
             f"runtime.searchers = {value!r}: write a number of 1 or more, or {{min=2,max=8}}"

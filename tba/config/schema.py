@@ -142,7 +142,12 @@ class Config(Tables):
                 "runtime.fresh = 0 with runtime.use = 'local' would never search;"
                 " set runtime.fresh=1 or more, or runtime.use=ray"
             )
-        if r.use == "local" and r.searchers != 1:
+        if r.searchers == 0 and (r.use == "ray" or self.replay.rollouts is None):
+            raise ValueError(
+                "runtime.searchers = 0 trains on logged rollouts alone, in this process: set"
+                " runtime.use=local and replay.rollouts=FILE.jsonl"
+            )
+        if r.use == "local" and r.searchers not in (0, 1):
             raise ValueError(
                 f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
             )
@@ -196,7 +201,9 @@ class Config(Tables):
 
     @property
     def fresh(self) -> int:
-        """New groups to wait for at each step; 0 when searchers run on their own."""
+        """New groups to wait for at each step; 0 when searchers run on their own, or none does."""
+        if self.runtime.searchers == 0:
+            return 0
         if self.runtime.fresh is not None:
             return self.runtime.fresh
         return 0 if self.asynchronous else self.trainer.groups
@@ -204,12 +211,16 @@ class Config(Tables):
     @property
     def first_fill(self) -> int:
         """Groups to wait for before the first step."""
+        if self.runtime.searchers == 0:
+            return 0
         return self.replay.first_fill or self.trainer.groups
 
     @property
     def max_reuse(self) -> float:
-        """Most times that a sample is trained on, on average; no limit in lockstep."""
-        return self.runtime.max_reuse if self.runtime.lag is None else inf
+        """Most times that a sample is trained on, on average; no limit in lockstep or offline."""
+        if self.runtime.searchers == 0 or self.runtime.lag is not None:
+            return inf
+        return self.runtime.max_reuse
 
     @property
     def reuse_window(self) -> int:

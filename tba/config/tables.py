@@ -206,6 +206,9 @@ class ReplayTable(Table):
     per_prompt: Positive = key(100, "maximum number of distinct responses to keep per prompt")
     capacity: Positive = key(100_000, "maximum number of distinct responses; drops the oldest")
     first_fill: Count = key(0, "groups to collect before the first step; 0: those of one batch")
+    rollouts: str | None = key(
+        None, "JSONL file of logged rollouts that a new run begins with: docs/agents.md"
+    )
 
 
 class FsdpTable(Table):

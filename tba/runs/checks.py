@@ -44,7 +44,7 @@ def placed(config: Config) -> Config:
     if start not in sys.path:
         sys.path.append(start)
     tables = config.model_dump(exclude_unset=True, by_alias=True)
-    for name in tables.keys() & {"policy", "eval", *PLUGGED}:
+    for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])
     folder = log.folder_of(config).absolute()
     tables["run"] = {**tables.get("run", {}), "folder": str(folder), "base": start}

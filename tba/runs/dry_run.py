@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tba.config.schema import Config
 from tba.config.tables import Use
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
+from tba.models.pretrained import computes_in_bf16
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
@@ -68,6 +71,8 @@ def dry_run(
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     lines += [f"note: {note}" for note in setup.notes]
     lines += [_length(setup), *_memory(setup, planned)]
+    if planned is None and setup.task.program is not None:
+        lines += _held(setup)
     if planned is None:
         # loads the policy, and compares its log-probs at the length of the longest sequence
         trainer = setup.trainer(places_on_one_machine(setup.config.runtime)[0].device)
@@ -88,6 +93,30 @@ def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
     return [f"first prompt{of_part}, {len(tokens)} tokens:", text]
 
 
+def _held(setup: RunSetup) -> list[str]:
+    """Hold one session, and return its calls, its tokens, its reward and its seconds."""
+    started = time.perf_counter()
+    device = places_on_one_machine(setup.config.runtime)[0].device
+    bf16 = computes_in_bf16(setup.config.policy, device)
+    with closing(setup.search_setup().build(device, bf16)) as searcher:
+        held = time.perf_counter()
+        sampling = replace(setup.search_setup().sampling, samples=1)
+        prompt = setup.prompts[0]
+        responses = searcher.answer("", [prompt], sampling, setup.config.run.seed)
+        ((verdict,),) = responses.rewarded(searcher.scoring([prompt], responses.answers))
+        calls = dict(searcher.agents[""].counts())
+    seconds = time.perf_counter() - held
+    if isinstance(verdict, Rejected):
+        raise ValueError(f"one session was rejected ({verdict.reason}): {verdict.detail}")
+    ((completion,),) = responses.completions
+    given = len(responses.prompts[0]) + len(completion.tokens) - completion.length
+    return [
+        f"one session: {calls['agents/calls']} calls, {1 + calls['agents/forks']} contexts,"
+        f" {completion.length} tokens sampled and {given} given, reward {float(verdict):g},"
+        f" {seconds:.1f} s (and {held - started:.1f} s to load)"
+    ]
+
+
 def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
     _, task = setup.task.part(prompt)
@@ -102,6 +131,8 @@ def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
     with a grader of ours finds the answer in the data wrong.
     """
     _, task = setup.task.part(prompts[0])
+    if task.program is not None:
+        return []  # a session is held instead
     table = Use(**setup.config.task.model_dump())
     if part:
         options = table.options["parts"][part].items()

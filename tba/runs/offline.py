@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
@@ -18,8 +19,9 @@ from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
 from torch import Tensor
 
+from tba.config.plugins import resolve
 from tba.config.schema import Config
-from tba.engines import engine_in_bf16
+from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, read_model
 from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
@@ -32,9 +34,12 @@ from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import gpu_count
+from tba.search.agents import Endpoint, live_session
 from tba.search.chat import shown
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
+from tba.search.session import Session
+from tba.types import Sampling
 from tba.weights import Weights, as_array, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
@@ -170,6 +175,37 @@ def _evaluate(
         if reference is not None:
             searcher.reference.load_weights(reference)
         return evaluate_held_out(searcher, write).scores
+
+
+def serve(config: Config, run: Path | None, step: int | str | None, port: int) -> None:
+    """Serve a model, or a run's checkpoint, as one session that never ends; print each call."""
+    device = "cuda:0" if gpu_count() else "cpu"
+    bf16 = computes_in_bf16(config.policy, device)
+    text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
+    sampling = Sampling(**config.sampling.model_dump(exclude={"explore", "explore_share"}))
+    plugin = resolve("engines", "engine", config.engine.use, config.engine.options)
+    engine: Engine = plugin.build(config.policy, text, device, bf16, sampling)
+    if run is not None:
+        with chosen(run, step) as generation:
+            rounded = engine_in_bf16(config.engine, bf16)
+            tensors = read_model(generation)
+            arrays = {name: as_array(tensor, rounded) for name, tensor in tensors.items()}
+            engine.load_weights(Weights(step_of(generation), arrays))
+    session = Session("append")
+    endpoint = Endpoint(engine, text, port=port)
+    url = endpoint.begin(live_session(session, sampling, config.run.seed, 0, sys.maxsize))
+    print(f'base_url="{url}"  (any API key; Ctrl-C ends it)', flush=True)
+    printed = 0
+    try:
+        while True:
+            endpoint.turns.work(0.2)
+            for exchange in session.exchanges[printed:]:
+                printed += 1
+                tokens = f"{len(exchange.asked.context)} + {len(exchange.turn.tokens)} tokens"
+                print(f"call {printed}: {tokens}, {1 + session.forks} contexts", flush=True)
+    except KeyboardInterrupt:
+        endpoint.close()
+        engine.close()
 
 
 def export_responses(run: Path, out: Path, step: int | str | None = None) -> Path:

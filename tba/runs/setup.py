@@ -314,6 +314,8 @@ def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
         lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
     if seeded:
         lacks["task.seeds"] = "of the reference; remove task.seeds"
+    if config.replay.rollouts is not None:
+        lacks["replay.rollouts"] = "of the reference; remove replay.rollouts"
     for what, why in lacks.items():
         raise ValueError(
             f"{what} does not work with objective.use = {config.objective.use!r}, which compares"

@@ -109,7 +109,7 @@ class Job:
 class Endpoint:
     """A server on 127.0.0.1, in an event loop and a thread of its own."""
 
-    def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "") -> None:
+    def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
         self.turns = Turns(engine)
         self.counts: Counter[str] = Counter()
         """Numbers of calls, and of those that were refused, by metric."""
@@ -120,7 +120,8 @@ class Endpoint:
         self._sessions: dict[str, Live] = {}
         self._chats: dict[str, Chat] = {}
         self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
         self.port: int = self._socket.getsockname()[1]
         self._runner = asyncio.Runner()
         self.loop = self._runner.get_loop()

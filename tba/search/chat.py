@@ -172,6 +172,15 @@ class Chat:
             chat = [_with_calls(m) if m["role"] == "assistant" else m for m in chat]
         return self._rendered(self._as_shown(chat))
 
+    def written(self, turn: Message) -> str:
+        """Return a turn with its calls as the policy would write it.
+
+        ValueError if the template writes calls in a form of its own.
+        """
+        if turn.get("tool_calls") and self.describes_tools and self._writes_another_form:
+            raise ValueError("the chat template writes calls in a form of its own; give tokens")
+        return str(_with_calls(turn)["content"])
+
     def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
         """Return what the template puts after a turn of the policy in a dialogue."""
         dialogue = [*before, {"role": "assistant", "content": TURN}, *results]

@@ -154,6 +154,12 @@ class SearchSetup:
         budget = self.token_budget
         if self.policy.lora is not None and engine.model is not None:
             return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
+        return self.reference(device, bf16)
+
+    def reference(self, device: str, bf16: bool) -> Reference:
+        """Load the reference as a model of its own."""
+        temperature = self.sampling.temperature
+        budget = self.token_budget
         kind = Reference if self.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
         model = load_placed(self.policy, device, bf16, dtype)
