@@ -75,4 +75,6 @@ class RuntimeTable(Table):
 
     @property
     def most_searchers(self) -> int:
-        return self.searchers if isinstance(self.searchers, int) else self.searchers.max
+        if isinstance(self.searchers, int):
+            return max(1, self.searchers)  # without any, this process evaluates
+        return self.searchers.max

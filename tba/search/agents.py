@@ -122,6 +122,7 @@ class Endpoint:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
+        self._socket.listen()  # so that who comes before the server waits
         self.port: int = self._socket.getsockname()[1]
         self._runner = asyncio.Runner()
         self.loop = self._runner.get_loop()
