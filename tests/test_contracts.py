@@ -43,7 +43,7 @@ from tba.weights import Weights, pack
 GROUPS, SIZE = 5, 3
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-EXTRAS = ("reasoning_gym", "verifiers")
+EXTRAS = ("reasoning_gym",)
 """Tasks that need a package of the same name."""
 
 
@@ -103,7 +103,6 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
             }
         },
         "reasoning_gym": {"generator": "chain_sum", "size": 12, "held_out_size": 2},
-        "verifiers": {"taskset": "echo_taskset", "held_out_size": 2},
         "mylab.countdown_task.Countdown": {"train_size": 20, "held_out_size": 5},
         "redteam": {
             "victim": str(wide_model),

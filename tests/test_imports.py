@@ -33,7 +33,6 @@ HEAVY = {
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},
     "reasoning_gym": {"tasks/reasoning_gym.py"},
-    "verifiers": {"tasks/verifiers.py"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
