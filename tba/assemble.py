@@ -18,7 +18,7 @@ from tba.runs.checks import check_step, config_of, placed
 from tba.runs.console import Console, open_console
 from tba.runs.files import locked, write_json
 from tba.runs.generations import generations, recover
-from tba.runs.rollouts import read_rollouts, with_reference
+from tba.runs.rollouts import described, read_rollouts, with_reference
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
@@ -229,12 +229,7 @@ def _assemble(
         )
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
     if rollouts:
-        bf16 = trainer.computes_in_bf16
-        buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
-        samples = sum(len(group.trajectories) for group in rollouts)
-        times = c.run.steps * c.trainer.batch_size / samples
-        alone = f"; each is trained on {times:.1f} times" if c.runtime.searchers == 0 else ""
-        console.note(f"{samples:,} logged rollouts of {len(rollouts):,} prompts{alone}")
+        _fill(buffer, rollouts, setup, place.device, trainer, console)
     _describe_prompts(console, setup)
     job = SearchJob(
         setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase
@@ -257,6 +252,16 @@ def _assemble(
     closing.callback(run.journal.close)
     closing.enter_context(run.checkpoints)
     return run
+
+
+def _fill(
+    buffer: ReplayBuffer, rollouts: Sequence[Group], setup: RunSetup, device: str,
+    trainer: Trainer, console: Console,
+) -> None:  # fmt: skip
+    """Let a run begin with logged rollouts in its buffer."""
+    bf16 = trainer.computes_in_bf16
+    buffer.add(with_reference(rollouts, setup, device, bf16, console.phase), now=0)
+    console.note(described(rollouts, setup.config))
 
 
 def _describe_prompts(console: Console, setup: RunSetup) -> None:

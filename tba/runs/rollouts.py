@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tba.config.schema import Config
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
@@ -93,6 +94,16 @@ def with_reference(
             own = tuple(replace(t, behavior_logp=logp, ref_logp=logp) for t, logp in pairs)
             done.append(replace(group, trajectories=own))
     return done
+
+
+def described(groups: Sequence[Group], config: Config) -> str:
+    """Return in words how many rollouts there are, and how often each is trained on, if known."""
+    samples = sum(len(group.trajectories) for group in groups)
+    counts = f"{samples:,} logged rollouts of {len(groups):,} prompts"
+    if config.runtime.searchers != 0:
+        return counts
+    times = config.run.steps * config.trainer.batch_size / samples
+    return f"{counts}; each is trained on {times:.1f} times on average"
 
 
 def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:

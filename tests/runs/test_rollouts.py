@@ -17,9 +17,9 @@ import programs
 import pytest
 import torch
 from conftest import EOS
+from exact import toy_config
 from safetensors.torch import load_file
 from talk import dialogue_config, dialogue_model
-from toy import toy_config
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
