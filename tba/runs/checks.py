@@ -137,6 +137,18 @@ def check_export(
     return policy
 
 
+def check_unevaluated(config: Config) -> None:
+    """Raise ValueError for settings that need held-out prompts, of which there are none."""
+    if config.eval.sets:
+        raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
+    if config.checkpoint.keep_best:
+        key = "checkpoint.keep_best" if config.eval.patience is None else "eval.patience"
+        raise ValueError(
+            f"{key} needs held-out prompts, but there are none; set eval.prompts=128 and a held-out"
+            f" set in [task], or remove {key}"
+        )
+
+
 def check_responses(run: Path, out: Path) -> None:
     """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
     config_of(run)

@@ -31,6 +31,7 @@ from tba.models.pretrained import (
     load_text,
 )
 from tba.prompt import Prompt
+from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
 from tba.runs.memory import Machine, Needs, this_machine
 from tba.search.chat import encoder, identity, log_doubled_bos
@@ -180,7 +181,7 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
     prompts, held_out, encoded = read_prompts(config, task, text)
     _check_tools(config, task, objective, prompts[0])
     if not held_out:
-        _check_unevaluated(config)
+        check_unevaluated(config)
     trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     encoded += of_sets
@@ -274,18 +275,6 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
     check_tools(task.tools, prompt, config.reward.isolate)
 
 
-def _check_unevaluated(config: Config) -> None:
-    """Raise ValueError for settings that need held-out prompts, of which there are none."""
-    if config.eval.sets:
-        raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
-    if config.checkpoint.keep_best:
-        key = "checkpoint.keep_best" if config.eval.patience is None else "eval.patience"
-        raise ValueError(
-            f"{key} needs held-out prompts, but there are none; set eval.prompts=128 and a held-out"
-            f" set in [task], or remove {key}"
-        )
-
-
 def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
     """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager."""
     longest = len(prompts[-1]) + config.sampling.max_tokens
@@ -297,10 +286,7 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
 
 
 def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
-    """Raise ValueError if the objective has a head that changes, or needs log-probs that are lost.
-
-    These are log-probs of the sampling policy.
-    """
+    """Raise ValueError if the objective's head changes, or it needs log-probs that are lost."""
     if objective.at(0).head != objective.at(config.run.steps).head:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
