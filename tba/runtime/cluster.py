@@ -54,7 +54,7 @@ LEAVING = 30.0
 LEAVING_LOST = 10.0
 """Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
 
-REACHED = 2.0
+REACHED = 1.0
 """Seconds in which a machine of the cluster must accept a connection, or it is lost."""
 
 

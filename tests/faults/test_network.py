@@ -17,7 +17,7 @@ import psutil
 import pytest
 from build import ENVIRONMENT, as_settings, goes_on, steps
 from build import ray_config as config
-from suite import Case, cases, command_of, until
+from suite import FULL, Case, cases, command_of, until
 
 from tba.runs.log import METRICS, read
 
@@ -260,3 +260,35 @@ def test_a_machine_that_cannot_see_the_model_is_named(
         assert run.wait(300) == status  # refused, where it had not begun
     told = capfd.readouterr().err
     assert f"({OTHER}) cannot see policy.model = '{tiny_model}': put the folder on" in told
+
+
+def memory(run: subprocess.Popen[bytes]) -> float:
+    """Return the bytes of the process of the train loop."""
+    family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(True)]
+    return sum(each.memory_info().rss for each in family if "tba.cli" in command_of(each))
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(not FULL, reason="takes ten minutes: FULL=1")
+@pytest.mark.timeout(3600)
+def test_memory_is_flat_while_a_machine_comes_and_goes(tiny_model: Path, tmp_path: Path) -> None:
+    """Half of the searchers are on it: 64 in all, or as many as half of the memory holds."""
+    folder = tmp_path / "run"
+    each = max(1, min(32, int(psutil.virtual_memory().available / 2e9)))
+    chosen = as_settings(config(tiny_model, folder, *SETTINGS, "replay.capacity=2000"))
+    chosen += [f"runtime.searchers={{min=1,max={2 * each}}}", "runtime.max_restarts=1000"]
+    used = []
+    with ExitStack() as ending:
+        one, other = head_of(ending, cpus=each)
+        run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
+        has_begun(run, folder)
+        for _ in range(15):
+            with inside(other, *NODE, *JOINED, f"--num-cpus={each}"):
+                time.sleep(20)
+            time.sleep(20)
+            used.append(memory(run))
+        run.terminate()
+        assert run.wait(120) == 0
+    print(f"{2 * each} searchers: MB of the train loop", [round(size / 1e6) for size in used])
+    assert max(used[3:]) < 1.1 * used[2]
+    goes_on(folder)
