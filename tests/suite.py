@@ -2,7 +2,7 @@
 
 `make faults` runs a fifth of the cases of each entry, and `make faults FULL=1` all of them. The id
 of a case has its entry and its number, from which its random numbers follow: `-k 03-017` repeats
-it. A few cases of each entry are part of `make test`.
+it. A few cases of most entries are part of `make test`.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_dialogues(tmp_path: Path) -> None:
     says cancels. The first policy generates everything that is learned from.
     """
     beta = 2 * BETA
-    settings = (*talk.SETTINGS, f"objective.beta={beta}")
+    settings = (*talk.SETTINGS, f"objective.beta={beta}", "run.steps=160")
     config = by_tb(talk.save_model(tmp_path / "model"), tmp_path / "run", *settings)
     parts, samples = check(config), 2048
     setup = parts.search_setup()
