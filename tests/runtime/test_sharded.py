@@ -31,7 +31,7 @@ TWO = (
 
 
 def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    """In tests/learn/test_ranks.py, any number of ranks goes on from a checkpoint."""
+    """In tests/learn/test_divided.py, any number of ranks goes on from a checkpoint."""
     folder = tmp_path / "run"
     run(ray_config(tiny_model, folder, *TWO, "run.steps=3"))
     rows = [row for row in read(folder / METRICS) if "loss" in row]
