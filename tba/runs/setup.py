@@ -16,10 +16,7 @@ from tba.engines import Engine
 from tba.learn.optimizer import check_precision
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
-from tba.models.cache import (
-    check_compiler,
-    check_rotary,
-)
+from tba.models.cache import check_compiler, check_rotary
 from tba.models.lora import check_adapter
 from tba.models.pretrained import (
     EAGER_TOKENS,
@@ -34,7 +31,7 @@ from tba.prompt import Prompt
 from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
 from tba.runs.memory import Machine, Needs, this_machine
-from tba.search.chat import encoder, identity, log_doubled_bos
+from tba.search.chat import check_stop, encoder, identity, log_doubled_bos
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -175,7 +172,7 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
     _check_engine(config, engine, here)
     task = build_task(plugins.task, functions)
     task.check()
-    _check_stop(config, text)
+    check_stop(config.sampling.stop, text)
     given = _given(task, text)
     _check_objective(config, objective, seeded=len(given) > 0)
     prompts, held_out, encoded = read_prompts(config, task, text)
@@ -315,17 +312,6 @@ def compares(config: Config, objective: Plugin) -> bool:
     return any(objective.at(step).uses_behavior for step in (0, config.run.steps))
 
 
-def _check_stop(config: Config, text: Tokenizer) -> None:
-    """Raise ValueError for a stop string with a special token, which no decoded text contains."""
-    for stop in config.sampling.stop:
-        special = [token for token in text.tokenizer.all_special_tokens if token in stop]
-        if special:
-            raise ValueError(
-                f"sampling.stop has {stop!r}, but the text of a response has no special tokens;"
-                f" set policy.eos_token={special[0]!r} to end responses with it"
-            )
-
-
 def read_prompts(
     config: Config, task: Task, text: Tokenizer
 ) -> tuple[list[Prompt], list[Prompt], list[Encoded]]:
@@ -408,11 +394,7 @@ def kept(
 
 
 def evaluation_sets(
-    config: Config,
-    functions: Functions | None,
-    task: Task,
-    text: Tokenizer,
-    trained_on: Set[bytes],
+    config: Config, functions: Functions | None, task: Task, text: Tokenizer, trained_on: Set[bytes]
 ) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
     """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.
 

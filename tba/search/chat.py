@@ -222,6 +222,17 @@ def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str
     return text.answer(response.tokens, response.finished, stop).text
 
 
+def check_stop(stops: Sequence[str], text: Tokenizer) -> None:
+    """Raise ValueError for a stop string with a special token, which no decoded text contains."""
+    for stop in stops:
+        special = [token for token in text.tokenizer.all_special_tokens if token in stop]
+        if special:
+            raise ValueError(
+                f"sampling.stop has {stop!r}, but the text of a response has no special tokens;"
+                f" set policy.eos_token={special[0]!r} to end responses with it"
+            )
+
+
 def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return what encodes the prompts of a task: with its tools, if it has some."""
     return text.encode if task.tools is None else chat_of(text, task.tools).encode
