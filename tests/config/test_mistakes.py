@@ -180,6 +180,7 @@ def test_mistakes_are_told_without_torch(folder: Path) -> None:
     )
     data = [f"train {OWN} {key}" for key in ("task.data", "task.prompt_column", "task.held_out")]
     late = ("eval nowhere task=arithmetic", "train objective.b", "train engine.dtype=fp16", *data)
+    late += ("train --dry-run --gpus",)
     commands = [command for command in MISTAKES if not command.startswith(late)]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,
