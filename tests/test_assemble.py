@@ -13,6 +13,7 @@ from tba.assemble import run
 from tba.learn import NotFinite, TrainerLost
 from tba.learn.trainer import SingleTrainer
 from tba.runs.log import WARNINGS, read
+from tba.runtime.local import LocalSearchers
 from tba.types import Batch
 
 Losing = Callable[..., list[int]]
@@ -89,3 +90,35 @@ def test_a_step_that_is_not_finite_restarts_nothing(
     with pytest.raises(NotFinite):
         run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
     assert steps(tmp_path / "run") == [1, 2, 3]
+
+
+def lost(*_: Any, **__: Any) -> None:
+    raise TrainerLost("a rank has died")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failing"),
+    [
+        (LocalSearchers, "publish", lost),
+        (SingleTrainer, "save", lost),
+        (SingleTrainer, "save", lambda trainer, folder: lost),
+    ],
+    ids=["publication", "save", "writing"],
+)
+def test_a_trainer_that_is_lost_elsewhere_is_no_fault_of_searchers(
+    owner: type, name: str, failing: Any, tiny_model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The run is not saved through its lost trainer: it goes on from the checkpoint before."""
+    calls: list[int] = []
+    known = vars(owner)[name]
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        calls.append(len(calls))
+        return (failing if len(calls) == 3 else known)(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, called)
+    folder = tmp_path / "run"
+    summary = run(config(tiny_model, folder, "checkpoint.every=2"))
+    assert summary.trainer_restarts == 1
+    assert steps(folder) == [*range(1, 9)]
