@@ -220,7 +220,7 @@ def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(
         run.terminate()
         assert run.wait(60) == 0
     times = [row["time"] for row in read(folder / METRICS) if "loss" in row]
-    assert max(after - before for before, after in pairwise(times)) < 2
+    assert max(after - before for before, after in pairwise(times)) < 5
     goes_on(folder)
 
 
