@@ -121,3 +121,9 @@ def test_no_file_depends_on_the_locale() -> None:
     for path in FILES:
         calls = [n for n in ast.walk(syntax_tree(path)) if isinstance(n, ast.Call)]
         assert [ast.unparse(call) for call in calls if names_no_encoding(call)] == [], path
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Else pytest takes one for the other."""
+    names = [path.name for path in PACKAGE.with_name("tests").rglob("test_*.py")]
+    assert sorted(names) == sorted({*names})
