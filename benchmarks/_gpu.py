@@ -305,7 +305,7 @@ class Bench:
             started = time.perf_counter()
             copy = trainer.copy(version=next(versions))
             blocked.append(time.perf_counter() - started)
-            engine.load_weights(copy())
+            engine.load_weights(copy().parcel)
 
         whole = _measure.alternate({"update": update}, self.repeats)["update"]
         name = f"weight update, Qwen2.5-{shape} shape on {self.card}"

@@ -39,7 +39,7 @@ from tba.prompt import Prompt
 from tba.runs.setup import check
 from tba.search.searcher import Searcher
 from tba.types import Sampling, collate_tokens
-from tba.weights import pack, trained
+from tba.weights import Direct, published, trained
 
 PARTS = ("raw", "search", "gap", "drain")
 REWARD = "def length(completions, **columns):\n    return [len(c) / 100 for c in completions]\n"
@@ -223,7 +223,7 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
     sampling = Sampling(8, 0.7, 16)
     engine = VLLM(table, text, device, False, sampling, kv_cache_gib=1, gpu_memory_utilization=0.35)
     probe = answer(policy, collate_tokens(prompts[:1], [[rng.integers(100, 9000, 16)]]))
-    weights = pack(moved, 1, bf16=False, probe=probe)
+    weights = Direct().send(1, published(trained(moved), bf16=False), probe).parcel
     started = time.perf_counter()
     of_probe = engine.load_weights(weights)
     took = time.perf_counter() - started

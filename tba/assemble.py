@@ -62,14 +62,16 @@ def open_trainer(
     """Return the trainer in this process, or its ranks in processes of their own."""
     c = setup.config
     if c.trainer.devices == 1 or cluster is None:
-        return setup.trainer(place.device, is_new)
+        transport = None if cluster is None else cluster.transport
+        return setup.trainer(place.device, is_new, transport)
     from tba.runtime.cluster import folders
     from tba.runtime.ranks import ShardedTrainer
 
     start = c.runtime.start_deadline
     calls = cluster.connection.calls
     seen = {**folders(c.policy), "run.folder": str(folder)}  # ranks write checkpoints
-    trainer = ShardedTrainer(setup.trainer_setup(is_new), cluster.ranks, calls, start, seen)
+    parts = setup.trainer_setup(is_new)
+    trainer = ShardedTrainer(parts, cluster.ranks, calls, start, seen, cluster.transport)
     closing.callback(trainer.close)
     return trainer
 
@@ -86,7 +88,7 @@ def open_searchers(
         # also the newest, and that of an evaluation
         copies = min(PUBLISHED, job.settings.most_searchers) + 2
         check_memory(trainer.sizes.published_bytes, copies, cluster.room())
-        newest = trainer.copy(step)() if step or job.setup.held_out else None
+        newest = trainer.send(step) if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, stopping, search, newest)
     job.tell("loading the models of the searcher")
     from tba.runtime.local import LocalSearchers
@@ -95,7 +97,7 @@ def open_searchers(
     version = search.weights and search.weights.version
     # a run on Ray saves none, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
-        search = replace(search, weights=trainer.copy(step)())
+        search = replace(search, weights=trainer.send(step).parcel)
     return LocalSearchers(job, job.setup.build(place.device, bf16), search)
 
 

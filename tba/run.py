@@ -168,8 +168,14 @@ class Run:
             self.searchers.publish(self.trainer, version=self.step)
 
     def reset_reference(self) -> None:
-        """Make the current policy the reference of all later searches."""
-        reference = self.trainer.reference(version=self.step)
+        """Make the current policy the reference of all later searches.
+
+        If it cannot be sent, the run ends unsaved: a checkpoint of this step would lack it.
+        """
+        try:
+            reference = self.trainer.reference(version=self.step)
+        except NoAnswerError as error:
+            raise RuntimeError(f"the reference could not be replaced: {error}") from error
         with search_errors("the reference could not be replaced"):
             self.searchers.reset_reference(reference)
 

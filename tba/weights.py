@@ -2,10 +2,10 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,12 +38,6 @@ class Weights:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
-    """Return a copy of the trained parameters (a tied one once), in fp32 or rounded to bf16."""
-    arrays = {name: as_array(whole(p), bf16) for name, p in trained(model).items()}
-    return Weights(version, arrays, probe)
-
-
 def trained(model: Any) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name: all, or those of an adapter."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -57,14 +51,18 @@ def whole(tensor: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def as_array(tensor: Tensor, bf16: bool) -> np.ndarray:
-    """Return one copy of the tensor, in fp32 or as the bits of bf16."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return as_view(tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format))
+def published(tensors: Mapping[str, Tensor], bf16: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in fp32 or rounded to bf16, one at a time, each whole: all ranks go through it.
+
+    A tensor that is in that precision already is yielded as it is, and not a copy of it.
+    """
+    for name, tensor in tensors.items():
+        yield name, whole(tensor.detach().to(torch.bfloat16 if bf16 else torch.float32))
 
 
 def as_view(tensor: Tensor) -> np.ndarray:
-    """Return an array that shares the memory of a tensor on the CPU; bf16 as its bits."""
+    """Return a tensor as an array, bf16 as its bits; it shares the memory of one on the CPU."""
+    tensor = tensor.cpu().contiguous()
     in_bf16 = tensor.dtype == torch.bfloat16
     return tensor.view(torch.uint16).numpy() if in_bf16 else tensor.numpy()
 
@@ -97,6 +95,44 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} another model than policy.model: {differing} differ in name or shape"
         )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Tensor in a safetensors file, which is read when it is asked for, whole or a part of it."""
+
+    file: Any
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.key).get_shape())
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.key)
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, target: Tensor) -> None:
+        """Copy it into a tensor of its shape; a rank reads only the rows that it has."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(target, DTensor):
+            target.copy_(self.read())
+            return
+        mesh = target.device_mesh
+        start = mesh.get_local_rank() * -(-len(target) // mesh.size())
+        own = target.to_local()
+        own.copy_(self.file.get_slice(self.key)[start : start + len(own)])
+
+
+def stored_in(files: Iterable[Path]) -> dict[str, Stored]:
+    """Return the tensors in safetensors files by name; only headers are read."""
+    tensors: dict[str, Stored] = {}
+    for path in files:
+        file: Any = safe_open(path, "pt")
+        tensors |= {key: Stored(file, key) for key in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def write_weights(weights: Weights, file: Path) -> None:
@@ -134,3 +170,47 @@ class Sent:
 
     version: int
     parcel: Any
+    nbytes: int = 0
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Carries weights from the trainer, or its first rank, to the searchers."""
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
+    ) -> Sent:
+        """Make weights available to every searcher, without waiting for one.
+
+        Each tensor is taken before the next one is asked for. They stay for as long as the result,
+        or a copy of it in another process, exists.
+        """
+
+    def receive(self, sent: Sent) -> Weights:
+        """Return weights that were sent, of which the sender has no copy of its own."""
+
+    def close(self) -> None:
+        """Free memory that is kept for weights to come."""
+
+
+class Direct:
+    """Transport within one process: the parcel is a copy of the weights."""
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
+    ) -> Sent:
+        weights = Weights(version, {name: as_view(t).copy() for name, t in tensors}, probe)
+        return Sent(version, weights, weights.nbytes)
+
+    def receive(self, sent: Sent) -> Weights:
+        weights: Weights = sent.parcel
+        return weights
+
+    def close(self) -> None:
+        pass
+
+
+def resend(weights: Weights, transport: Transport) -> Sent:
+    """Send weights that have been received, or read from a file."""
+    tensors = ((name, as_tensor(array)) for name, array in weights.arrays.items())
+    return transport.send(weights.version, tensors, weights.probe)

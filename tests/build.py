@@ -46,7 +46,7 @@ from tba.runs import checkpoint
 from tba.runs.checkpoint import Checkpoints, Progress
 from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
-from tba.runs.setup import check
+from tba.runs.setup import RunSetup, check
 from tba.search.prompts import Cursor, PromptStream, SearchState
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
@@ -55,7 +55,7 @@ from tba.selections import Selection
 from tba.tasks import Task
 from tba.tasks.custom import Custom
 from tba.types import Batch, Group, Sampling, Trajectory
-from tba.weights import Weights
+from tba.weights import Direct, Probe, Weights, published, trained
 
 
 class Steps:
@@ -474,11 +474,19 @@ def shared_memory() -> set[str]:
 
 def copies() -> int:
     """Return how many copies of weights this process keeps."""
-    count = 0
+    files = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # another thread has closed it
-            count += str(link.readlink()).startswith("/memfd:weights")
-    return count
+            if str(link.readlink()).startswith("/memfd:weights"):
+                files.add(link.stat().st_ino)
+    return len(files)
+
+
+def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
+    """Return a copy of a model's trained parameters."""
+    sent = Direct().send(version, published(trained(model), bf16), probe)
+    weights: Weights = sent.parcel
+    return weights
 
 
 def wait_until(true: Callable[[], bool], seconds: float) -> bool:
@@ -602,8 +610,8 @@ def rewards_reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
     return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
 
 
-def trainer(model: Path, *settings: str) -> SingleTrainer:
-    parts = check(
+def setup_of(model: Path, *settings: str) -> RunSetup:
+    return check(
         load(
             None,
             [
@@ -617,7 +625,10 @@ def trainer(model: Path, *settings: str) -> SingleTrainer:
             ],
         )
     )
-    return parts.trainer("cpu")
+
+
+def trainer(model: Path, *settings: str) -> SingleTrainer:
+    return setup_of(model, *settings).trainer("cpu")
 
 
 def parameters(t: SingleTrainer) -> list[torch.Tensor]:

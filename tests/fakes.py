@@ -13,7 +13,7 @@ import numpy as np
 from tba.engines import EngineError
 from tba.engines.scripted import Scripted
 from tba.types import Completion, Sampling
-from tba.weights import Weights
+from tba.weights import Direct, Sent, Transport, Weights, resend
 
 
 @dataclass
@@ -23,15 +23,16 @@ class Given:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     ready: threading.Event | None = None
     error: str = ""
+    transport: Transport = field(default_factory=Direct)
 
-    def copy(self, version: int) -> Callable[[], Weights]:
-        def weights() -> Weights:
+    def copy(self, version: int) -> Callable[[], Sent]:
+        def send() -> Sent:
             assert self.ready is None or self.ready.wait(60)
             if self.error:
                 raise OSError(self.error)
-            return Weights(version, self.arrays)
+            return resend(Weights(version, self.arrays), self.transport)
 
-        return weights
+        return send
 
 
 MEETING = threading.Barrier(2)

@@ -175,7 +175,7 @@ def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Pa
 def test_an_open_run_gives_its_parts(tiny_model: Path, tmp_path: Path) -> None:
     settings = config(tiny_model, tmp_path / "run")
     with tba.open_run(settings, data=ROWS, reward=length, held_out_data=EVALUATED) as run:
-        assert len(run.buffer) == 0 and run.trainer.copy(version=0)().version == 0
+        assert len(run.buffer) == 0 and run.trainer.send(version=0).parcel.version == 0
         summary = run.train()
         assert summary.samples_generated == run.searchers.stats.counts["samples_generated"] >= 24
         assert len(run.buffer) > 0

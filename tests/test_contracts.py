@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import answered
+from build import answered, pack
 from conftest import VOCABULARY
 
 from tba.config.plugins import names, resolve
@@ -38,7 +38,7 @@ from tba.strategies import Strategy
 from tba.tasks import Task
 from tba.tasks._memory import build_task
 from tba.types import Batch, Completion, Group, Sampling, Trajectory, collate_tokens
-from tba.weights import Weights, pack
+from tba.weights import Weights
 
 GROUPS, SIZE = 5, 3
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import talk
 import torch
-from build import ended, first_policy
+from build import ended, first_policy, pack
 from exact import (
     BETA,
     MAX_TOKENS,
@@ -30,7 +30,7 @@ from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.strategies.uniform import Uniform
 from tba.types import Completion, Group, Sampling, collate
-from tba.weights import Weights, pack
+from tba.weights import Weights
 
 LIMIT = 0.02
 

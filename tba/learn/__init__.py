@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tba.types import Batch
-from tba.weights import Weights
+from tba.weights import Sent
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,17 @@ class Trainer(Protocol):
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
 
-    def copy(self, version: int) -> Callable[[], Weights]:
-        """Copy the weights now and return the function that gives them, with their probe.
+    def send(self, version: int) -> Sent:
+        """Send the weights to all searchers, with their probe."""
 
-        That function may run in another thread while the trainer goes on. The memory of its result
-        is used again when nobody refers to the result.
+    def copy(self, version: int) -> Callable[[], Sent]:
+        """Copy the weights now and return the function that sends them, with their probe.
+
+        That function may run in another thread while the trainer goes on.
         """
 
-    def reference(self, version: int) -> Weights:
-        """Return a copy of the weights in fp32, to compute log-probs with as the trainer does."""
+    def reference(self, version: int) -> Sent:
+        """Send the weights in fp32, to compute log-probs with as the trainer does."""
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the whole state now and return the function that writes it into `folder`.

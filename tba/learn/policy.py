@@ -79,8 +79,9 @@ class Policy(nn.Module):
             self.readout = nn.utils.skip_init(nn.Linear, width, 1, device=self.device)
             nn.init.zeros_(self.readout.weight)
             nn.init.zeros_(self.readout.bias)
-        with self._precision():
-            self._refuse_processed_logits()
+        if self.device.type != "meta":  # else when the model has numbers
+            with self._precision():
+                self._refuse_processed_logits()
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +110,8 @@ class Policy(nn.Module):
                     " whole batch; set policy.share_prompt=false, use another model, or lower"
                     " sampling.max_tokens"
                 )
+        with self._precision():  # ranks have no numbers before
+            self._refuse_processed_logits()
 
     def _gap(self, prompts: Sequence[np.ndarray], tokens: int) -> float:
         """Return the mean difference, the larger of two, between responses in a batch and alone."""

@@ -1,16 +1,15 @@
 """Publication by a trainer: its weights, and a probe, which shows whether an engine has them."""
 
-import weakref
 from collections.abc import Sequence
 from copy import deepcopy
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tba.learn.policy import Policy
+from tba.models.lora import round_linear
 from tba.types import Batch, TokenBatch, collate_tokens
-from tba.weights import Probe, Weights, as_view, trained
+from tba.weights import Probe, Sent, Transport, published, trained
 
 PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts
 RESPONSE = 16
@@ -60,19 +59,18 @@ def answer(policy: Policy, tokens: TokenBatch) -> Probe:
 class Copy:
     """Policy with weights of its own, but for frozen ones, which it shares with the trainer's.
 
-    Only `fill` reads the trainer's weights. The rest may run in another thread.
+    Only `fill` reads the trainer's weights. The rest may run in another thread. If the policy
+    computes in bf16, and is sent so, linear layers are kept so, too.
     """
 
     def __init__(self, policy: Policy, bf16: bool):
         frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
         self._policy = deepcopy(policy, dict(frozen))
+        self._bf16 = bf16
+        if bf16 and policy.autocast:
+            round_linear(self._policy.model)
         on_gpu = policy.device.type == "cuda"
         self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
-        self._sent: dict[str, Tensor] = {}
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        for name, own in trained(self._policy.model).items():
-            is_sent = own.dtype == dtype and own.device.type == "cpu" and own.is_contiguous()
-            self._sent[name] = own.detach() if is_sent else torch.empty(own.shape, dtype=dtype)
 
     @torch.no_grad()
     def fill(self, policy: Policy) -> None:
@@ -80,20 +78,16 @@ class Copy:
         for own, newest in zip(self._policy.parameters(), policy.parameters(), strict=True):
             if newest.requires_grad:
                 own.copy_(newest)
-        if self._stream is not None:  # `weights` computes in a stream of its own
+        if self._stream is not None:  # `send` computes in a stream of its own
             torch.cuda.current_stream(policy.device).synchronize()
 
-    @torch.no_grad()
-    def weights(self, version: int, asked: TokenBatch | None, free: "list[Copy]") -> Weights:
-        """Return the weights with their probe; the copy is put into the list once they are gone."""
+    def send(
+        self, version: int, asked: TokenBatch | None, transport: Transport, free: "list[Copy]"
+    ) -> Sent:
+        """Send the weights with their probe, and put the copy into the list."""
         with torch.cuda.stream(self._stream):  # nothing changes if there is none
             probe = None if asked is None else answer(self._policy, asked)
-            arrays: dict[str, np.ndarray] = {}
-            for name, own in trained(self._policy.model).items():
-                sent = self._sent[name]
-                if sent.data_ptr() != own.data_ptr():
-                    sent.copy_(own)
-                arrays[name] = as_view(sent)
-        weights = Weights(version, arrays, probe)
-        weakref.finalize(weights, free.append, self)  # its memory is allocated once
-        return weights
+            tensors = published(trained(self._policy.model), self._bf16)
+            sent = transport.send(version, tensors, probe)
+        free.append(self)  # its memory is allocated once
+        return sent

@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tba.learn.policy import Policy
-from tba.models.lora import ADAPTER, is_adapted, read_adapter, save_adapter
-from tba.weights import check_same_model, trained, whole
+from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
+from tba.weights import Stored, check_same_model, stored_in, trained, whole
 
 MODEL = "model"
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+RNG = "torch_rng"
 SAMPLED = 1024  # elements of each parameter that a fingerprint reads: training changes some
 
 
@@ -30,37 +33,110 @@ def save(
     schedule: Any,
     first_model: str,
     rank: int = 0,
+    ranks: int = 1,
 ) -> Callable[[], None]:
     """Return what writes a copy; `first_model` is the fingerprint of the run's first model.
 
-    All ranks of a trainer call this, and put each tensor together; rank 0 keeps and writes them.
+    All ranks of a trainer call this, and put each tensor together; each keeps and writes some.
     """
     model = policy.model
+    part = Part(rank, ranks)
     adapted = is_adapted(model)
-    weights = _copy(trained(model) if adapted else model.state_dict(), model, rank)
-    head = {} if policy.readout is None else _copy(policy.readout.state_dict(), model, rank)
-    moments = {}
+    # PEFT reads one file; a mixture of experts has other tensors in its files than in its model
+    together = adapted or bool(vars(model).get("_weight_conversions"))
+    weights, owners = part.take(trained(model) if adapted else _distinct(model), together)
+    head: dict[str, Tensor] = {}
+    if policy.readout is not None:
+        head, _ = part.take(policy.readout.state_dict(), together=True)
+    states = {}
     for name, parameter in policy.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            # a view of its own: all parameters share the maps of 8-bit moments
-            moments[f"{name}:{kind}"] = torch.as_tensor(value).detach()
-    moments = _copy(moments, model, rank)
-    moments["torch_rng"] = torch.get_rng_state()
+            states[f"{name}:{kind}"] = torch.as_tensor(value)
+    moments, _ = part.take(states)
+    if rank == 0:
+        moments[RNG] = torch.get_rng_state()
     text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
 
     def write() -> None:
-        if rank != 0:
-            return
-        if adapted:
+        if adapted and rank == 0:
             save_adapter(model, weights, folder / MODEL)
+        elif together or ranks == 1:
+            if rank == 0:
+                model.save_pretrained(folder / MODEL, state_dict=weights)
         else:
-            model.save_pretrained(folder / MODEL, state_dict=weights)
-        save_file(moments, folder / OPTIMIZER)
+            _write_part(folder, model, weights, owners, part)
+        save_file(moments, folder / part.file(OPTIMIZER))
         if head:
             save_file(head, folder / HEAD)
-        (folder / TRAINER).write_text(text, "utf-8")
+        if rank == 0:
+            (folder / TRAINER).write_text(text, "utf-8")
 
     return write
+
+
+class Part:
+    """The part of a checkpoint that a rank writes: whole tensors."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank = rank
+        self.ranks = ranks
+        self._bytes = [0] * ranks
+
+    def file(self, name: str, rank: int | None = None) -> str:
+        """Return the name of a rank's file, by default the own one: `model-00001-of-00002.…`."""
+        if self.ranks == 1:
+            return name
+        stem, _, suffix = name.partition(".")
+        number = 1 + (self.rank if rank is None else rank)
+        return f"{stem}-{number:05d}-of-{self.ranks:05d}.{suffix}"
+
+    def take(
+        self, tensors: Mapping[str, Tensor], together: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return copies of the tensors that this rank writes, and the rank that writes each.
+
+        That is the one with the fewest bytes so far, or the first for all that stay `together`.
+        """
+        own = {}
+        owners = {}
+        for name, tensor in tensors.items():
+            owner = 0 if together else self._bytes.index(min(self._bytes))
+            self._bytes[owner] += tensor.numel() * tensor.element_size()
+            owners[name] = owner
+            complete = whole(tensor)
+            if owner == self.rank:
+                own[name] = complete.to("cpu", copy=True).contiguous()
+        return own, owners
+
+
+def _distinct(model: Any) -> dict[str, Tensor]:
+    """Return the model's tensors by name; tied ones once, under their first name."""
+    first = dict(model.named_parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name in first or name not in every}
+
+
+def _write_part(
+    folder: Path, model: Any, weights: dict[str, Tensor], owners: Mapping[str, int], part: Part
+) -> None:
+    """Write a rank's tensors of a model; the first one adds its config and the index."""
+    if part.rank > 0:
+        (folder / MODEL).mkdir(exist_ok=True)
+        save_file(weights, folder / MODEL / part.file(WEIGHTS), {"format": "pt"})
+        return
+    total = sum(t.numel() * t.element_size() for t in _distinct(model).values())
+    # it removes the files of other ranks from its folder, and gives one file the plain name
+    aside = folder / f".{MODEL}"
+    model.save_pretrained(aside, state_dict=weights, max_shard_size=total + 1)
+    (folder / MODEL).mkdir(exist_ok=True)
+    for file in aside.iterdir():
+        name = part.file(WEIGHTS) if file.name == WEIGHTS else file.name
+        file.rename(folder / MODEL / name)
+    aside.rmdir()
+    files = {name: part.file(WEIGHTS, owner) for name, owner in owners.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / MODEL / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
 
 
 def load(
@@ -71,7 +147,7 @@ def load(
     Learning rates, betas and weight decay stay those of `optimizer`: they may have been changed on
     resuming. ValueError, before anything is changed, if the folder belongs to another model.
     """
-    weights = read_model(folder)
+    weights = stored_model(folder)
     state = json.loads((folder / TRAINER).read_text("utf-8"))
     check_same_model(policy.model, weights, f"{folder} holds")
     if state["first_model"] != first_model:
@@ -81,21 +157,26 @@ def load(
             " began with, whose log-probs its replay buffer holds; set policy.model to that model,"
             " or start a new run"
         )
-    _put(weights, policy.model.state_dict())  # tied weights are stored once
+    own = policy.model.state_dict()
+    for name, stored in weights.items():  # tied weights are stored once
+        stored.fill(own[name])
     if policy.readout is not None:
-        _put(load_file(folder / HEAD), policy.readout.state_dict())
-    tensors = load_file(folder / OPTIMIZER)
-    torch.set_rng_state(tensors.pop("torch_rng"))
+        head = stored_in([folder / HEAD])
+        for name, target in policy.readout.state_dict().items():
+            head[name].fill(target)
+    moments = stored_in(folder.glob(f"{OPTIMIZER.partition('.')[0]}*.safetensors"))
+    torch.set_rng_state(moments.pop(RNG).read())
     parameters = dict(policy.named_parameters())
-    for key, value in tensors.items():
+    for key, stored in moments.items():
         name, _, kind = key.rpartition(":")
-        own = parameters[name]
-        moment = value.to(own.device)  # a step, or a part of 8-bit moments
-        if value.shape == own.shape:
-            moment = torch.zeros_like(own, dtype=value.dtype)
-            _put({kind: value}, {kind: moment})
-        is_number = value.dtype == torch.int64  # the steps of 8-bit AdamW
-        optimizer.state[own][kind] = int(value) if is_number else moment
+        parameter = parameters[name]
+        if stored.shape and isinstance(parameter, DTensor):
+            moment = torch.zeros_like(parameter)
+            stored.fill(moment)
+        else:  # moments in 8 bits have tensors of other shapes as well
+            moment = stored.read().to(parameter.device)
+        is_number = moment.dtype == torch.int64  # the steps of 8-bit AdamW
+        optimizer.state[parameter][kind] = int(moment) if is_number else moment
     saved = state["schedule"]
     factors = [factor(saved["last_epoch"]) for factor in schedule.lr_lambdas]
     rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
@@ -118,40 +199,9 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def read_model(folder: Path) -> dict[str, Tensor]:
+def stored_model(folder: Path) -> dict[str, Stored]:
     """Return the weights in a checkpoint by name: the model's, or its adapter's."""
-    if (folder / MODEL / ADAPTER).is_file():
-        return read_adapter(folder / MODEL)
-    weights: dict[str, Tensor] = {}
-    for file in sorted((folder / MODEL).glob("*.safetensors")):
-        weights |= load_file(file)
-    return weights
-
-
-@torch.no_grad()
-def _put(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Copy stored tensors into those of the same name; a rank takes its part."""
-    for name, tensor in stored.items():
-        target = own[name]
-        if isinstance(target, DTensor):
-            mesh = target.device_mesh
-            target = target.to_local()
-            start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
-            tensor = tensor[start : start + len(target)]
-        target.copy_(tensor)
-
-
-def _copy(tensors: Mapping[str, Tensor], model: Any, rank: int) -> dict[str, Tensor]:
-    """Return complete copies on the CPU, on rank 0. Tied weights stay one tensor."""
-    tied = dict(model.named_parameters(remove_duplicate=False))
-    copies: dict[int, Tensor] = {}
-    named = {}
-    for name, tensor in tensors.items():
-        key = id(tied.get(name, tensor))
-        if key not in copies:
-            complete = whole(tensor)
-            copies[key] = (
-                complete.to("cpu", copy=True).contiguous() if rank == 0 else torch.empty(0)
-            )
-        named[name] = copies[key]
-    return named
+    adapter = folder / MODEL / ADAPTER
+    if adapter.is_file():
+        return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
+    return stored_in((folder / MODEL).glob("*.safetensors"))

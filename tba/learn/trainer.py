@@ -21,14 +21,14 @@ from tba.learn.policy import Output, Policy, warm_up
 from tba.models.cache import (
     compile_layers,
     enable_gradient_checkpointing,
-    shard,
     takes_masks,
 )
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
+from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Loss, Objective, kl_k3, total
 from tba.types import Batch, TokenBatch
-from tba.weights import Weights, as_array, pack, trained, whole
+from tba.weights import Direct, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
 """Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
@@ -61,16 +61,22 @@ class TrainerSetup:
         device: str,
         rank: int | None = None,
         gather: "Callable[[list[Ran]], list[Ran]]" = list,
+        transport: Transport | None = None,
     ) -> "SingleTrainer":
         """Load the model in `trainer.weights`, or with an adapter, and return its trainer.
 
         One of several ranks keeps its part of each tensor, and gathers what all of them have run.
+        Without a transport, searchers are in this process.
         """
         torch_seed, adapter_seed = self.seeds
         torch.manual_seed(torch_seed)
         bf16 = computes_in_bf16(self.policy, device)
         dtype = torch.bfloat16 if self.settings.weights == "bf16" else torch.float32
-        model = load_placed(self.policy, device, bf16, dtype, seed=adapter_seed)
+        stored = None
+        if rank is None:
+            model = load_placed(self.policy, device, bf16, dtype, seed=adapter_seed)
+        else:
+            model, stored = load_for_ranks(self.policy, device, bf16, adapter_seed)
         if self.settings.compile:
             compile_layers(model)
         if self.policy.gradient_checkpointing:
@@ -84,10 +90,14 @@ class TrainerSetup:
         )
         if self.settings.compile:
             warm_up(policy, self.context)
-        policy.check_lengths(self.extremes, self.max_tokens)
         if rank is not None:
             fsdp = self.settings.fsdp or FsdpTable()
-            shard(policy, model, bf16, self.settings.devices, fsdp)
+            shard(policy, model, device, bf16, self.settings.devices, fsdp)
+            if stored is not None:
+                fill_model(policy, model, stored, device)
+        policy.check_lengths(self.extremes, self.max_tokens)
+        if rank is not None:
+            reshard(policy)
         limit = 0.05 if bf16 else 0.01
         # as long as the longest sequence: positions may depend on that
         longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
@@ -103,7 +113,9 @@ class TrainerSetup:
             most_at_first=limit if self.checks_reference else math.inf,
             probe=first,
             rank=rank or 0,
+            ranks=1 if rank is None else self.settings.devices,
             gather=gather,
+            transport=transport or Direct(),
         )
 
 
@@ -131,8 +143,10 @@ class SingleTrainer:
     probe: TokenBatch | None = None  # probe of the next publication, if any
     most_at_first: float = math.inf  # mean |log(pi / ref)| a token that step 0 may have, in nats
     rank: int = 0
+    ranks: int = 1
     gather: Callable[[list["Ran"]], list["Ran"]] = field(default=list)
     """Returns what all ranks have run, from what this one has."""
+    transport: Transport = field(default_factory=Direct)
     optimizer: torch.optim.Optimizer = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
@@ -191,29 +205,27 @@ class SingleTrainer:
         """Tell whether a prompt and its responses may be one row."""
         return takes_masks(self.policy.model)
 
-    def copy(self, version: int) -> Callable[[], Weights]:
+    def send(self, version: int) -> Sent:
+        probe = None if self.probe is None else publish.answer(self.policy, self.probe)
+        if self.ranks > 1:  # that pass has left the embeddings whole
+            reshard(self.policy)
+        tensors = published(trained(self.policy.model), self.bf16_weights)
+        return self.transport.send(version, tensors, probe)
+
+    def copy(self, version: int) -> Callable[[], Sent]:
         copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
         copy.fill(self.policy)
-        return partial(copy.weights, version, self.probe, self._free)
+        return partial(copy.send, version, self.probe, self.transport, self._free)
 
-    def reference(self, version: int) -> Weights:
-        return pack(self.policy.model, version, bf16=False)
-
-    @torch.no_grad()
-    def gathered(self, version: int, bf16: bool) -> Weights | None:
-        """Put the weights of all ranks together, and return them with their probe on rank 0."""
-        answered = None if self.probe is None else publish.answer(self.policy, self.probe)
-        arrays: dict[str, np.ndarray] = {}
-        for name, parameter in trained(self.policy.model).items():
-            complete = whole(parameter)
-            if self.rank == 0:
-                arrays[name] = as_array(complete, bf16)
-        return Weights(version, arrays, answered) if self.rank == 0 else None
+    def reference(self, version: int) -> Sent:
+        tensors = published(trained(self.policy.model), bf16=False)
+        return self.transport.send(version, tensors, None)
 
     def save(self, folder: Path) -> Callable[[], None]:
         return state.save(
-            folder, self.policy, self.optimizer, self.schedule, self._first_model, self.rank
-        )
+            folder, self.policy, self.optimizer, self.schedule, self._first_model, self.rank,
+            self.ranks,
+        )  # fmt: skip
 
     def load(self, folder: Path) -> None:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)

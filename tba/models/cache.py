@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from tba.config.tables import FsdpTable
 
 EVERYONE = -1
 """Owner of a prompt's tokens, which all responses see."""
@@ -134,29 +132,6 @@ def layers_of(model: Any) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def shard(root: nn.Module, model: Any, bf16: bool, ranks: int, settings: FsdpTable) -> None:
-    """Divide each layer of the model, and what else is in `root`, over all ranks, with FSDP2.
-
-    Gradients are added up over ranks, not averaged: the loss of a group is divided by all groups
-    of the batch on every rank.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(model.device.type, (ranks,))
-    options: dict[str, Any] = {"mesh": mesh}
-    reduced = torch.float32 if settings.reduce_dtype == "fp32" else torch.bfloat16
-    if bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduced)
-    for layer in layers_of(model):
-        fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
-    fully_shard(root, reshard_after_forward=False, **options)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply beforehand
-            module.set_gradient_divide_factor(1.0)
 
 
 def _forward(run: Callable[..., Any], index: int, layer: Any, *inputs: Any, **options: Any) -> Any:

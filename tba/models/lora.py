@@ -55,10 +55,28 @@ def load_placed(
         model = load_model(policy, dtype)
     else:
         model = load_adapted(policy, bf16, seed, dtype)
+    set_attention(model, policy, device)
+    return model.to(device)
+
+
+def load_frozen(
+    policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Load the model for log-probs alone; if it computes in bf16, linear layers are kept so."""
+    if policy.lora is not None:
+        return load_placed(policy, device, bf16, dtype)
+    model = load_model(policy, dtype)
+    if bf16:
+        round_linear(model)
+    set_attention(model, policy, device)
+    return model.to(device)
+
+
+def set_attention(model: Any, policy: PolicyTable, device: str) -> None:
+    """Choose the attention that is fastest on a device, unless the policy names one."""
     attention = "eager" if (policy.attention, device) == ("auto", "cpu") else policy.attention
     if attention != "auto":
         model.set_attn_implementation(attention)
-    return model.to(device)
 
 
 def load_adapted(
@@ -169,7 +187,7 @@ def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> Non
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an adapter by their names in a model."""
-    return {_own_name(name): tensor for name, tensor in load_file(folder / ADAPTER).items()}
+    return {own_name(name): tensor for name, tensor in load_file(folder / ADAPTER).items()}
 
 
 def merged(policy: PolicyTable, folder: Path) -> Any:
@@ -259,13 +277,23 @@ def _linear(model: Any) -> dict[str, nn.Module]:
     return {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
 
 
+def round_linear(model: Any) -> None:
+    """Store the linear layers in bf16, for use under autocast, which would convert them each time.
+
+    Results are the same bit for bit. A head that is tied to the embeddings stays as it is.
+    """
+    embeddings = model.get_input_embeddings().weight
+    for module in _linear(model).values():
+        if module.weight is not embeddings:
+            module.to(torch.bfloat16)
+
+
 def _round_frozen(model: Any) -> None:
     """Store the linear layers in bf16, and with them the LM head, apart from the embeddings."""
     head = model.get_output_embeddings()
     if not head.weight.requires_grad:  # it may be tied to the embeddings
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    for module in _linear(model).values():
-        module.to(torch.bfloat16)
+    round_linear(model)
     for layer in _layers(model):
         layer.cast_input_dtype_enabled = False  # PEFT's conversion, which autocast would undo
 
@@ -293,7 +321,7 @@ def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
         model.get_parameter(frozen).copy_(tensor)
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
     """Return the name in a model of a tensor in PEFT's file."""
     name = name.removeprefix(PREFIX)
     if ".lora_" not in name:

@@ -169,12 +169,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
 
 def _check_sizes(path: str, named: str) -> None:
     """Raise ValueError for a file that takes too long to parse, in a folder or the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(path)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(path, "config.json")
-        folder = Path(cached).parent if isinstance(cached, str) else Path(path)
+    folder = folder_of(path)
     for pattern, limit in LARGEST.items():
         for file in folder.glob(pattern):
             if file.is_file() and file.stat().st_size > limit:
@@ -182,6 +177,17 @@ def _check_sizes(path: str, named: str) -> None:
                     f"{named}: its {file.name} has {size(file.stat().st_size)}, and the limit is"
                     f" {size(limit)}; download the model again, or give another one"
                 )
+
+
+def folder_of(path: str) -> Path:
+    """Return the folder of a model, which may be in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else Path(path)
+    return folder
 
 
 @contextmanager
@@ -349,7 +355,9 @@ def _is_causal(config: Any) -> bool:
     return not (encoder or recurrent or stateful or larger)
 
 
-def load_model(policy: PolicyTable, dtype: Any, quantised: Any = None) -> Any:
+def load_model(
+    policy: PolicyTable, dtype: Any, quantised: Any = None, device: str | None = None
+) -> Any:
     """Load the causal LM in `dtype`, without dropout, which would change the log-probs.
 
     Its linear layers are `quantised` by these settings of transformers, if any.
@@ -358,7 +366,7 @@ def load_model(policy: PolicyTable, dtype: Any, quantised: Any = None) -> Any:
 
     remote_code = policy.trust_remote_code
     given = policy.model, "policy.model", remote_code
-    return load_weighted(AutoModelForCausalLM, dtype, *given, quantised=quantised)
+    return load_weighted(AutoModelForCausalLM, dtype, *given, device, quantised)
 
 
 def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> None:

@@ -154,7 +154,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the current save. RuntimeError if it failed, TimeoutError if it is late.
 
-        TrainerLost if the rank that wrote it is lost.
+        TrainerLost if a rank that writes has died.
         """
         if self._thread is None:
             return

@@ -22,7 +22,7 @@ from torch import Tensor
 from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.engines import Engine, engine_in_bf16
-from tba.learn.state import MODEL, read_model
+from tba.learn.state import MODEL, stored_model
 from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.buffer import ReplayBuffer
@@ -40,7 +40,7 @@ from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
 from tba.search.session import Session
 from tba.types import Sampling
-from tba.weights import Weights, as_array, read_weights
+from tba.weights import Direct, Weights, published, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -120,7 +120,7 @@ def evaluate_run(
         parts = _checked(config, completions)
         if generation is not None:
             model = str(generation / MODEL)
-            tensors = read_model(generation)
+            tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
             version = step_of(generation)
             changed = read_weights(generation / REFERENCE)
     scores = _evaluate(parts, completions, tensors, version, changed)
@@ -170,8 +170,8 @@ def _evaluate(
     with closing(parts.search_setup().build(device, bf16)) as searcher:
         if tensors is not None:
             rounded = engine_in_bf16(parts.config.engine, bf16)
-            arrays = {name: as_array(tensor.detach(), rounded) for name, tensor in tensors.items()}
-            searcher.engine.load_weights(Weights(version, arrays))
+            sent = Direct().send(version, published(tensors, rounded), None)
+            searcher.engine.load_weights(sent.parcel)
         if reference is not None:
             searcher.reference.load_weights(reference)
         return evaluate_held_out(searcher, write).scores

@@ -43,6 +43,7 @@ from tba.tasks._memory import Functions, build_task, named_task, to_send
 from tba.tasks._rendering import Rendering, with_chat
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
+from tba.weights import Transport
 
 DUPLICATES = 0.01
 """Largest share of the training prompts that may be held out as well."""
@@ -118,9 +119,11 @@ class RunSetup:
             checks_reference=is_new and not apart,
         )
 
-    def trainer(self, device: str, is_new: bool = False) -> SingleTrainer:
+    def trainer(
+        self, device: str, is_new: bool = False, transport: Transport | None = None
+    ) -> SingleTrainer:
         """Load the model and return its trainer in this process."""
-        return self.trainer_setup(is_new).build(device)
+        return self.trainer_setup(is_new).build(device, transport=transport)
 
     def search_setup(self) -> SearchSetup:
         c = self.config

@@ -10,7 +10,7 @@ from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
 from tba.types import Group
-from tba.weights import Weights
+from tba.weights import Sent
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Searchers(Protocol):
         They are copied before this returns; the rest may happen in the background.
         """
 
-    def reset_reference(self, weights: Weights) -> None:
+    def reset_reference(self, sent: Sent) -> None:
         """Make these weights the reference of the searches that begin from now on.
 
         Outside of lockstep, searchers that are slow may get it later.

@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
+from torch import Tensor
 
 from tba.child import MARK, Child, clean_up
 from tba.config.runtime import RuntimeTable
@@ -38,7 +39,10 @@ from tba.runtime import placement
 from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.weights import Sent, Weights
+from tba.weights import Probe, Sent, Weights, as_view
+
+BUCKET = 2**30
+"""Bytes of an object that holds a part of the weights, unless a tensor alone has more."""
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +62,49 @@ REACHED = 1.0
 """Seconds in which a machine of the cluster must accept a connection, or it is lost."""
 
 
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """Weights in Ray's object store: references to parts of their arrays, by name."""
+
+    references: list[Any]
+    probe: Probe | None
+
+
 @dataclass(frozen=True)
 class ObjectStore:
     """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
 
     deadline: float  # seconds that weights may take to arrive
+    put: Callable[[Any], Any] = ray.put
 
-    def send(self, weights: Weights) -> Sent:
-        # inside a tuple Ray passes the reference on; alone it would fetch the weights first
-        return Sent(weights.version, (ray.put(weights),))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, (self.deadline,)  # `put` belongs to this process
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
+    ) -> Sent:
+        references = []
+        bucket: dict[str, np.ndarray] = {}
+        held = nbytes = 0
+        for name, tensor in tensors:
+            array = as_view(tensor)
+            if bucket and held + array.nbytes > BUCKET:
+                references.append(self.put(bucket))
+                bucket = {}
+                held = 0
+            bucket[name] = array
+            held += array.nbytes
+            nbytes += array.nbytes
+        references.append(self.put(bucket))
+        return Sent(version, Buckets(references, probe), nbytes)
 
     def receive(self, sent: Sent) -> Weights:
-        (reference,) = sent.parcel
+        buckets: Buckets = sent.parcel
+        arrays: dict[str, np.ndarray] = {}
         try:
-            return ray.get(reference, timeout=self.deadline)
+            for bucket in ray.get(buckets.references, timeout=self.deadline):
+                arrays |= bucket
+            return Weights(sent.version, arrays, buckets.probe)
         except (GetTimeoutError, ObjectLostError) as error:  # only this searcher is restarted
             raise EngineError(
                 f"the weights of version {sent.version} did not arrive ({type(error).__name__});"
@@ -273,11 +306,11 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     check_room([sum(free.values()) - reserved])
     own, searching = placement.places_on_one_machine(settings)
     on_linux = sys.platform == "linux"
-    transport = SharedMemory() if on_linux else ObjectStore(settings.task_deadline)
+    transport = SharedMemory() if on_linux else _object_store(settings, connection)
     if settings.address is not None:  # their cores are unknown
         own = replace(own, cores=())
         searching = [Place("cuda:0" if kind == "GPU" else "cpu")] * settings.most_searchers
-        transport = ObjectStore(settings.task_deadline)
+        transport = _object_store(settings, connection)
     cluster = Cluster(connection, transport, here, own)
     needed = reserved + least * needs[kind]
     try:
@@ -303,6 +336,13 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
         request([place], needs)[0] if in_groups else Slot(place, needs) for place in searching
     ]
     return cluster
+
+
+def _object_store(settings: RuntimeTable, connection: Connection) -> ObjectStore:
+    """Return the transport of the train loop's process, in which a call to Ray may never return."""
+    seconds = settings.task_deadline
+    put = partial(connection.calls.within, seconds, "take weights", ray.put)
+    return ObjectStore(seconds, put)
 
 
 def _wait_until_free(kind: str, needed: float, until: float) -> None:

@@ -13,7 +13,7 @@ from tba.search.result import Evaluation, RejectionMonitor
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Group
-from tba.weights import Weights
+from tba.weights import Sent, Weights
 
 
 class LocalSearchers:
@@ -38,7 +38,7 @@ class LocalSearchers:
         if state.weights is not None:
             self._load(state.weights)
         if self._reference is not None:
-            self.reset_reference(self._reference)
+            self._searcher.reference.load_weights(self._reference)
 
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.gather_deadline(at_least)
@@ -74,10 +74,10 @@ class LocalSearchers:
 
     def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()
-        weights = trainer.copy(version)()
-        self.stats.counts["sync/bytes"] += weights.nbytes
+        sent = trainer.send(version)
+        self.stats.counts["sync/bytes"] += sent.nbytes
         self.stats.publish_seconds += time.perf_counter() - started
-        self._load(weights)
+        self._load(sent.parcel)
         self.stats.latest["sync/adopted"] = time.perf_counter() - started
 
     def _load(self, weights: Weights) -> None:
@@ -86,9 +86,9 @@ class LocalSearchers:
         self.stats.measured(self._awake().load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
-    def reset_reference(self, weights: Weights) -> None:
-        self._reference = weights  # first: a checkpoint keeps it, also if loading it fails
-        self._awake().reference.load_weights(weights)  # the engine may lend its model
+    def reset_reference(self, sent: Sent) -> None:
+        self._reference = sent.parcel  # first: a checkpoint keeps it, also if loading it fails
+        self._awake().reference.load_weights(sent.parcel)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
         evaluation = evaluate_held_out(self._awake(), tell=self._job.tell)

@@ -3,29 +3,34 @@
 import fcntl
 import mmap
 import os
-import pickle
-import weakref
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tba.weights import Sent, Weights
+import numpy as np
+from torch import Tensor
+
+from tba.weights import Probe, Sent, Weights, as_view
 
 ALIGNED = 64
 """Bytes: torch aligns its tensors so."""
 
+KEPT = 2
+"""Most files that a sender keeps open: the one that is used, and one to write to."""
+
 
 class _File:
-    """Nameless file in memory. The kernel frees it when it is closed and nobody maps it."""
+    """Nameless file in memory. The kernel frees it when no process has it open or maps it."""
 
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("weights")
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
 
     def __del__(self) -> None:
         os.close(self.descriptor)
 
     def unused(self) -> bool:
-        """Return whether no process maps it; see `_mapped`."""
+        """Return whether nobody has opened it to read it; see `_opened`."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -33,8 +38,9 @@ class _File:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         return True
 
-    def write(self, view: memoryview, at: int) -> int:
-        """Write a buffer at this place, and return where it ends."""
+    def write(self, array: np.ndarray, at: int) -> int:
+        """Write an array at this place, and return where it ends."""
+        view = array.reshape(-1).view(np.uint8).data
         while view:
             written = os.pwrite(self.descriptor, view, at)  # at most 2 GB
             view = view[written:]
@@ -42,79 +48,91 @@ class _File:
         return at
 
 
+@dataclass(frozen=True)
+class _Array:
+    """Place of an array in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+
+
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """Weights in a nameless file in memory. Unpickling it maps the file of the sender's process.
+    """Weights in a nameless file in memory, which this process has opened, and maps.
 
-    The kernel frees the memory when the sender has closed the file and nobody maps it any more,
-    also after a kill.
+    Unpickling it opens the file again, in the process that has pickled it. The kernel frees the
+    memory when nobody has the file open or maps it any more, also after a kill.
     """
 
-    process: int
-    file: int
-    head: bytes  # a pickle, whose buffers are in the file
-    places: tuple[tuple[int, int], ...]  # first and last byte of each buffer
-    memory: memoryview | None = None
+    file: _File
+    memory: memoryview
+    arrays: tuple[_Array, ...]
+    probe: Probe | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mapped, (self.process, self.file, self.head, self.places)
+        return _opened, (os.getpid(), self.file.descriptor, self.arrays, self.probe)
 
 
-def _mapped(process: int, file: int, head: bytes, places: tuple[tuple[int, int], ...]) -> Mapped:
-    with Path(f"/proc/{process}/fd/{file}").open("rb") as opened:
-        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the memory is no longer mapped
-        memory = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    return Mapped(process, file, head, places, memory)
+def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | None) -> Mapped:
+    opened = _File(os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY))
+    # until it is neither open nor mapped
+    fcntl.flock(opened.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    memory = memoryview(mmap.mmap(opened.descriptor, 0, access=mmap.ACCESS_READ))
+    return Mapped(opened, memory, arrays, probe)
 
 
 class SharedMemory:
     """Transport on Linux, between processes of one user on one machine.
 
     Not Ray's object store: when that dies, it ends every process that uses it, and the trainer
-    must be able to save. What was sent stays for as long as its `Sent` exists in the trainer. One
-    file that is no longer needed is kept, and written again as soon as no searcher maps it: fresh
-    memory takes longer than writing to it.
+    must be able to save. A rank that sends hands its file on: the train loop opens it, and
+    searchers open that of the train loop. A file that nobody uses is written again: fresh memory
+    takes longer than writing to it.
     """
 
     def __init__(self) -> None:
-        self._spare: list[_File] = []
+        self._files: list[_File] = []
+        self._choosing = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedMemory, ()
 
-    def send(self, weights: Weights) -> Sent:
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(weights, protocol=5, buffer_callback=buffers.append)
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
+    ) -> Sent:
         file = self._file()
         end = ALIGNED  # an empty file cannot be mapped
-        places = []
-        for buffer in buffers:
+        nbytes = 0
+        arrays = []
+        for name, tensor in tensors:
+            array = as_view(tensor)
             first = -(-end // ALIGNED) * ALIGNED
-            end = file.write(buffer.raw(), first)
-            places.append((first, end))
-        os.ftruncate(file.descriptor, end)  # what was there before may have been longer
-        sent = Sent(weights.version, Mapped(os.getpid(), file.descriptor, head, tuple(places)))
-        weakref.finalize(sent, _keep, self._spare, file)
-        return sent
+            end = file.write(array, first)
+            nbytes += array.nbytes
+            arrays.append(_Array(name, array.dtype.str, array.shape, first))
+        os.ftruncate(file.descriptor, max(end, ALIGNED))  # what was there may have been longer
+        mapped = _opened(os.getpid(), file.descriptor, tuple(arrays), probe)
+        with self._choosing:
+            self._files = [*self._files, file][-KEPT:]
+        return Sent(version, mapped, nbytes)
 
     def receive(self, sent: Sent) -> Weights:
         mapped: Mapped = sent.parcel
-        assert mapped.memory is not None  # it came from another process
-        memory = mapped.memory
-        buffers = [memory[first:last] for first, last in mapped.places]
-        return pickle.loads(mapped.head, buffers=buffers)
+        arrays = {
+            a.name: np.ndarray(a.shape, a.dtype, mapped.memory, a.first) for a in mapped.arrays
+        }
+        return Weights(sent.version, arrays, mapped.probe)
 
     def close(self) -> None:
-        self._spare.clear()
+        self._files.clear()
 
     def _file(self) -> _File:
-        try:
-            spare = self._spare.pop()
-        except IndexError:
-            return _File()
-        return spare if spare.unused() else _File()
-
-
-def _keep(spare: list[_File], file: _File) -> None:
-    if not spare:  # otherwise it is closed
-        spare.append(file)
+        """Return a file that nobody uses; it is no other thread's, either."""
+        with self._choosing:
+            for file in self._files:
+                if file.unused():
+                    self._files.remove(file)
+                    return file
+        return _File(os.memfd_create("weights"))

@@ -4,9 +4,9 @@
     ShardedTrainer
       step                    plan.slots: what each rank runs, and when
         _call("step")   -->     SingleTrainer.run: layers are gathered, gradients are added up
-      copy              -->     SingleTrainer.gathered: rank 0 returns the whole weights
-      save              -->     state.save: rank 0 puts tensors together and writes them
-      load              -->     state.load: each rank takes its part
+      send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
+      save              -->     state.save: each rank writes some of the tensors, whole
+      load              -->     state.load: each rank reads its part of each tensor
 
 A rank that dies, raises or is late ends all ranks, because the others would wait for it. The run
 then goes on from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
-from torch import distributed
+from torch import Tensor, distributed
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
@@ -35,7 +35,7 @@ from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place, reuse_memory
 from tba.types import Batch
-from tba.weights import Weights
+from tba.weights import Direct, Probe, Sent, Transport
 
 Errors = tuple[type[Exception], ...]
 """Types of errors of a rank that are no loss of it: they are raised as they are."""
@@ -54,7 +54,6 @@ class Facts:
 
     sizes: TrainerSizes
     computes_in_bf16: bool
-    bf16_weights: bool
     share_prompt: bool
     can_pack: bool
 
@@ -72,6 +71,7 @@ class RankActor:
         self._trainer: SingleTrainer
         self._port: socket.socket
         self._write: Callable[[], None] = lambda: None
+        self._sent: Sent | None = None  # until the next one: by then the train loop has its own
 
     def open_port(self) -> tuple[str, int]:
         """Open the port at which the ranks meet: on loopback only, if Ray is there."""
@@ -79,7 +79,10 @@ class RankActor:
         host, port = self._port.getsockname()
         return host, port
 
-    def start(self, setup: TrainerSetup, host: str, port: int, deadline: float, rank: int) -> Facts:
+    def start(
+        self, setup: TrainerSetup, transport: Transport, host: str, port: int, deadline: float,
+        rank: int,
+    ) -> Facts:  # fmt: skip
         """Meet the other ranks, load the model and keep a part of each tensor."""
         check_seen(self._folders)
         cuda = self._place.device.startswith("cuda")
@@ -98,11 +101,11 @@ class RankActor:
             world_size=setup.settings.devices,
             timeout=limit,
         )
-        self._trainer = trainer = setup.build(self._place.device, rank, _gather)
+        own = transport if rank == 0 else Unsent()
+        self._trainer = trainer = setup.build(self._place.device, rank, _gather, own)
         return Facts(
             sizes=trainer.sizes,
             computes_in_bf16=trainer.computes_in_bf16,
-            bf16_weights=trainer.bf16_weights,
             share_prompt=trainer.policy.share_prompt,
             can_pack=trainer.can_pack,
         )
@@ -110,8 +113,13 @@ class RankActor:
     def step(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
         return self._trainer.run(batch, slots, step)
 
-    def gathered(self, version: int, bf16: bool) -> Weights | None:
-        return self._trainer.gathered(version, bf16)
+    def send(self, version: int) -> Sent:
+        self._sent = self._trainer.send(version)
+        return self._sent
+
+    def reference(self, version: int) -> Sent:
+        self._sent = self._trainer.reference(version)
+        return self._sent
 
     def save(self, folder: Path) -> None:
         """Copy the state; `write` writes it."""
@@ -123,6 +131,17 @@ class RankActor:
 
     def load(self, folder: Path) -> None:
         self._trainer.load(folder)
+
+
+class Unsent(Direct):
+    """Transport of a rank that takes part in gathering tensors, which the first rank sends."""
+
+    def send(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
+    ) -> Sent:
+        for _ in tensors:
+            pass
+        return Sent(version, None)
 
 
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
@@ -142,6 +161,7 @@ class ShardedTrainer:
         calls: Calls,
         start: float,
         folders: Mapping[str, str],
+        transport: Transport,
     ):
         self._settings = setup.settings
         self._calls = calls
@@ -159,7 +179,7 @@ class ShardedTrainer:
         def load() -> list[Any]:
             deadline = setup.settings.deadline
             return [
-                actor.start.remote(setup, host, port, deadline, rank)
+                actor.start.remote(setup, transport, host, port, deadline, rank)
                 for rank, actor in enumerate(self._ranks)
             ]
 
@@ -193,19 +213,25 @@ class ShardedTrainer:
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
-    def copy(self, version: int) -> Callable[[], Weights]:
-        weights = self._call("gathered", "publish", version, self._facts.bf16_weights)[0]
-        return lambda: weights
+    def send(self, version: int) -> Sent:
+        sent: Sent = self._call("send", "publish", version)[0]
+        return sent
 
-    def reference(self, version: int) -> Weights:
-        weights: Weights = self._call("gathered", "publish", version, False)[0]
-        return weights
+    def copy(self, version: int) -> Callable[[], Sent]:
+        """Send at once: ranks gather tensors together, and cannot do so beside their steps."""
+        sent = self.send(version)
+        return lambda: sent
+
+    def reference(self, version: int) -> Sent:
+        sent: Sent = self._call("reference", "send a reference", version)[0]
+        return sent
 
     def save(self, folder: Path) -> Callable[[], None]:
         self._call("save", "copy their state", folder)
 
         def begin() -> list[Any]:
-            return [self._ranks[0].write.options(concurrency_group=WRITING).remote()]
+            group = {"concurrency_group": WRITING}
+            return [actor.write.options(**group).remote() for actor in self._ranks]
 
         def write() -> None:
             # Checkpoints has the deadline; a full disk is no fault of the rank

@@ -18,8 +18,8 @@ itself is lost, the next call raises ClusterLostError; `state` and `close` work 
       Evaluations.request
                           publisher thread
     publish                 Publisher._run
-      Trainer.copy            the copy is converted, with its probe
-      Publisher.publish       _send: Transport.send, Pool.send_newest
+      Trainer.copy            the copy is converted and sent, with its probe
+      Publisher.publish       _publish: Pool.send_newest
 
 One lock, `_changed`, guards pool, stream, results and evaluations. Every call to Ray is made by
 `Calls` (deadline.py), with a deadline.
@@ -51,7 +51,7 @@ from tba.search.result import Evaluation, RejectionMonitor, SearchResult, Search
 from tba.search.searcher import LogpGapError
 from tba.streams import Use, seed_of
 from tba.types import Group
-from tba.weights import Sent, Weights
+from tba.weights import Sent, Weights, resend
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RaySearchers:
         bf16: bool,
         stopping: Callable[[], bool],
         state: SearchState,
-        newest: Weights | None,
+        newest: Sent | None,
     ):
         self._job = job
         self._settings = job.settings
@@ -88,14 +88,13 @@ class RaySearchers:
         self._searching = False  # `gather` begins it, after an evaluation that was requested
         self._closing = False
         self._failure: Exception | None = None
-        self._reference = state.reference
         self._pool = Pool(self._begin, job.settings, self._calls)
-        if newest is not None:
-            self._pool.newest = self._sent(newest)
-        if self._reference is not None:
-            self._pool.newest_reference = self._sent(self._reference)
+        self._pool.newest = newest
+        self._reference: Weights | None = None
+        if state.reference is not None:
+            self.reset_reference(resend(state.reference, self._transport))
         self._pool.fill(cluster.searchers)
-        self._publisher = Publisher(self._send, self._fail, job.settings.task_deadline)
+        self._publisher = Publisher(self._publish, self._fail, job.settings.task_deadline)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -109,11 +108,6 @@ class RaySearchers:
             self._job.setup, slot.place, self._bf16, sys.path, self._folders, receive, newest
         )
         return actor, actor.machine.options(concurrency_group=CONTROL).remote()
-
-    def _sent(self, weights: Weights) -> Sent:
-        """Make the weights available to all searchers."""
-        seconds = self._settings.task_deadline
-        return self._calls.within(seconds, "take weights", self._transport.send, weights)
 
     @property
     def stats(self) -> SearchStats:
@@ -152,15 +146,15 @@ class RaySearchers:
         if self._settings.lag is None:
             self._publisher.publish(trainer, version)
         else:  # in lockstep, the next search needs exactly these
-            self._send(trainer.copy(version)(), published=time.monotonic())
+            published = time.monotonic()
+            self._publish(trainer.send(version), published)
 
-    def _send(self, weights: Weights, published: float) -> None:
-        """Send weights that were published at this time to all searchers that accept them now."""
-        sent = self._sent(weights)
+    def _publish(self, sent: Sent, published: float) -> None:
+        """Give weights that were published at this time to all searchers that accept them now."""
         with self._changed:
             self._pool.newest = sent
             self._pool.published = published
-            self._stats.counts["sync/bytes"] += weights.nbytes
+            self._stats.counts["sync/bytes"] += sent.nbytes
             self._stats.publish_seconds += time.monotonic() - published
             self._pool.send_newest()
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
@@ -176,11 +170,11 @@ class RaySearchers:
         if self._failure is not None:
             raise self._failure
 
-    def reset_reference(self, weights: Weights) -> None:
+    def reset_reference(self, sent: Sent) -> None:
+        # a checkpoint keeps it, also when Ray is lost
+        weights = self._calls("return the reference", self._transport.receive, sent)
         with self._changed:
-            self._reference = weights  # first: a checkpoint keeps it, also if sending it fails
-        sent = self._sent(weights)
-        with self._changed:
+            self._reference = weights
             self._pool.newest_reference = sent
 
     def evaluate(self, step: int) -> int:
@@ -366,21 +360,21 @@ class RaySearchers:
 class Publisher:
     """Thread that sends the newest weights. A newer publication replaces one that is waiting.
 
-    At most two copies of the weights exist: the one that is being sent, and the next. `send` gets
-    the weights and the time at which they were published; their arrays are only valid inside of it.
-    `fail` gets an error of the thread, after which nothing is published.
+    At most two copies of the weights exist: the one that is being sent, and the next. `publish`
+    gets what was sent, and the time at which it was published. `fail` gets an error of the thread,
+    after which nothing is published.
     """
 
     def __init__(
         self,
-        send: Callable[[Weights, float], None],
+        publish: Callable[[Sent, float], None],
         fail: Callable[[Exception], None],
         deadline: float,
     ):
-        self._send = send
+        self._publish = publish
         self._fail = fail
         self._deadline = deadline
-        self._waiting: Queue[tuple[Callable[[], Weights], float] | None] = Queue()  # at most one
+        self._waiting: Queue[tuple[Callable[[], Sent], float] | None] = Queue()  # at most one
         self._sending_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -422,7 +416,7 @@ class Publisher:
             self._sending_since = time.monotonic()
             try:
                 with search_errors("the weights could not be published"):
-                    self._send(copy(), published)
+                    self._publish(copy(), published)
             except Exception as error:  # the train loop raises it when it next waits or publishes
                 self._fail(error)
             del copy, publication  # first: their memory is free for a new copy

@@ -16,7 +16,7 @@ from tba.config.plugins import resolve
 from tba.config.runtime import RuntimeTable
 from tba.engines import Engine, SearchError, logp_gap_limit
 from tba.learn.policy import Policy
-from tba.models.lora import load_placed
+from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
@@ -162,7 +162,7 @@ class SearchSetup:
         budget = self.token_budget
         kind = Reference if self.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
-        model = load_placed(self.policy, device, bf16, dtype)
+        model = load_frozen(self.policy, device, bf16, dtype)
         return kind(Policy(model, temperature, bf16), budget)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import pack
 
 from tba.assemble import run
 from tba.config.schema import Config, load
@@ -34,7 +35,7 @@ from tba.models.pretrained import load_model, load_text
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.types import Completion, Sampling, collate_tokens
-from tba.weights import Probe, Weights, pack, trained
+from tba.weights import Probe, Weights, trained
 
 installed = pytest.mark.skipif(
     find_spec("vllm") is None,

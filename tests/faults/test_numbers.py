@@ -127,7 +127,7 @@ def in_published_weights(wrong: float, model: Path, batch: Batch, case: Case) ->
     parts = check(config(model, Path("nowhere"), "eval.prompts=0"))
     t, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
     t.step(batch, 0)
-    sound = t.copy(version=1)()
+    sound = t.send(version=1).parcel
     name = case.pick([n for n, a in sound.arrays.items() if "norm" in n])
     arrays = {n: np.array(a) for n, a in sound.arrays.items()}
     arrays[name].flat[int(case.rng.integers(arrays[name].size))] = wrong
@@ -214,10 +214,10 @@ def test_torn_weights_are_refused_or_show_in_the_gap(
     tear = TORN[case.index % len(TORN)]
     parts = check(config(tiny_model, Path("nowhere"), "eval.prompts=0", "engine.max_logp_gap=1e-4"))
     t, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
-    old = t.copy(version=0)()
+    old = t.send(version=0).parcel
     for step in range(5 + case.index // len(TORN)):
         t.step(batch, step)
-    sound = t.copy(version=5)()
+    sound = t.send(version=5).parcel
     gap = searcher.load_weights(sound)
     assert gap is not None and gap < 1e-5
     before = [p.detach().clone() for p in searcher.engine.model.parameters()]

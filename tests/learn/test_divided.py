@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import trainer
+from build import make, trainer
 from pair import (
     STILL,
     Pair,
+    beginning,
     divided_gradients,
     gradients,
     loaded_by_three,
@@ -20,8 +21,9 @@ from pair import (
     state_of,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from tba.learn import plan
+from tba.learn import plan, state
 from tba.prompt import Prompt
 from tba.types import Batch, Group, Trajectory, collate
 
@@ -126,42 +128,92 @@ def test_gradients_are_those_of_one_process(
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.rglob("*.safetensors"))
-    return {f"{file.name}/{n}": tensor for file in files for n, tensor in load_file(file).items()}
-
-
-@pytest.mark.parametrize("setting", ["objective=tb", "objective=ppo", "policy.lora.r=4"])
-def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
-    setting: str, tiny_model: Path, pair: Pair, tmp_path: Path
+@pytest.mark.parametrize("kind", ["tied", "llama", "gpt2", "gpt_neox"])
+def test_ranks_begin_with_the_model_in_its_files(
+    kind: str, make_model: Callable[..., Path], pair: Pair
 ) -> None:
-    """One process saves, two load and save, one and three load that: every tensor is equal."""
+    """They read their part of each tensor, and compute what files do not have."""
+    model = make_model()
+    if kind != "tied":
+        make(kind).save_pretrained(model)
+    policy = trainer(model, STILL, "objective=ppo").policy
+    expected = dict([*policy.named_parameters(), *policy.named_buffers()])
+    for found in pair(beginning, model, ("objective=ppo",)):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, in whatever files they are, but for a random state."""
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.rglob("*.safetensors"):
+        kind = file.name.split("-")[0].split(".")[0]
+        own = {f"{kind}/{name}": tensor for name, tensor in load_file(file).items()}
+        assert not found.keys() & own.keys()
+        found |= own
+    del found["optimizer/torch_rng"]
+    return found
+
+
+def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    found = tensors(folder)
+    equal = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return found.keys() == expected.keys() and equal
+
+
+@pytest.mark.parametrize(
+    ("setting", "tied"),
+    [
+        ("objective=tb", True),
+        ("objective=tb", False),
+        ("objective=ppo", True),
+        ("policy.lora.r=4", True),
+    ],
+)
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
+    setting: str, tied: bool, make_model: Callable[..., Path], pair: Pair, tmp_path: Path
+) -> None:
+    """One process saves, two load and save, two again, one and three: every tensor is equal."""
     if setting == "policy.lora.r=4":
         pytest.importorskip("peft")
-    folders = [tmp_path / name for name in ("one", "two", "again")]
+    model = make_model(tied=tied)
+    folders = [tmp_path / name for name in ("one", "two", "two_again", "again")]
     for folder in folders:
         folder.mkdir()
-    one, two, again = folders
-    first = trainer(tiny_model, setting)
+    one, two, two_again, again = folders
+    first = trainer(model, setting)
     batch = random_batch(1, 3, 4, 6)
     for step in range(2):
         first.step(batch, step)
     first.save(one)()
-    pair(saved_again, tiny_model, (setting,), one, two)
-    last = trainer(tiny_model, setting)
-    last.load(two)
+    pair(saved_again, model, (setting,), one, two)
+    pair(saved_again, model, (setting,), two, two_again)
+    last = trainer(model, setting)
+    last.load(two_again)
     last.save(again)()
     expected = tensors(one)
     assert any("exp_avg" in name for name in expected)
-    for folder in (two, again):
-        found = tensors(folder)
-        del found["optimizer.safetensors/torch_rng"]
-        assert found.keys() == expected.keys() - {"optimizer.safetensors/torch_rng"}
-        for name, tensor in found.items():
-            assert torch.equal(tensor, expected[name]), name
-    by_three = loaded_by_three(tiny_model, (setting,), two)
-    state = state_of(last)
-    assert by_three.keys() == state.keys()
-    assert all(torch.equal(by_three[name], tensor) for name, tensor in state.items())
+    assert all(same(folder, expected) for folder in folders)
+    by_three = loaded_by_three(model, (setting,), two)
+    loaded = state_of(last)
+    assert by_three.keys() == loaded.keys()
+    assert all(torch.equal(by_three[name], tensor) for name, tensor in loaded.items())
     one_more = [first.step(batch, 2), last.step(batch, 2)]
     assert one_more[0]["loss"] == one_more[1]["loss"]
+    assert not [p for p in two.rglob("*") if p.name.startswith(".")]
+    if setting != "policy.lora.r=4":
+        models = [AutoModelForCausalLM.from_pretrained(f / "model") for f in (one, two)]
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+        sizes = [file.stat().st_size for file in sorted((two / "model").glob("*.safetensors"))]
+        assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes)
+
+
+def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes() -> None:
+    sizes = {"a": 6, "b": 4, "c": 1, "d": 2, "e": 9}
+    parts = [state.Part(rank, 2) for rank in range(2)]
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    taken = [part.take(tensors) for part in parts]
+    assert taken[0][1] == taken[1][1] == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 0}
+    assert [[*own] for own, _ in taken] == [["a", "e"], ["b", "c", "d"]]

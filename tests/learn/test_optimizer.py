@@ -60,7 +60,7 @@ def test_bf16_loses_changes_below_half_its_distance_to_the_next_number(
 def test_searchers_of_a_trainer_in_bf16_compute_and_receive_bf16(batch: Batch) -> None:
     own = trainer(BUNDLED, "trainer.weights=bf16")
     assert own.computes_in_bf16
-    assert own.copy(1)().nbytes == own.sizes.trained_bytes == own.sizes.published_bytes
+    assert own.send(1).nbytes == own.sizes.trained_bytes == own.sizes.published_bytes
 
 
 def test_a_head_is_trained_in_fp32_beside_weights_in_bf16(batch: Batch) -> None:

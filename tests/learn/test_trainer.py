@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import parameters, trainer
+from build import pack, parameters, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tba.learn.policy
@@ -25,7 +25,7 @@ from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.setup import check
 from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
-from tba.weights import as_tensor, load_weights, pack
+from tba.weights import as_tensor, load_weights
 
 
 @pytest.mark.parametrize("budget", [9, 40, 1000])
@@ -269,19 +269,19 @@ def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> Non
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)
-    weights = t.copy(version=5)()
+    weights = t.send(version=5).parcel
     assert weights.probe is not None
     stale = replace(weights, arrays=pack(engine.model, 0, False).arrays)
     assert engine.load_weights(stale) > 1e-2
     t.bf16_weights = bf16
-    gap = engine.load_weights(t.copy(version=5)())
+    gap = engine.load_weights(t.send(version=5).parcel)
     assert gap < (0.05 if bf16 else 1e-5)
     assert engine.version == 5
 
 
 def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
     t = trainer(tiny_model)
-    weights = t.copy(version=1)()
+    weights = t.send(version=1).parcel
     before = parameters(t)
     first = next(iter(weights.arrays))
     broken = {n: (a + 1 if n == first else a[..., :-1]) for n, a in weights.arrays.items()}
@@ -311,13 +311,13 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_are_copied_once_on_each_side(tiny_model: Path, bf16: bool) -> None:
+def test_weights_are_converted_and_loaded_once(tiny_model: Path, bf16: bool) -> None:
     """Arrays from another process are read-only views of shared memory."""
     model = trainer(tiny_model).policy.model
     parameters = dict(model.named_parameters())
     with Copies() as packing:
         weights = pack(model, 1, bf16)
-    assert packing.count == len(parameters)
+    assert packing.count == bf16 * len(parameters)  # a transport copies them, too
     assert weights.nbytes == sum(p.numel() for p in parameters.values()) * (2 if bf16 else 4)
     for name, array in weights.arrays.items():
         array.flags.writeable = False

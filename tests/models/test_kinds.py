@@ -265,7 +265,7 @@ def test_rotary_embeddings_that_change_within_a_run_are_refused(
 
 
 def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model: Any) -> None:
-    first = toy_run(str(make_model(context=128)), 100).trainer("cpu").copy(version=0)().probe
+    first = toy_run(str(make_model(context=128)), 100).trainer("cpu").send(version=0).parcel.probe
     assert first is not None and len(first.prompt_tokens) + len(first.tokens) == 6 + 100
 
 

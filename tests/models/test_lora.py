@@ -74,7 +74,7 @@ def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path
     sizes = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "o_proj": 128}
     sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64 + 128)
     count = 2 * RANK * sum(sizes.values())  # two layers; an adapter has r (in + out) numbers
-    arrays = trainer.copy(version=2)().arrays
+    arrays = trainer.send(version=2).parcel.arrays
     assert sum(array.nbytes for array in arrays.values()) == 4 * count
     optimized = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert sum(p.numel() for p in optimized) == count
@@ -154,7 +154,7 @@ def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> 
     assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
     moved = trainer.policy.logp(batch).detach()
     assert (moved - batch.ref_logp).abs().max() > 0.1
-    newest = trainer.copy(version=2)()
+    newest = trainer.send(version=2).parcel
     stale = replace(newest, arrays={name: 0 * array for name, array in newest.arrays.items()})
     gaps = [searcher.engine.load_weights(weights) for weights in (stale, newest)]
     assert gaps[0] is not None and gaps[0] > 0.1
@@ -175,7 +175,7 @@ def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> 
 def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> None:
     """Generation, reference and updates in three threads give what each gives alone."""
     trainer, searcher, _ = stepped(toy_model, tmp_path)
-    weights = trainer.copy(version=2)()
+    weights = trainer.send(version=2).parcel
     searcher.engine.load_weights(weights)
     prompts = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 2])]
     responses = [completed([2, 3], [4, 1])] * 3
@@ -287,7 +287,7 @@ def test_an_adapter_to_start_from_is_the_reference(
         trainer.policy.logp(batch).detach(), batch.ref_logp, atol=1e-5, rtol=0
     )
     torch.testing.assert_close(batch.behavior_logp, batch.ref_logp, atol=1e-5, rtol=0)
-    weights = trainer.copy(version=1)()
+    weights = trainer.send(version=1).parcel
     moved = {name: array + np.float32(0.1) for name, array in weights.arrays.items()}
     searcher.engine.load_weights(replace(weights, arrays=moved))
     again = searcher.search([g.prompt for g in groups], seed=0).groups
@@ -382,7 +382,7 @@ def test_modules_trained_whole_are_published_and_not_in_the_reference(
     trainer, _, batch = stepped(toy_model, tmp_path, *WHOLE, autocast)
     setup = check(small(toy_model, tmp_path, *WHOLE, autocast)).search_setup()
     searcher = setup.build("cpu", bf16)
-    weights = trainer.copy(version=2)()
+    weights = trainer.send(version=2).parcel
     whole = {n for n in weights.arrays if ".lora_" not in n}
     assert {"lm_head", "model.embed_tokens", "model.norm"} <= {n.split(".mod")[0] for n in whole}
     base = load_model(PolicyTable(model=str(toy_model)), torch.float32)

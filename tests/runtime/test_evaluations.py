@@ -117,7 +117,7 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
     parts: RunSetup, searchers: list[Searcher]
 ) -> None:
     trainer = parts.trainer("cpu")
-    searchers[1].reference.load_weights(trainer.copy(version=3)())
+    searchers[1].reference.load_weights(trainer.send(version=3).parcel)
     evaluations = Evaluations(parts.search_setup())
     evaluations.request(Sent(7, None), 7)
     while piece := evaluations.take():

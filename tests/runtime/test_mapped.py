@@ -11,7 +11,7 @@ import pytest
 from build import copies
 
 from tba.runtime.memory import SharedMemory
-from tba.weights import Probe, Sent, Weights
+from tba.weights import Probe, Sent, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
@@ -27,14 +27,15 @@ def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
     }
     probe = Probe(np.arange(5, dtype=np.int32), np.arange(2, dtype=np.int32), rng.random(2), 0.7)
     transport = SharedMemory()
-    sent = transport.send(Weights(3, arrays, probe))
+    sent = resend(Weights(3, arrays, probe), transport)
     assert (sent.version, copies()) == (3, 1)
-    file = sent.parcel.file
+    file = sent.parcel.file.descriptor
     arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
     del sent
     transport.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)  # its memory is mapped
+        os.fstat(file)
+    arrived = pickle.loads(pickle.dumps(arrived))  # a receiver hands it on, as a sender
     weights = receiver.receive(arrived)
     del arrived
     assert weights.version == 3 and weights.arrays.keys() == arrays.keys()
@@ -48,7 +49,8 @@ def test_a_file_is_written_again_once_no_receiver_uses_it() -> None:
     transport = SharedMemory()
 
     def send(version: int, size: int) -> Sent:
-        return transport.send(Weights(version, {"parameter": np.full(size, version, np.int32)}))
+        weights = Weights(version, {"parameter": np.full(size, version, np.float32)})
+        return resend(weights, transport)
 
     first = send(1, 900)
     mapped = pickle.loads(pickle.dumps(first))
@@ -56,15 +58,16 @@ def test_a_file_is_written_again_once_no_receiver_uses_it() -> None:
     second = send(2, 900)
     np.testing.assert_array_equal(transport.receive(mapped).arrays["parameter"], np.full(900, 1))
     del mapped
-    assert copies() == 1
-    file = second.parcel.file
-    del second
+    assert copies() == 2  # the second's, and one to write to
+    file = os.fstat(second.parcel.file.descriptor).st_ino
     third = send(3, 7)
-    assert (third.parcel.file, copies()) == (file, 1)
+    del second
+    fourth = send(4, 7)
+    assert (os.fstat(fourth.parcel.file.descriptor).st_ino, copies()) == (file, 2)
     arrived = transport.receive(pickle.loads(pickle.dumps(third)))
     np.testing.assert_array_equal(arrived.arrays["parameter"], np.full(7, 3))
 
 
 def test_nothing_is_sent_without_parameters() -> None:
-    sent = SharedMemory().send(Weights(1, {}))
+    sent = SharedMemory().send(1, [], None)
     assert dict(SharedMemory().receive(pickle.loads(pickle.dumps(sent))).arrays) == {}

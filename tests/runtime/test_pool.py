@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from exact import toy_config
 from suite import until
 
@@ -36,7 +37,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
-from tba.runtime.cluster import ObjectStore, Slot  # noqa: E402
+from tba.runtime.cluster import Buckets, ObjectStore, Slot  # noqa: E402
 from tba.runtime.pool import LOOK, PUBLISHED, Handle, Pool  # noqa: E402
 
 SECONDS = 20.0
@@ -406,7 +407,7 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
     def received(ref: Call) -> SearchResult:
         if next(numbers) == 0:
             try:
-                ObjectStore(2.5).receive(Sent(3, (None,)))
+                ObjectStore(2.5).receive(Sent(3, Buckets([], None)))
             except Exception as in_searcher:
                 raise raised(in_searcher) from None
         return found(ref)
@@ -415,20 +416,37 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
     assert len(searchers.gather(3)) >= 3
     assert searchers.stats.counts["searchers/restarts"] == 1
     with pytest.raises(EngineError, match=r"version 3 did not arrive .*task_deadline = 2\.5 s"):
-        ObjectStore(2.5).receive(Sent(3, (None,)))
+        ObjectStore(2.5).receive(Sent(3, Buckets([], None)))
 
 
-def test_a_reference_that_could_not_be_sent_is_in_the_checkpoint(
-    opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: SharedMemory, weights: Weights) -> Sent:
-        raise OSError("no memory")
+def test_large_weights_are_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is put as soon as the next tensor would not fit."""
+    stored: list[dict[str, np.ndarray]] = []
 
-    searchers, weights = opens(one_ends, found), Weights(3, {})
-    monkeypatch.setattr(SharedMemory, "send", full)
-    with pytest.raises(OSError, match="no memory"):
-        searchers.reset_reference(weights)
-    assert searchers.state().reference is weights
+    def put(bucket: dict[str, np.ndarray]) -> int:
+        stored.append(bucket)
+        return len(stored) - 1
+
+    monkeypatch.setattr(cluster_module, "BUCKET", 100)
+    monkeypatch.setattr(
+        cluster_module.ray, "get", lambda references, timeout: [stored[r] for r in references]
+    )
+    tensors = {"a": torch.ones(10), "b": torch.ones(15), "c": torch.ones(40), "d": torch.ones(1)}
+    transport = ObjectStore(2.5, put)
+    sent = transport.send(3, tensors.items(), None)
+    assert [[*bucket] for bucket in stored] == [["a", "b"], ["c"], ["d"]]
+    assert sent.nbytes == 4 * 66
+    weights = transport.receive(sent)
+    assert weights.version == 3 and [*weights.arrays] == [*tensors]
+
+
+def test_a_reference_that_was_sent_is_in_the_checkpoint(opens: Opens) -> None:
+    """Also if Ray is lost: it is in memory that the train loop maps."""
+    searchers = opens(one_ends, found)
+    searchers.reset_reference(SharedMemory().send(3, [("parameter", torch.ones(2, 3))], None))
+    reference = searchers.state().reference
+    assert reference is not None and reference.version == 3
+    np.testing.assert_array_equal(reference.arrays["parameter"], np.ones((2, 3)))
 
 
 def test_searchers_of_a_lost_machine_are_one_failure(

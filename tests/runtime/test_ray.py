@@ -135,8 +135,9 @@ def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
     settings = ("engine=fakes.Meeting", f"engine.path={started}", "eval.prompts=0")
     with open_run(config(tiny_model, tmp_path / "run", *settings)) as run:
         large = {"parameter": np.zeros(2**18, np.float32)}  # too large to travel inside a call
+        transport = run.trainer.transport
         for version in range(1, 31):
-            run.searchers.publish(Given(large), version)
+            run.searchers.publish(Given(large, transport=transport), version)
         # the newest, the one that is sent, and the one that the searcher starts with
         assert wait_until(lambda: copies() <= 3, 20)
         started.touch()

@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from build import pack
 from exact import toy_config
 from toy import Ones
 from transformers import AutoModelForCausalLM
@@ -25,7 +26,7 @@ from tba.search.evaluate import evaluate_held_out, evaluate_piece, join, pieces,
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Completion, Sampling
-from tba.weights import Weights, pack
+from tba.weights import Weights
 
 SETTINGS = (
     "task=toy.Ones", "sampling.temperature=0.7", "sampling.max_tokens=5", "eval.temperature=0.7",

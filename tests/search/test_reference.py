@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from build import pack
 from exact import completed, toy_config
 
 from tba.config.tables import PolicyTable
+from tba.learn import publish
+from tba.learn.plan import Layout
 from tba.learn.policy import Policy
+from tba.models.lora import load_frozen
 from tba.models.pretrained import load_model
 from tba.prompt import Prompt
 from tba.runs.setup import check
 from tba.search.reference import Reference
 from tba.search.searcher import Searcher
-from tba.types import Group, collate
-from tba.weights import Weights, pack
+from tba.types import Group, collate, collate_tokens
+from tba.weights import Direct, Weights, load_weights
 
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 8])]
 RESPONSES = [
@@ -76,6 +81,36 @@ def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy: Policy) -
     assert reference.version == 0
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
+def test_linear_layers_in_bf16_give_the_same_bits(
+    layout: Layout, tied: bool, make_model: Callable[..., Path]
+) -> None:
+    """Under autocast, which converts them to bf16 at every use; also after other weights."""
+    table = PolicyTable(model=str(make_model(tied=tied)))
+    batch = collate_tokens(PROMPTS[:2], [[c.tokens for c in group[:2]] for group in RESPONSES[:2]])
+    converted = Policy(load_model(table, torch.float32), 0.7, autocast=True)
+    held = Policy(load_frozen(table, "cpu", bf16=True), 0.7, autocast=True)
+    converted.model.set_attn_implementation("eager")
+    layers = [m for m in held.model.modules() if isinstance(m, torch.nn.Linear)]
+    in_bf16 = [m for m in layers if m.weight.dtype == torch.bfloat16]
+    assert len(in_bf16) == len(layers) - tied
+    for weights in (None, other_weights(converted, version=12)):
+        if weights is not None:
+            load_weights(converted.model, weights)
+            load_weights(held.model, weights)
+        with torch.inference_mode():
+            logps = [policy(batch, layout=layout).logp for policy in (converted, held)]
+        assert torch.equal(*logps)
+    copy = publish.Copy(converted, bf16=True)
+    copy.fill(converted)
+    asked = publish.probe_tokens(PROMPTS, context=32)
+    weights = copy.send(1, asked, Direct(), []).parcel
+    np.testing.assert_array_equal(weights.probe.logp, publish.answer(converted, asked).logp)
+    expected = pack(converted.model, 1, bf16=True).arrays
+    assert all(np.array_equal(weights.arrays[name], array) for name, array in expected.items())
+
+
 def searcher(model: Path, folder: Path) -> tuple[Searcher, list[Group]]:
     parts = check(toy_config(model, folder))
     one = parts.search_setup().build("cpu", False)
@@ -99,7 +134,7 @@ def test_an_engine_that_is_its_own_reference_loads_no_model(
 ) -> None:
     settings = ("engine=scripted", "engine.answers=['1', '', '2']", "engine.own_reference=true")
     setup = check(toy_config(toy_model, tmp_path, *settings)).search_setup()
-    monkeypatch.setattr("tba.search.searcher.load_placed", None)
+    monkeypatch.setattr("tba.search.searcher.load_frozen", None)
     searcher = setup.build("cpu", False)
     (group, *_) = searcher.search([Prompt("0", "1+")], 0).groups
     for trajectory in group.trajectories:

@@ -1,0 +1,109 @@
+"""A model that ranks share: each holds a part of every tensor, and reads only that part."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tba.config.tables import FsdpTable, PolicyTable
+from tba.models import model_path
+from tba.models.cache import layers_of
+from tba.models.lora import load_placed, set_attention
+from tba.models.pretrained import folder_of, load_model
+from tba.weights import Stored, stored_in
+
+
+def shard(
+    root: nn.Module, model: Any, device: str, bf16: bool, ranks: int, settings: FsdpTable
+) -> None:
+    """Divide each layer of the model, and what else is in `root`, over all ranks, with FSDP2.
+
+    Gradients are added up over ranks, not averaged: the loss of a group is divided by all groups
+    of the batch on every rank.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(torch.device(device).type, (ranks,))
+    options: dict[str, Any] = {"mesh": mesh}
+    reduced = torch.float32 if settings.reduce_dtype == "fp32" else torch.bfloat16
+    if bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduced)
+    for layer in layers_of(model):
+        fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
+    fully_shard(root, reshard_after_forward=False, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply beforehand
+            module.set_gradient_divide_factor(1.0)
+
+
+def reshard(root: nn.Module) -> None:
+    """Free the tensors that a pass without gradients has put together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def load_for_ranks(
+    policy: PolicyTable, device: str, bf16: bool, seed: int
+) -> tuple[Any, dict[str, Stored] | None]:
+    """Return the model without numbers, with the tensors in its files by their names in it.
+
+    With an adapter, with code of its own, or if its files have other tensors, each rank loads the
+    whole model first: then there are no such tensors.
+    """
+    if policy.lora is None and not policy.trust_remote_code:
+        model = load_model(policy, torch.float32, "meta")
+        set_attention(model, policy, device)
+        stored = stored_in(_files(folder_of(model_path(policy.model))))
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if all(name in stored and stored[name].shape == s for name, s in shapes.items()):
+            return model, stored
+    return load_placed(policy, device, bf16, seed=seed), None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+@torch.no_grad()
+def fill_model(root: nn.Module, model: Any, stored: Mapping[str, Stored], device: str) -> None:
+    """Give a model without numbers those in its files; a rank allocates and reads its part.
+
+    What else is in `root`, such as the head of an objective, begins at 0.
+    """
+    allocate(root, device)
+    for parameter in root.parameters():
+        parameter.zero_()
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # such as frequencies; as transformers does it
+            model._init_weights(module)
+    for name, own in model.state_dict().items():
+        if name in stored:  # a tied one is there once
+            stored[name].fill(own)
+
+
+def allocate(root: nn.Module, device: str) -> None:
+    """Replace tensors without numbers by empty ones on a device; tied ones stay one."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in root.modules():
+        parameters = module.named_parameters(recurse=False)
+        for name, own in [*parameters, *module.named_buffers(recurse=False)]:
+            if not own.is_meta:
+                continue
+            if id(own) not in made:
+                empty = torch.empty_like(own, device=device)
+                trained = isinstance(own, nn.Parameter)
+                made[id(own)] = own, nn.Parameter(empty) if trained else empty
+            setattr(module, name, made[id(own)][1])
