@@ -68,9 +68,33 @@ class TrainerSetup:
         One of several ranks keeps its part of each tensor, and gathers what all of them have run.
         Without a transport, searchers are in this process.
         """
-        torch_seed, adapter_seed = self.seeds
+        torch_seed, _ = self.seeds
         torch.manual_seed(torch_seed)
         bf16 = computes_in_bf16(self.policy, device)
+        policy = self._policy(device, bf16, rank)
+        limit = 0.05 if bf16 else 0.01
+        # as long as the longest sequence: positions may depend on that
+        longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
+        first = publish.probe_tokens(self.extremes, self.context, max(longest, self.probe_prompt))
+        return SingleTrainer(
+            policy=policy,
+            objective=self.objective,
+            settings=self.settings,
+            steps=self.steps,
+            bf16_weights=engine_in_bf16(self.engine, bf16),
+            context=self.context,
+            probe_prompt=self.probe_prompt,
+            most_at_first=limit if self.checks_reference else math.inf,
+            probe=first,
+            rank=rank or 0,
+            ranks=1 if rank is None else self.settings.devices,
+            gather=gather,
+            transport=transport or Direct(),
+        )
+
+    def _policy(self, device: str, bf16: bool, rank: int | None) -> Policy:
+        """Load the model as a policy, of which one of several ranks keeps a part."""
+        _, adapter_seed = self.seeds
         dtype = torch.bfloat16 if self.settings.weights == "bf16" else torch.float32
         stored = None
         if rank is None:
@@ -98,25 +122,7 @@ class TrainerSetup:
         policy.check_lengths(self.extremes, self.max_tokens)
         if rank is not None:
             reshard(policy)
-        limit = 0.05 if bf16 else 0.01
-        # as long as the longest sequence: positions may depend on that
-        longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
-        first = publish.probe_tokens(self.extremes, self.context, max(longest, self.probe_prompt))
-        return SingleTrainer(
-            policy=policy,
-            objective=self.objective,
-            settings=self.settings,
-            steps=self.steps,
-            bf16_weights=engine_in_bf16(self.engine, bf16),
-            context=self.context,
-            probe_prompt=self.probe_prompt,
-            most_at_first=limit if self.checks_reference else math.inf,
-            probe=first,
-            rank=rank or 0,
-            ranks=1 if rank is None else self.settings.devices,
-            gather=gather,
-            transport=transport or Direct(),
-        )
+        return policy
 
 
 class Ran(NamedTuple):
