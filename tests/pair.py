@@ -7,6 +7,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,9 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tba.learn import plan
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
-from tba.runtime.ranks import _gather
+from tba.runtime.ranks import Unsent, _gather
 from tba.types import Batch
-from tba.weights import whole
+from tba.weights import Direct, Weights, whole
 
 RANKS = 2
 STILL = "trainer.learning_rate=1e-30"
@@ -131,6 +132,16 @@ def beginning(model: Path, settings: tuple[str, ...], rank: int) -> dict[str, to
     """Return what a rank begins with: whole tensors, and buffers."""
     policy = divided(model, True, settings, rank).policy
     return {n: whole(p) for n, p in [*policy.named_parameters(), *policy.named_buffers()]}
+
+
+def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> list[Weights]:
+    """Return what a rank sends after two steps, and after two more: weights, and a reference."""
+    t = replace(divided(model, True, settings, rank), transport=Direct() if rank == 0 else Unsent())
+    every = []
+    for version in (2, 4):
+        gradients(t, [batch, batch], [10_000, 10_000])
+        every += [t.send(version).parcel, t.reference(version).parcel]
+    return every
 
 
 def saved_again(

@@ -18,6 +18,7 @@ from pair import (
     loaded_by_three,
     open_pair,
     saved_again,
+    sent,
     state_of,
 )
 from safetensors.torch import load_file
@@ -142,6 +143,28 @@ def test_ranks_begin_with_the_model_in_its_files(
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_first_rank_sends_whole_tensors_between_steps(
+    dtype: str, make_model: Callable[..., Path], pair: Pair
+) -> None:
+    model = make_model(tied=False)
+    setting = f"engine.dtype={dtype}"
+    batch = random_batch(1, 3, 4, 6)
+    ours, others = pair(sent, model, (setting,), batch)
+    assert others == [None] * 4
+    own = trainer(model, setting, STILL)
+    gradients(own, [batch], [10_000])
+    expected = [own.send(2).parcel, own.reference(2).parcel] * 2
+    for weights, exact in zip(ours, expected, strict=True):
+        assert weights.arrays.keys() == exact.arrays.keys()
+        for name, array in exact.arrays.items():
+            np.testing.assert_array_equal(weights.arrays[name], array)
+        if exact.probe is None:
+            assert weights.probe is None
+        else:
+            np.testing.assert_allclose(weights.probe.logp, exact.probe.logp, atol=1e-6)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
