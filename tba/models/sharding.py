@@ -59,7 +59,7 @@ def load_for_ranks(
     whole model first: then there are no such tensors.
     """
     if policy.lora is None and not policy.trust_remote_code:
-        model = load_model(policy, torch.float32, "meta")
+        model = load_model(policy, torch.float32, device="meta")
         set_attention(model, policy, device)
         stored = stored_in(_files(folder_of(model_path(policy.model))))
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
