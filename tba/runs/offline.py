@@ -188,9 +188,9 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
     if run is not None:
         with chosen(run, step) as generation:
             rounded = engine_in_bf16(config.engine, bf16)
-            tensors = read_model(generation)
-            arrays = {name: as_array(tensor, rounded) for name, tensor in tensors.items()}
-            engine.load_weights(Weights(step_of(generation), arrays))
+            tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
+            sent = Direct().send(step_of(generation), published(tensors, rounded), None)
+            engine.load_weights(sent.parcel)
     session = Session("append")
     endpoint = Endpoint(engine, text, port=port)
     url = endpoint.begin(live_session(session, sampling, config.run.seed, 0, sys.maxsize))
