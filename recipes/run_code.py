@@ -1,0 +1,65 @@
+"""Reward by running code: the policy writes a Python program, and hidden tests decide.
+
+The program runs without a network, in a process of its own with limits of memory, time and files.
+Linux must allow user namespaces (`unshare --user true`); otherwise it refuses to run anything.
+"""
+
+import asyncio
+import re
+import tempfile
+from pathlib import Path
+
+import openai
+
+LIMITS = ["--as=536870912", "--cpu=5", "--nofile=64", "--fsize=1048576", "--nproc=64"]
+# no network, no other processes to be seen, and everything ends with the first process
+ALONE = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]
+SECONDS = 10.0
+BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+
+
+async def run_alone(source: str) -> bool:
+    """Return whether a program ends well; RuntimeError where it cannot run protected."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "main.py")
+        file.write_text(source, "utf-8")
+        command = [*ALONE, "prlimit", *LIMITS, "python3", "-I", str(file)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            _, errors = await asyncio.wait_for(process.communicate(), SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return False
+    if errors.startswith((b"unshare:", b"prlimit:")):
+        raise RuntimeError(f"code cannot run without a network here: {errors.decode().strip()}")
+    return process.returncode == 0
+
+
+async def rollout(client: openai.AsyncOpenAI, row: dict) -> dict:
+    """Ask for a function, and once more with the outcome if it fails; 1 if the tests pass."""
+    messages = [{"role": "user", "content": f"{row['question']}\nWrite Python in a ``` block."}]
+    for attempt in range(2):
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        message = reply.choices[0].message
+        found = BLOCK.findall(message.content or "")
+        if found and await run_alone(f"{found[-1]}\n{row['tests']}"):
+            return {"reward": 1.0, "first_try": float(attempt == 0)}
+        messages += [message, {"role": "user", "content": "The tests fail. Correct the function."}]
+    return {"reward": 0.0, "first_try": 0.0}
