@@ -6,6 +6,7 @@ Linux must allow user namespaces (`unshare --user true`); otherwise it refuses t
 
 import asyncio
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -27,29 +28,28 @@ SECONDS = 10.0
 BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
-async def run_alone(source: str) -> bool:
+def run_alone(source: str) -> bool:
     """Return whether a program ends well; RuntimeError where it cannot run protected."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "main.py")
         file.write_text(source, "utf-8")
         command = [*ALONE, "prlimit", *LIMITS, "python3", "-I", str(file)]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin"},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
         try:
-            _, errors = await asyncio.wait_for(process.communicate(), SECONDS)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+            ended = subprocess.run(
+                command,
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
             return False
-    if errors.startswith((b"unshare:", b"prlimit:")):
-        raise RuntimeError(f"code cannot run without a network here: {errors.decode().strip()}")
-    return process.returncode == 0
+    if ended.stderr.startswith((b"unshare:", b"prlimit:")):
+        told = ended.stderr.decode().strip()
+        raise RuntimeError(f"code cannot run without a network here: {told}")
+    return ended.returncode == 0
 
 
 async def rollout(client: openai.AsyncOpenAI, row: dict) -> dict:
@@ -59,7 +59,7 @@ async def rollout(client: openai.AsyncOpenAI, row: dict) -> dict:
         reply = await client.chat.completions.create(model="policy", messages=messages)
         message = reply.choices[0].message
         found = BLOCK.findall(message.content or "")
-        if found and await run_alone(f"{found[-1]}\n{row['tests']}"):
+        if found and await asyncio.to_thread(run_alone, f"{found[-1]}\n{row['tests']}"):
             return {"reward": 1.0, "first_try": float(attempt == 0)}
         messages += [message, {"role": "user", "content": "The tests fail. Correct the function."}]
     return {"reward": 0.0, "first_try": 0.0}
