@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from talk import save_model
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
@@ -18,6 +20,7 @@ from tba.learn.policy import Policy
 from tba.learn.trainer import filler
 from tba.models.pretrained import load_model
 from tba.objectives import Head
+from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
@@ -168,3 +171,95 @@ def test_a_session_that_begins_otherwise_brings_its_prompt(
             torch.testing.assert_close(
                 rows[k][: len(mask)][mask], row[: len(t.tokens)][t.sampled], atol=1e-5, rtol=1e-5
             )
+
+
+OUTCOMES = 4  # tokens of talk's model, each of which a reply may be
+BETA = 0.5
+
+
+def sessions_of(second: Callable[[int], list[int]], split: bool = False) -> list[Group]:
+    """All sessions of two replies of one token; the second follows a context of its own.
+
+    With `split`, each reply is a response of its own, with the reward of its session.
+    """
+    rng = np.random.default_rng(3)
+    rewards = rng.random((OUTCOMES, OUTCOMES))
+    prompt = np.array([1, 2], np.int32)
+    rows = []
+    firsts = []
+    seconds: dict[int, list[Trajectory]] = {}
+    for one, two in product(range(OUTCOMES), repeat=2):
+        context = second(one)
+        reward = float(rewards[one, two])
+        given = [False] * len(context)
+        if split:
+            firsts.append(whole([one], [True], reward, ()))
+            own = whole([two], [True], reward, ())
+            seconds.setdefault(one, []).append(own)
+            continue
+        rows.append(whole([one, *context, two], [True, *given, True], reward, (1,)))
+    if not split:
+        return [Group(Prompt("a", "?"), prompt, tuple(rows))]
+    groups = [Group(Prompt("a", "?"), prompt, tuple(firsts))]
+    for one, own in seconds.items():
+        context = np.array(second(one), np.int32)
+        groups.append(Group(Prompt(f"b{one}", "?"), context, tuple(own)))
+    return groups
+
+
+def whole(
+    tokens: list[int], sampled: list[bool], reward: float, restarts: tuple[int, ...]
+) -> Trajectory:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Trajectory(
+        np.array(tokens, np.int32), zeros, zeros, reward, 0, True,
+        sampled=np.array(sampled), restarts=restarts,
+    )  # fmt: skip
+
+
+def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], split: bool) -> float:
+    """Train on all outcomes alike, as another policy sampled them; return the total variation.
+
+    The optimum is ref(y1) ref(y2 | its context) exp(r / beta) / Z over all pairs.
+    """
+    model = load_model(PolicyTable(model=str(folder)), torch.float32)
+    policy = Policy(model, 1.0)
+    joint = collate(sessions_of(second))
+    with torch.no_grad():
+        ref = policy(joint).logp
+    optimum = (ref.sum(-1)[0] + joint.reward[0] / BETA).softmax(0)
+    groups = sessions_of(second, split)
+    batches = []
+    for group in groups:
+        batch = collate([group])
+        with torch.no_grad():
+            batches.append(replace(batch, ref_logp=policy(batch).logp))
+    loss_of = TrajectoryBalance(beta=BETA)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for batch in batches:
+            loss_of(policy(batch).logp, batch)[0].sum().backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        found = policy(joint).logp.sum(-1)[0].exp()
+    return float((found - optimum).abs().sum() / 2)
+
+
+STEPS = 300
+
+
+def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path: Path) -> None:
+    """One residual for a session, whose second context is written anew and forgets nothing.
+
+    Rows of their own, which share the reward, have another optimum: the negative control.
+    """
+    folder = save_model(tmp_path)
+
+    def rewritten(first: int) -> list[int]:
+        return [2, first, 1, 1]
+
+    assert distance_from_optimum(folder, rewritten, split=False) < 0.005
+    assert distance_from_optimum(folder, rewritten, split=True) > 0.03
