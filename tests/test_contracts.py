@@ -91,6 +91,12 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
             "reward": f"{tmp_path}/length.py:length",
             "held_out_size": 2,
         },
+        "agent": {
+            "data": str(tmp_path),
+            "reward": f"{tmp_path}/length.py:length",
+            "rollout": f"{tmp_path}/length.py:length",
+            "held_out_size": 2,
+        },
         "tldr": {
             "data": str(tmp_path),
             "held_out_data": str(tmp_path / "test.jsonl"),

@@ -36,6 +36,10 @@ ELSEWHERE = {
     "tba export RUN FOLDER --adapter": "models/test_lora.py",
     "tba export RUN --push-to-hub me/my-model": "runs/test_share.py",
     "tba doctor run.toml": "test_doctor.py",
+    "tba serve HuggingFaceTB/SmolLM2-135M-Instruct": "runs/test_rollout_files.py",
+    "tba train agent.toml --dry-run": "runs/test_rollout_files.py",
+    "tba train agent.toml run.folder=runs/agent": "search/test_agents.py",
+    "tba rollouts RUN file.jsonl": "runs/test_rollout_files.py",
     "tba launch run.toml --slurm --nodes 2 --gpus 8 run.folder=/shared/runs/first '>' job.sh": (
         "test_launch.py"
     ),

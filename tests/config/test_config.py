@@ -96,7 +96,7 @@ def test_few_of_many_keys_are_told_and_where_all_are() -> None:
         "unknown key 'trainer.max_grad_nrom'; did you mean 'max_grad_norm'?;"
         " `tba list trainer` lists all keys"
     )
-    with pytest.raises(ValueError, match=r"known: per_prompt, capacity, first_fill$"):
+    with pytest.raises(ValueError, match=r"known: per_prompt, capacity, first_fill, rollouts$"):
         load(None, ["replay.sizes=1"])
     with pytest.raises(ValueError) as error:
         load(None, ["trainer.warm_up_steps=1", "trainer.zzz=1"])

@@ -117,6 +117,7 @@ WALL_CLOCK = {
     "tba/runs/files.py": "since when a folder is held, to be read by a person",
     "tba/runs/log.py": "the name of a new folder",
     "tba/runs/summary.py": "when a session began, to be read by a person",
+    "tba/search/wire.py": "when a reply was made, as OpenAI's API says it",
 }
 
 

@@ -24,7 +24,7 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import load
 from tba.config.tables import FsdpTable
 from tba.learn import plan
-from tba.models.cache import shard
+from tba.models.sharding import shard
 from tba.prompt import Prompt
 from tba.runs.memory import Needs, planned_machine
 from tba.types import Batch, Group, Trajectory, collate
@@ -79,7 +79,7 @@ def test_a_step_of_one_rank_of_64(model: Path, alone: None) -> None:
     t = trainer(model, "policy.attention=sdpa")
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}
-    shard(t.policy, t.policy.model, False, RANKS, FsdpTable())
+    shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
     t = replace(t, settings=t.settings.model_copy(update={"devices": RANKS}), rank=RANK)
     batch = batch_of(GROUPS)
     slots = plan.slots(batch, t.settings.token_budget, RANKS, True, t.can_pack)

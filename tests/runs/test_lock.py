@@ -54,8 +54,11 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
     assert run(chosen).finished
 
 
-def test_a_folder_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+def test_a_folder_on_a_full_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit of file sizes stands for it: both end in an error of the write."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would leave half a file
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(ValueError, match=r"run.folder = .* cannot be used .* File too large"):

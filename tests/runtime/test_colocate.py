@@ -22,12 +22,12 @@ SLEEP = (
     "run.steps=3", "checkpoint.every=1",
 )  # fmt: skip
 CALLS = {"sleep": Engine, "wake": Engine, "generate": Engine, "load_weights": Engine}
-CALLS |= {"close": Engine, "step": SingleTrainer, "copy": SingleTrainer}
+CALLS |= {"close": Engine, "step": SingleTrainer, "send": SingleTrainer}
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls of engine and trainer, in their order. With "!copy" among them, `copy` fails."""
+    """Calls of engine and trainer, in their order. With "!send" among them, `send` fails."""
     made: list[str] = []
 
     def record(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def test_the_engine_sleeps_while_the_trainer_trains(
     tiny_model: Path, tmp_path: Path, calls: list[str]
 ) -> None:
     run(sleeping(tiny_model, tmp_path / "run"))
-    step = "step copy wake load_weights"
+    step = "step send wake load_weights"
     evaluation = "generate generate"  # the greedy answers, and the sampled ones
     expected = [
         evaluation, "generate sleep", step, "generate sleep", step, evaluation, "generate sleep",
@@ -63,7 +63,7 @@ def test_the_engine_sleeps_while_the_trainer_trains(
     assert " ".join(calls) == " ".join(expected)
 
 
-@pytest.mark.parametrize("phase", ["generate", "sleep", "step", "copy", "wake", "load_weights"])
+@pytest.mark.parametrize("phase", ["generate", "sleep", "step", "send", "wake", "load_weights"])
 def test_a_failure_never_leaves_the_engine_asleep(
     phase: str, tiny_model: Path, tmp_path: Path, calls: list[str]
 ) -> None:
