@@ -2,8 +2,8 @@
 
     agents/.venv/bin/pip install 'verifiers>=0.4,<0.5' TASKSET
 
-Set task.python=agents/.venv/bin/python. A row has the `index` of a task in the taskset, whose name is
-in the environment variable TASKSET. The reward is the weighted sum of the taskset's rewards.
+Set task.python=agents/.venv/bin/python. A row has the `index` of a task in the taskset, whose name
+is in the environment variable TASKSET. The reward is the weighted sum of the taskset's rewards.
 """
 
 import asyncio
