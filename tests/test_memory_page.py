@@ -18,7 +18,8 @@ import tba
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Policy
-from tba.models.lora import load_placed
+from tba.learn.publish import Copy
+from tba.models.lora import load_frozen, load_placed
 from tba.runs.generations import generations
 from tba.runs.memory import group, kept, sizes_of
 from tba.types import Batch, TokenBatch, collate_tokens
@@ -108,6 +109,21 @@ def test_adapters_and_frozen_weights() -> None:
     policy = load(None, [f"policy.model={MODEL}", *LORA]).policy
     sizes = sizes_of(policy, bf16=True)
     assert (sizes.frozen, sizes.trained) == (expected, sum(p.numel() for p in own.values()))
+    assert sizes.held == expected + 4 * sizes.trained
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_reference_and_a_copy_hold_what_is_calculated(bf16: bool) -> None:
+    """In bf16, all linear layers have 2 bytes, but for the head, which is tied here."""
+    policy = PolicyTable.model_validate({"model": str(MODEL)})
+    sizes = sizes_of(policy, bf16)
+    held = load_frozen(policy, "cpu", bf16)
+    assert sum(p.nbytes for p in held.parameters()) == sizes.held
+    assert sizes.tied == held.lm_head.weight.numel()
+    assert sizes.held == 4 * sizes.parameters - 2 * bf16 * (sizes.matrices - sizes.tied)
+    own = trainer(MODEL, f"policy.autocast={'bf16' if bf16 else 'off'}")
+    copied = Copy(own.policy, own.bf16_weights)._policy.model
+    assert sum(p.nbytes for p in copied.parameters()) == sizes.held
 
 
 def bytes_kept(policy: Policy, batch: TokenBatch) -> int:

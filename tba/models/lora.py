@@ -129,11 +129,6 @@ def empty_adapted(policy: PolicyTable, bf16: bool = False) -> Any:
     return model
 
 
-def linear_numbers(model: Any) -> int:
-    """Return the number of weights in linear layers, the LM head included."""
-    return sum(module.get_parameter("weight").numel() for module in _linear(model).values())
-
-
 def frozen_bytes(policy: PolicyTable, model: Any) -> float:
     """Return the bytes of the weights that are not trained."""
     total = sum(float(p.nbytes) for p in model.parameters() if not p.requires_grad)

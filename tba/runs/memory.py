@@ -7,7 +7,7 @@ they are put together: the dry run, `tba plan` and the table in docs/scaling.md 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -25,7 +25,7 @@ from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.models.cache import layers_of
-from tba.models.lora import empty_adapted, frozen_bytes, linear_numbers
+from tba.models.lora import empty_adapted, frozen_bytes, round_linear
 from tba.models.pretrained import computes_in_bf16, load_config, load_empty_model
 from tba.runtime.placement import PUBLISHED, gpu_count
 from tba.weights import trained
@@ -77,6 +77,10 @@ class ModelSizes:
     trained: int
     frozen: float
     """Bytes of the weights that are not trained, as trainer and reference hold them."""
+    held: float
+    """Bytes of the model as a reference holds it: linear layers are in bf16 if it computes so."""
+    tied: int
+    """Parameters of a head that is tied to the embeddings, and so stays in fp32."""
     matrices: int
     """Trained parameters of linear layers, which autocast copies in bf16."""
     layer: int
@@ -100,23 +104,31 @@ def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     every = sum(p.numel() for p in model.parameters())
     numbers = sum(p.numel() for p in own.values())
+    frozen = frozen_bytes(policy, model)
+    head = model.get_output_embeddings().weight
+    tied = head.numel() if head is model.get_input_embeddings().weight else 0
+    if policy.lora is None:
+        round_linear(model)
+    rounded = sum(p.numel() for p in own.values() if p.dtype == torch.bfloat16)
     text = load_config(policy).get_text_config()
     plain = text.to_dict()
     hidden = text.hidden_size
     heads = text.num_attention_heads
-    width = plain.get("head_dim") or hidden // heads
     return ModelSizes(
         parameters=every,
         trained=numbers,
-        frozen=frozen_bytes(policy, model),
-        matrices=linear_numbers(model) if policy.lora is None else numbers,
+        frozen=frozen,
+        held=frozen + 4 * numbers - (2 * rounded if bf16 else 0),
+        tied=tied,
+        matrices=rounded + tied if policy.lora is None else numbers,
         layer=max(layers),
         root=every - sum(layers),
         layers=text.num_hidden_layers,
         hidden=hidden,
         inner=plain.get("intermediate_size") or plain.get("n_inner") or 4 * hidden,
         heads=heads,
-        keys=width * (plain.get("num_key_value_heads") or heads),
+        keys=(plain.get("head_dim") or hidden // heads)
+        * (plain.get("num_key_value_heads") or heads),
         vocabulary=text.vocab_size,
     )
 
@@ -201,31 +213,28 @@ class Needs:
         ranks = c.trainer.devices
         free = cards[:1] if c.runtime.use == "local" else cards[ranks:] or cards
         name = "trainer" if ranks == 1 else "rank of the trainer"
-        training = self._trainer()
+        context = {"CUDA": PROCESS} if self.machine.gpus else {}
+        training = context | self._trainer()
         engine = self._engine()
         if c.runtime.colocate == "sleep":  # what is held in turns: the larger part counts
             work = {part: training.pop(part) for part in WORK if part in training}
-            larger = max(work, engine, key=lambda parts: sum(parts.values()))
+            larger = _larger(work, engine)
             training |= work if larger is work else {}
             engine = engine if larger is engine else {}
         found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
         for place in range(self.searchers * each):
             beside = self._beside() if place % each == 0 else {}
-            parts = self._context() | engine | beside
+            parts = context | engine | beside
             found.append(Process("searcher", free[place % len(free)], parts))
         return [*found, Process("all processes", None, self._host())]
 
     def state(self) -> dict[str, float]:
         """Return what a rank holds between two steps: exact."""
-        ranks = self.config.trainer.devices
         z = self.sizes
         own = self.width * z.trained
         moments = MOMENTS[self.config.trainer.optimizer] * z.trained
-        return {
-            "weights": (own + z.frozen) / ranks,
-            "gradients": own / ranks,
-            "moments": moments / ranks,
-        }
+        held = {"weights": own + z.frozen, "gradients": own, "moments": moments}
+        return {name: n / self.config.trainer.devices for name, n in held.items()}
 
     @property
     def width(self) -> int:
@@ -243,12 +252,13 @@ class Needs:
         c = self.config
         t = c.trainer
         z = self.sizes
-        rounds = self.bf16 and self.width == 4
-        parts = self._context() | self.state()
+        parts = self.state()
         work = dict(zip(WORK, (self._activations(), self._head()), strict=True))
         if t.devices == 1:
-            parts["copy for publishing"] = self.width * z.trained if c.runtime.use == "ray" else 0
-            parts["matrices in bf16"] = 2 * z.matrices if rounds else 0
+            held = z.held if engine_in_bf16(c.engine, self.bf16) else inf
+            copy = min(self.width * z.trained, held)
+            parts["copy for publishing"] = copy if c.runtime.use == "ray" else 0
+            parts["matrices in bf16"] = 2 * z.matrices if self.bf16 and self.width == 4 else 0
             return parts | work
         fsdp = t.fsdp or FsdpTable()
         wide = 2 if self.bf16 else 4
@@ -257,7 +267,10 @@ class Needs:
         summed = {"fp32": 4, "bf16": 2}[fsdp.reduce_dtype]
         largest = min(z.trained, max(z.root, z.layer))
         adding = {"gradients that are added up": float((wide + summed) * largest)}
-        return parts | max(work, adding, key=lambda each: sum(each.values()))
+        parts |= _larger(work, adding)
+        loads_whole = c.policy.lora is not None or c.policy.trust_remote_code
+        first = {"whole model, while it loads": 4 * z.trained + z.frozen if loads_whole else 0}
+        return _larger(parts, first)
 
     def _activations(self) -> float:
         """Return what the largest pass of a step keeps, if all responses are as long as can be."""
@@ -279,9 +292,8 @@ class Needs:
         return 4 * z.hidden * z.layers * tokens + kept(1, *shape)
 
     def _head(self) -> float:
-        device = "cuda" if self.machine.gpus else "cpu"
-        every = self.config.trainer.token_budget * self.sizes.vocabulary
-        return min(HEAD[device], LOGIT * every)
+        most = HEAD["cuda" if self.machine.gpus else "cpu"]
+        return min(most, LOGIT * self.config.trainer.token_budget * self.sizes.vocabulary)
 
     def _engine(self) -> dict[str, float]:
         """Return the bytes of an engine, or of one of the GPUs over which it is divided."""
@@ -312,45 +324,39 @@ class Needs:
         z = self.sizes
         parts: dict[str, float] = {}
         if not c.engine.options.get("own_reference", False):
-            if c.policy.lora is None:
-                parts["reference"] = self.width * z.parameters
-                rounds = self.bf16 and self.width == 4
-                parts["its matrices in bf16"] = 2 * z.matrices if rounds else 0
-            elif c.engine.use == "vllm":
-                parts["reference"] = 4 * z.trained + z.frozen
+            if c.policy.lora is None or c.engine.use == "vllm":
+                parts["reference"] = min(self.width * z.parameters, z.held)
+                parts["its tied head in bf16"] = 2 * z.tied if self.bf16 and self.width == 4 else 0
             tokens = c.trainer.token_budget
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
-        parts["models of the task"] = (2 if self.bf16 else 4) * sum(
-            map(_numbers, _models_of(c.task.model_dump()))
-        )
+        others = sum(map(_numbers, _models_of(c.task.model_dump())))
+        parts["models of the task"] = (2 if self.bf16 else 4) * others
         return parts
-
-    def _context(self) -> dict[str, float]:
-        return {"CUDA": PROCESS} if self.machine.gpus else {}
 
     def _host(self) -> dict[str, float]:
         """Return what is in the host's memory beside models."""
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
-        responses = c.replay.capacity
-        return {
-            "processes": PROCESS * (c.trainer.devices + 2 * self.searchers),
-            "full replay buffer": responses * (12 * c.sampling.max_tokens + 400),
+        loads_whole = c.policy.lora is not None or c.policy.trust_remote_code
+        loading = max(self.searchers, c.trainer.devices if loads_whole else 1)
+        work = {
+            "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": self.width * own + MOMENTS[c.trainer.optimizer] * own,
             "weights on their way": self.trainer_sizes.published_bytes * versions,
+            "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
         }
+        first = {"models, while they load": 4.0 * self.sizes.parameters * loading}
+        processes = {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)}
+        return processes | (_larger(work, first) if self.machine.gpus else work)
 
     def check(self) -> None:
-        """Raise ValueError if a rank lacks the memory for its state alone, which is exact.
-
-        The machines of a cluster are not known here.
-        """
+        """Raise ValueError if a rank lacks the memory for its state alone, which is exact."""
         state = sum(self.state().values())
         ranks = self.config.trainer.devices
         room = self.machine.card if self.machine.gpus else self.machine.host / ranks
-        if state > room and self.config.runtime.address is None:
+        if state > room and self.config.runtime.address is None:  # a cluster is not known here
             advice = self.advice().partition(": ")[2]
             raise ValueError(
                 f"trainer.devices = {ranks}: {'each rank' if ranks > 1 else 'the trainer'} needs"
@@ -358,31 +364,31 @@ class Needs:
                 f" this machine for it: {advice}"
             )
 
-    def excess(self) -> dict[int | None, float]:
-        """Return the bytes that are needed on each GPU, or the host (None), that has too few."""
+    def needed(self) -> dict[int | None, float]:
+        """Return the bytes that are needed on each GPU, and on the host (None)."""
         needed: dict[int | None, float] = defaultdict(float)
         for process in self.processes:
             needed[process.card] += process.total
-        return {card: n for card, n in needed.items() if n > self.machine.room(card)}
+        return needed
+
+    def excess(self) -> dict[int | None, float]:
+        """Return the bytes that are needed on each GPU, or the host (None), that has too few."""
+        return {card: n for card, n in self.needed().items() if n > self.machine.room(card)}
 
     def lines(self) -> list[str]:
         """Return in words where the processes are, what they need, and whether it fits."""
-        by_card: dict[int | None, list[str]] = defaultdict(list)
-        totals: dict[int | None, float] = defaultdict(float)
-        for process in self.processes:
-            parts = [f"{name} {size(n)}" for name, n in process.parts.items() if n]
-            by_card[process.card].append(f"  {process.name}: {', '.join(parts)}")
-            totals[process.card] += process.total
-        alike: dict[tuple[str, ...], list[int | None]] = defaultdict(list)
-        for card, shown in by_card.items():
-            alike[tuple(shown)].append(card)
+        alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for card, needed in self.needed().items():
+            room = self.machine.room(card)
+            shown = [f"{size(needed)}{'' if room == inf else f' of {size(room)}'}"]
+            for process in (each for each in self.processes if each.card == card):
+                parts = [f"{name} {size(n)}" for name, n in process.parts.items() if n]
+                shown.append(f"  {process.name}: {', '.join(parts)}")
+            alike[tuple(shown)].append("host" if card is None else str(card))
         lines = ["memory, calculated (docs/memory.md):"]
-        for listed, cards in alike.items():
-            room = self.machine.room(cards[0])
-            of = "" if room == inf else f" of {size(room)}"
-            each = f"GPU{'s' * (len(cards) > 1)} {', '.join(map(str, cards))}"
-            where = "host" if cards == [None] else each
-            lines += [f"{where}: {size(totals[cards[0]])}{of}", *listed]
+        for (total, *listed), cards in alike.items():
+            kind = "" if cards == ["host"] else f"GPU{'s' * (len(cards) > 1)} "
+            lines += [f"{kind}{', '.join(cards)}: {total}", *listed]
         return lines
 
     def advice(self) -> str:
@@ -394,37 +400,34 @@ class Needs:
         where = "the host" if worst is None else f"GPU {worst}"
         more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
         what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
-        for settings in self._remedies():
-            tables = self.config.nested()
-            assign_all(tables, settings)
-            if not replace(self, config=Config(**tables)).excess():
-                shown = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-                return f"{what}: set {' '.join(shown)}"
-        return f"{what}: take more or larger devices, a smaller model, or policy.lora"
-
-    def _remedies(self) -> Iterator[dict[str, Any]]:
-        """Yield settings that need less memory; the first ones change the least."""
         c = self.config
         t = c.trainer
         most = min(self.machine.gpus - 1, t.groups) if c.runtime.use == "ray" else 1
-        shares = [c.engine.options.get("gpu_memory_utilization")]
-        if shares[0] is not None:
-            shares += [each / 20 for each in range(floor(20 * shares[0]), 3, -1)]
-        budgets = [t.token_budget]
-        while budgets[-1] > LEAST_BUDGET:
-            budgets.append(budgets[-1] // 2)
-        devices = range(t.devices, max(t.devices, most) + 1)
-        checkpointing = sorted({c.policy.gradient_checkpointing, True})
-        for ranks, recomputed, budget, share in product(devices, checkpointing, budgets, shares):
-            apart = max(1, (self.machine.gpus - ranks) // self.each)  # engines with own GPUs
-            settings = {
-                "runtime.searchers": (min(self.searchers, apart), self.searchers),
-                "trainer.devices": (ranks, t.devices),
-                "policy.gradient_checkpointing": (recomputed, c.policy.gradient_checkpointing),
-                "trainer.token_budget": (budget, t.token_budget),
-                "engine.gpu_memory_utilization": (share, shares[0]),
-            }
-            yield {key: new for key, (new, old) in settings.items() if new != old}
+        halves = (t.token_budget >> i for i in range(1, 9))
+        share = c.engine.options.get("gpu_memory_utilization")
+        shares = range(floor(20 * (share or 0)), 3, -1)
+        values: dict[str, list[Any]] = {  # the first of each is that of the config
+            "trainer.devices": [*range(t.devices, max(t.devices, most) + 1)],
+            "policy.gradient_checkpointing": sorted({c.policy.gradient_checkpointing, True}),
+            "trainer.token_budget": [t.token_budget, *(b for b in halves if b >= LEAST_BUDGET)],
+            "engine.gpu_memory_utilization": [share, *(each / 20 for each in shares)],
+        }
+        own = {"runtime.searchers": self.searchers} | {key: v[0] for key, v in values.items()}
+        for chosen in product(*values.values()):  # the first ones change the least
+            apart = max(1, (self.machine.gpus - chosen[0]) // self.each)  # engines with own GPUs
+            settings = dict(zip(own, (min(self.searchers, apart), *chosen), strict=True))
+            changed = {key: new for key, new in settings.items() if new != own[key]}
+            tables = c.nested()
+            assign_all(tables, changed)
+            if not replace(self, config=Config(**tables)).excess():
+                shown = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
+                return f"{what}: set {' '.join(shown)}"
+        return f"{what}: take more or larger devices, a smaller model, or policy.lora"
+
+
+def _larger(*parts: dict[str, float]) -> dict[str, float]:
+    """Return the parts that need the most, of what is not held at the same time."""
+    return max(parts, key=lambda each: sum(each.values()))
 
 
 def _models_of(table: Any) -> set[str]:
