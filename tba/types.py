@@ -37,6 +37,18 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A completion to sample: the tokens before it, how, and its own random seed.
+
+    `sampling.samples` does not matter.
+    """
+
+    context: Int32[np.ndarray, " C"]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
 class Completion:
     """Tokens of a response, and their log-probs at the sampling temperature.
 
@@ -67,20 +79,6 @@ class Completion:
     def marks(self) -> UInt8[np.ndarray, " T"] | None:
         """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
         return _marks(self.sampled, self.restarts)
-
-
-def shortened(response: Completion, limit: int) -> Completion:
-    """Return a response as it is with this limit of tokens."""
-    if len(response.tokens) <= limit:
-        return response
-    switches = tuple(switch for switch in response.switches if switch[0] < limit)
-    return replace(
-        response,
-        tokens=response.tokens[:limit],
-        logp=response.logp[:limit],
-        finished=False,
-        switches=switches,
-    )
 
 
 @dataclass(frozen=True)
@@ -154,29 +152,6 @@ class Group:
     prompt_tokens: Int32[np.ndarray, " P"]
     trajectories: tuple[Trajectory, ...]
     reference: int = 0
-
-
-def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajectory:
-    """Return a trajectory behind given tokens, which begin a new context if `restart`."""
-    if not len(given):
-        return trajectory
-    own = (
-        np.ones(len(trajectory.tokens), bool) if trajectory.sampled is None else trajectory.sampled
-    )
-    value = trajectory.value
-    moved = tuple((place + len(given), version) for place, version in trajectory.switches)
-    restarts = tuple(place + len(given) for place in trajectory.restarts)
-    zeros = np.zeros(len(given), np.float32)
-    return replace(
-        trajectory,
-        tokens=np.concatenate([given, trajectory.tokens]),
-        behavior_logp=np.concatenate([zeros, trajectory.behavior_logp]),
-        ref_logp=np.concatenate([zeros, trajectory.ref_logp]),
-        value=None if value is None else np.concatenate([zeros, value]),
-        sampled=np.concatenate([np.zeros(len(given), bool), own]),
-        switches=moved,
-        restarts=(0, *restarts) if restart else restarts,
-    )
 
 
 AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")

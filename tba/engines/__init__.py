@@ -1,10 +1,8 @@
 """Engines generate completions. This module is their contract; each other file is one engine."""
 
-import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -14,11 +12,8 @@ import numpy as np
 from tba.config.schema import Config
 from tba.config.tables import GIVEN, LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
 from tba.models.pretrained import Tokenizer
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
-
-AT_ONCE = 1024
-"""Most turns that an engine samples at once, where they join a running batch."""
 
 
 class SearchError(RuntimeError):
@@ -31,18 +26,6 @@ class RewardError(SearchError):
 
 class EngineError(SearchError):
     """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A completion to sample: the tokens before it, how, and its own random seed.
-
-    `sampling.samples` does not matter.
-    """
-
-    context: np.ndarray
-    sampling: Sampling
-    seed: int
 
 
 @dataclass
@@ -159,56 +142,6 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End the engine and every call to it. It may be called twice."""
-
-
-class Turns:
-    """Turns to sample. Those that arrive while a batch runs are the next batch.
-
-    The threads that hold sessions sample them, so that an engine's error ends their search.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._changed = threading.Condition()  # guards what is waiting
-        self._waiting: list[tuple[Turn, Future[Completion]]] = []
-        self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if engine.joins_batches else None
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    async def sample(self, turn: Turn) -> Completion:
-        """Return the completion of a turn. Cancelling drops it, unless it is being sampled."""
-        future: Future[Completion] = Future()
-        with self._changed:
-            self._waiting.append((turn, future))
-            self._changed.notify()
-        return await asyncio.wrap_future(future)
-
-    def work(self, seconds: float) -> None:
-        """Sample the turns that are waiting; wait so long for the first one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting, seconds)
-            taken = self._waiting
-            self._waiting = []
-        wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
-        if self._threads is None:
-            self._complete(wanted)
-            return
-        for each in wanted:
-            self._threads.submit(self._complete, [each])
-
-    def _complete(self, wanted: Sequence[tuple[Turn, "Future[Completion]"]]) -> None:
-        if not wanted:
-            return
-        try:
-            completions = self._engine.complete([turn for turn, _ in wanted])
-        except BaseException as error:
-            for _, future in wanted:
-                future.set_exception(error)
-            raise
-        for (_, future), sampled in zip(wanted, completions, strict=True):
-            future.set_result(sampled)
 
 
 class SharedLock:

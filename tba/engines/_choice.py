@@ -1,6 +1,7 @@
 """Choice of the next token, and of where a response ends, for engines that compute here."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tba.models.pretrained import Tokenizer
-from tba.types import Sampling
+from tba.types import Completion, Sampling
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text of a token that has a part of a character, as tokens of bytes may."""
@@ -89,3 +90,17 @@ class StopStrings:
         tail = spoken[-self._reach :]  # every token has a byte at least
         text = self._decode(tail.tolist(), skip_special_tokens=True)
         return any(each in text for each in self.stop)
+
+
+def shortened(response: Completion, limit: int) -> Completion:
+    """Return a response as it is with this limit of tokens."""
+    if len(response.tokens) <= limit:
+        return response
+    switches = tuple(switch for switch in response.switches if switch[0] < limit)
+    return replace(
+        response,
+        tokens=response.tokens[:limit],
+        logp=response.logp[:limit],
+        finished=False,
+        switches=switches,
+    )

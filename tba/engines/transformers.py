@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
-from tba.engines import Engine, SharedLock, Turn
-from tba.engines._choice import StopStrings, choose
+from tba.engines import Engine, SharedLock
+from tba.engines._choice import StopStrings, choose, shortened
 from tba.models.cache import (
     EVERYONE,
     NOBODY,
@@ -28,7 +28,7 @@ from tba.models.cache import (
     takes_masks,
 )
 from tba.models.lora import load_placed
-from tba.types import Completion, Sampling, shortened
+from tba.types import Completion, Sampling, Turn
 from tba.weights import Probe, Weights, load_weights
 
 DROP = 1 / 8

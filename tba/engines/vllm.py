@@ -16,12 +16,12 @@ import torch
 
 from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
-from tba.engines import Engine, Turn
+from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request
 from tba.models import model_path
 from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_empty_model
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 from tba.weights import Probe, Weights, as_tensor, check_same_model
 
 ENVIRONMENT = {

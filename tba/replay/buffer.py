@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from tba.replay.files import State
-from tba.replay.store import EMPTY, SHOWN, Store, Table, key_of
+from tba.replay.store import EMPTY, SHOWN, Store, Table, behind, key_of
 from tba.strategies import Columns, Strategy
-from tba.types import Group, Trajectory, behind
+from tba.types import Group, Trajectory
 
 STEPS = 50
 """Most steps over which `Pace` compares samples."""

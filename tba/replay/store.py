@@ -377,3 +377,26 @@ def _positions(numbers: np.ndarray, column: np.ndarray) -> np.ndarray:
     positions = np.zeros(numbers.max(initial=0) + 1, np.int32)
     positions[numbers] = np.arange(len(numbers))
     return positions[column]
+
+
+def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajectory:
+    """Return a trajectory behind given tokens, which begin a new context if `restart`."""
+    if not len(given):
+        return trajectory
+    own = (
+        np.ones(len(trajectory.tokens), bool) if trajectory.sampled is None else trajectory.sampled
+    )
+    value = trajectory.value
+    moved = tuple((place + len(given), version) for place, version in trajectory.switches)
+    restarts = tuple(place + len(given) for place in trajectory.restarts)
+    zeros = np.zeros(len(given), np.float32)
+    return replace(
+        trajectory,
+        tokens=np.concatenate([given, trajectory.tokens]),
+        behavior_logp=np.concatenate([zeros, trajectory.behavior_logp]),
+        ref_logp=np.concatenate([zeros, trajectory.ref_logp]),
+        value=None if value is None else np.concatenate([zeros, value]),
+        sampled=np.concatenate([np.zeros(len(given), bool), own]),
+        switches=moved,
+        restarts=(0, *restarts) if restart else restarts,
+    )

@@ -28,18 +28,18 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from tba.engines import Engine, EngineError, RewardError, Turn, Turns
+from tba.engines import Engine, EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.search.agent_process import AgentProcess, ProgramError
 from tba.search.chat import Chat
 from tba.search.responses import Responses
-from tba.search.session import Asked, Exchange, Session
+from tba.search.session import Asked, Exchange, Session, Turns
 from tba.search.verdicts import Rejected, Verdict
 from tba.search.wire import Request, completion, message_of, refusal
 from tba.streams import Use, seed_of
 from tba.tasks import Program
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 
 NO_CALL = Rejected("no_call", "the program has not called the policy")
 BODY = 2**24
@@ -110,7 +110,7 @@ class Endpoint:
     """A server on 127.0.0.1, in an event loop and a thread of its own."""
 
     def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
-        self.turns = Turns(engine)
+        self.turns = Turns(engine.complete, engine.joins_batches)
         self.counts: Counter[str] = Counter()
         """Numbers of calls, and of those that were refused, by metric."""
         self.failure: BaseException | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.engines import Engine, Turn
+from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat, chat_of
@@ -18,7 +18,7 @@ from tba.search.responses import Responses, Result
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 
 NO_TOKENS = np.zeros(0, np.int32)
 CHARACTERS = 16

@@ -5,8 +5,11 @@ whose messages and reply it begins with; its tokens are then those of that excha
 chat template writes after the reply. A request that matches none begins a new context.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,11 +19,13 @@ import numpy as np
 from tba.models.template import text_of
 from tba.prompt import Message
 from tba.search.chat import CALL, Chat
-from tba.types import Completion, switches_of
+from tba.types import Completion, Turn, switches_of
 
 History = Literal["append", "template"]
 """What the policy sees of the past: its own tokens, or what the chat template makes of it."""
 
+AT_ONCE = 1024
+"""Most turns that an engine samples at once, where they join a running batch."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change what it says."""
 
@@ -192,6 +197,59 @@ class Session:
         asked = exchange.asked
         past = asked.chat.rendered(messages)
         return squeezed(past).startswith(squeezed(asked.rendered) + squeezed(exchange.spoken))
+
+
+class Turns:
+    """Turns to sample. Those that arrive while a batch runs are the next batch.
+
+    The threads that hold sessions sample them, so that an engine's error ends their search.
+    """
+
+    def __init__(
+        self, complete: Callable[[Sequence[Turn]], list[Completion]], joins_batches: bool
+    ) -> None:
+        """`complete` samples turns; `joins_batches` is as of an engine."""
+        self._run = complete
+        self._changed = threading.Condition()  # guards what is waiting
+        self._waiting: list[tuple[Turn, Future[Completion]]] = []
+        self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if joins_batches else None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def sample(self, turn: Turn) -> Completion:
+        """Return the completion of a turn. Cancelling drops it, unless it is being sampled."""
+        future: Future[Completion] = Future()
+        with self._changed:
+            self._waiting.append((turn, future))
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
+
+    def work(self, seconds: float) -> None:
+        """Sample the turns that are waiting; wait so long for the first one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, seconds)
+            taken = self._waiting
+            self._waiting = []
+        wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
+        if self._threads is None:
+            self._complete(wanted)
+            return
+        for each in wanted:
+            self._threads.submit(self._complete, [each])
+
+    def _complete(self, wanted: Sequence[tuple[Turn, "Future[Completion]"]]) -> None:
+        if not wanted:
+            return
+        try:
+            completions = self._run([turn for turn, _ in wanted])
+        except BaseException as error:
+            for _, future in wanted:
+                future.set_exception(error)
+            raise
+        for (_, future), sampled in zip(wanted, completions, strict=True):
+            future.set_result(sampled)
 
 
 def readable(message: Mapping[str, Any]) -> Message:

@@ -24,7 +24,8 @@ from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
-from tba.types import Group, Trajectory, behind, collate
+from tba.replay.store import behind
+from tba.types import Group, Trajectory, collate
 
 G, S, R = "given", "sampled", "restart"
 

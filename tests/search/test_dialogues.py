@@ -25,6 +25,7 @@ from talk import (
 
 from tba.assemble import run
 from tba.config.schema import Config, load
+from tba.engines._choice import shortened
 from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
@@ -32,7 +33,7 @@ from tba.runs.setup import check
 from tba.search.dialogue import joined, within
 from tba.search.evaluate import evaluate_held_out
 from tba.tasks.mixture import Mixture, Part
-from tba.types import Completion, Sampling, shortened
+from tba.types import Completion, Sampling
 
 __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 
