@@ -20,8 +20,9 @@ class Environment:
     """An environment that serves all sessions of this process."""
 
     def __init__(self) -> None:
-        config = loaders.resolve_env_config({"taskset": {"id": os.environ["TASKSET"]}})
-        self._env = loaders.load_environment(config)
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        config = {"taskset": {"id": os.environ["TASKSET"]}, "agent": agent}
+        self._env = loaders.load_environment(loaders.resolve_env_config(config))
         self._tasks = iter(self._env.taskset)
         self._read: list = []
         self._serving = AsyncExitStack()
