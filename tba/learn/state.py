@@ -50,7 +50,8 @@ def save(
         head, _ = part.take(policy.readout.state_dict(), together=True)
     states = {}
     for name, parameter in policy.named_parameters():
-        for kind, value in optimizer.state.get(parameter, {}).items():
+        # in the same order in a resumed run, so that the same rank writes the same tensors
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             states[f"{name}:{kind}"] = torch.as_tensor(value)
     moments, _ = part.take(states)
     if rank == 0:
