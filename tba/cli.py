@@ -243,15 +243,16 @@ def serve(
 ) -> None:
     """Serve a model as task=agent does, to write a program against. Nothing is trained."""
     _refuse_dashes(settings or [])
-    if is_run(Path(path)):
-        config = stored_config(Path(path), settings or [])
+    run = Path(path) if is_run(Path(path)) else None
+    if run is not None:
+        config = stored_config(run, settings or [])
+    elif step is not None:
+        raise ValueError(f"--step is for runs; {path} is not the folder of one")
     else:
-        if step is not None:
-            raise ValueError(f"--step is for runs; {path} is not the folder of one")
         config = load(None, [f"policy.model={path}", *(settings or [])])
     from tba.runs.offline import serve as start
 
-    start(config, Path(path) if is_run(Path(path)) else None, step, port)
+    start(config, run, step, port)
 
 
 @app.command(context_settings=PASS_ON)

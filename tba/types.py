@@ -109,18 +109,11 @@ class Trajectory:
     @property
     def versions(self) -> Int32[np.ndarray, " T"] | None:
         """The version of the weights at each token; None if it is `version` at all of them."""
-        if not self.switches:
-            return None
-        versions = np.full(len(self.tokens), self.version, np.int32)
-        for place, version in self.switches:
-            versions[place:] = version
-        return versions
+        return versions_of(self) if self.switches else None
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the steps since the weights of each sampled token, at the trainer's `step`."""
-        versions = self.versions
-        if versions is None:
-            versions = np.full(len(self.tokens), self.version, np.int32)
+        versions = versions_of(self)
         return step - (versions if self.sampled is None else versions[self.sampled])
 
 
@@ -132,6 +125,14 @@ def _marks(
     marks = sampled.astype(np.uint8)
     marks[list(restarts)] = RESTART
     return marks
+
+
+def versions_of(response: Completion | Trajectory) -> Int32[np.ndarray, " T"]:
+    """Return the version of the weights at each token; `switches_of` is the inverse."""
+    versions = np.full(len(response.tokens), response.version, np.int32)
+    for place, version in response.switches:
+        versions[place:] = version
+    return versions
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:

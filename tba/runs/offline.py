@@ -120,7 +120,7 @@ def evaluate_run(
         parts = _checked(config, completions)
         if generation is not None:
             model = str(generation / MODEL)
-            tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
+            tensors = _tensors(generation)
             version = step_of(generation)
             changed = read_weights(generation / REFERENCE)
     scores = _evaluate(parts, completions, tensors, version, changed)
@@ -170,11 +170,21 @@ def _evaluate(
     with closing(parts.search_setup().build(device, bf16)) as searcher:
         if tensors is not None:
             rounded = engine_in_bf16(parts.config.engine, bf16)
-            sent = Direct().send(version, published(tensors, rounded), None)
-            searcher.engine.load_weights(sent.parcel)
+            searcher.engine.load_weights(_weights(tensors, version, rounded))
         if reference is not None:
             searcher.reference.load_weights(reference)
         return evaluate_held_out(searcher, write).scores
+
+
+def _tensors(generation: Path) -> dict[str, Tensor]:
+    """Return the weights in a checkpoint by name."""
+    return {name: stored.read() for name, stored in stored_model(generation).items()}
+
+
+def _weights(tensors: Mapping[str, Tensor], version: int, bf16: bool) -> Weights:
+    """Return weights for an engine in this process."""
+    weights: Weights = Direct().send(version, published(tensors, bf16), None).parcel
+    return weights
 
 
 def serve(config: Config, run: Path | None, step: int | str | None, port: int) -> None:
@@ -188,9 +198,7 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
     if run is not None:
         with chosen(run, step) as generation:
             rounded = engine_in_bf16(config.engine, bf16)
-            tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
-            sent = Direct().send(step_of(generation), published(tensors, rounded), None)
-            engine.load_weights(sent.parcel)
+            engine.load_weights(_weights(_tensors(generation), step_of(generation), rounded))
     session = Session("append")
     endpoint = Endpoint(engine, text, port=port)
     url = endpoint.begin(live_session(session, sampling, config.run.seed, 0, sys.maxsize))

@@ -84,7 +84,7 @@ def _measured(run: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a run with so many searchers."""
+    """Figures that are expected of a run with so many searchers."""
 
     searchers: int
     step: float

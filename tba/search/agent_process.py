@@ -54,19 +54,20 @@ class AgentProcess:
         """Run the program for a session; return its reward, or why it has none."""
         if seconds <= 0:
             return Rejected("timeout", "not tried: the time of its search was up")
+        number = next(self._numbers)
+        asked = {"session": number, "base_url": url, "row": row}
         try:
-            line = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
+            line = json.dumps(asked, allow_nan=False, default=str)
         except ValueError as error:
             return Rejected("raised", f"the row cannot be sent as JSON: {error}")
         await self._ready()
-        number = next(self._numbers)
         result: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._results[number] = result
-        self._send(number, line)
+        self._send(line)
         try:
             message = await asyncio.wait_for(asyncio.shield(result), seconds)
         except TimeoutError:
-            self._send(number, "{}")
+            self._send(json.dumps({"session": number}))
             self._stuck.add(number)
             asyncio.get_running_loop().call_later(GRACE, self._end_stuck)
             limit = f"task.deadline = {self._program.deadline:g} s"
@@ -78,9 +79,9 @@ class AgentProcess:
         if self._child is not None:
             self._child.kill()
 
-    def _send(self, number: int, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._writer is not None
-        self._writer.write(json.dumps({"session": number, **json.loads(line)}).encode() + b"\n")
+        self._writer.write(line.encode() + b"\n")
 
     async def _ready(self) -> None:
         """Start the process unless it runs; ProgramError if it does not start."""

@@ -19,7 +19,7 @@ import numpy as np
 from tba.models.template import text_of
 from tba.prompt import Message
 from tba.search.chat import CALL, Chat
-from tba.types import Completion, Turn, switches_of
+from tba.types import Completion, Turn, switches_of, versions_of
 
 History = Literal["append", "template"]
 """What the policy sees of the past: its own tokens, or what the chat template makes of it."""
@@ -87,7 +87,7 @@ class Session:
         rendered = ""
         if self.history == "template":
             rendered = chat.rendered(shown)
-        before = self._before(keys, shown, chat)
+        before = self._before(keys, chat, rendered)
         if before is None:
             rendered = rendered or chat.rendered(shown)
             return Asked(chat, shown, keys, None, chat.text.tokens(rendered), rendered)
@@ -176,9 +176,7 @@ class Session:
             known.update(first.path)
         return ordered
 
-    def _before(
-        self, keys: tuple[str, ...], messages: Sequence[Message], chat: Chat
-    ) -> Exchange | None:
+    def _before(self, keys: tuple[str, ...], chat: Chat, rendered: str) -> Exchange | None:
         """Return the deepest exchange that the request goes on from."""
         deepest: Exchange | None = None
         for exchange in self.exchanges:
@@ -186,17 +184,11 @@ class Session:
             goes_on = depth < len(keys) and keys[:depth] == exchange.keys
             if not goes_on or exchange.asked.chat.schemas != chat.schemas:
                 continue
-            if self.history == "template" and not self._is_kept(exchange, messages):
+            if self.history == "template" and not _is_kept(exchange, rendered):
                 continue
             if deepest is None or depth > len(deepest.keys):
                 deepest = exchange
         return deepest
-
-    def _is_kept(self, exchange: Exchange, messages: Sequence[Message]) -> bool:
-        """Return whether the chat template shows an exchange as it was, white space aside."""
-        asked = exchange.asked
-        past = asked.chat.rendered(messages)
-        return squeezed(past).startswith(squeezed(asked.rendered) + squeezed(exchange.spoken))
 
 
 class Turns:
@@ -280,12 +272,10 @@ def key_of(message: Message) -> str:
     return json.dumps(said, sort_keys=True)
 
 
-def versions_of(turn: Completion) -> np.ndarray:
-    """Return the version of the weights at each token of a turn."""
-    versions = np.full(len(turn.tokens), turn.version, np.int32)
-    for place, version in turn.switches:
-        versions[place:] = version
-    return versions
+def _is_kept(exchange: Exchange, rendered: str) -> bool:
+    """Return whether messages are rendered with an exchange as it was, white space aside."""
+    before = squeezed(exchange.asked.rendered) + squeezed(exchange.spoken)
+    return squeezed(rendered).startswith(before)
 
 
 def squeezed(text: str) -> str:

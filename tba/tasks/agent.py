@@ -58,7 +58,7 @@ class Agent(Custom):
             raise ValueError(f"task.rollout = {self.rollout!r}: {ADVICE}")
         if where.endswith(".py") and not Path(where).expanduser().is_file():
             raise ValueError(f"task.rollout = {self.rollout!r}: no such file: {where}")
-        if self.python is not None and shutil.which(str(Path(self.python).expanduser())) is None:
+        if self._interpreter is None:
             raise ValueError(f"task.python = {self.python!r}: no such program; give an interpreter")
         for package in ("starlette", "uvicorn"):
             if find_spec(package) is None:
@@ -73,12 +73,10 @@ class Agent(Custom):
         where, _, name = self.rollout.rpartition(":")
         if where.endswith(".py"):
             where = str(Path(where).expanduser().resolve())
-        python = sys.executable
-        if self.python is not None:
-            python = str(Path(str(shutil.which(str(Path(self.python).expanduser())))).absolute())
+        assert self._interpreter is not None
         return Program(
             rollout=f"{where}:{name}",
-            python=python,
+            python=self._interpreter,
             deadline=self.deadline,
             concurrency=self.concurrency,
             max_calls=self.max_calls,
@@ -87,9 +85,17 @@ class Agent(Custom):
             scored=len(self.functions) > 0,
         )
 
+    @cached_property
+    def _interpreter(self) -> str | None:
+        """The absolute path of the program's Python; None if there is no such program."""
+        if self.python is None:
+            return sys.executable
+        found = shutil.which(Path(self.python).expanduser())
+        return None if found is None else str(Path(found).absolute())
+
     def _read(self, key: str, source: str, split: str) -> Rows:
-        table = rows(key, source, split, self.subset)
-        for place, row in enumerate(table):
-            if self.prompt_column not in row:
-                table[place] = {**row, "prompt": json.dumps(row, default=str)[:SHOWN]}
-        return [{**row, "prompt": row.get(self.prompt_column, row.get("prompt"))} for row in table]
+        table = []
+        for row in rows(key, source, split, self.subset):
+            shown = json.dumps(row, default=str)[:SHOWN]
+            table.append({**row, "prompt": row.get(self.prompt_column, shown)})
+        return table

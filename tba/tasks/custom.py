@@ -138,7 +138,7 @@ class Custom(Rendering, Task):
 
     @property
     def needs_reward(self) -> bool:
-        """Whether nothing else scores answers."""
+        """Return whether nothing but reward functions scores answers."""
         return True
 
     def prompts(self) -> Sequence[Prompt]:
