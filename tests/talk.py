@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import EOS, PAD
@@ -338,6 +339,39 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
         )  # fmt: skip
 
     return make
+
+
+Held = Callable[..., tuple[Searcher, SearchResult]]
+
+
+@pytest.fixture(name="agent")
+def agent_config(config: Callable[..., Config]) -> Callable[..., Config]:
+    """A run of scripted turns with a program: of tests/programs.py, unless it is a file's."""
+
+    def make(program: str, *turns: str, **options: Any) -> Config:
+        settings = ("task=agent", *options.pop("settings", ()))
+        given = {"reward": None, "environment": None, "tool_deadline": None, "deadline": 60.0}
+        rollout = program if ":" in program else f"{TESTS}/programs.py:{program}"
+        return config(*turns, settings=settings, rollout=rollout, **(given | options))
+
+    return make
+
+
+@pytest.fixture(name="held")
+def held_sessions() -> Iterator[Callable[..., tuple[Searcher, SearchResult]]]:
+    """Search once, and close the searcher when the test has ended."""
+    opened: list[Searcher] = []
+
+    def search(config: Config) -> tuple[Searcher, SearchResult]:
+        parts = check(config)
+        searcher = parts.search_setup().build("cpu", False)
+        opened.append(searcher)
+        return searcher, searcher.search(parts.prompts[:1], seed=0)
+
+    yield search
+    for searcher in opened:
+        searcher.close()
+    assert not psutil.Process().children()
 
 
 def searched(config: Config, prompts: int = 1) -> tuple[Searcher, SearchResult]:

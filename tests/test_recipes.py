@@ -7,17 +7,17 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from talk import dialogue_model
+from talk import Held, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
-from tba.config.schema import load
+from tba.config.schema import Config, load
 from tba.runs.setup import check
 
-__all__ = ["dialogue_model"]  # a fixture
+__all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PROGRAMS = sorted(RECIPES.glob("*.py"))
@@ -72,3 +72,24 @@ def test_code_is_refused_where_it_would_run_unprotected(
     monkeypatch.setattr(run_code, "ALONE", ["unshare", "--no-such-option"])
     with pytest.raises(RuntimeError, match="cannot run without a network"):
         run_code.run_alone("pass")
+
+
+@pytest.mark.parametrize(
+    "program, turns",
+    [
+        ("with_tool", ["", call("multiply", a=3, b=4), "It is 12."]),
+        ("with_tool", ["", call("multiply", a="three"), "It is 12."]),
+        ("with_text", ["", "", "CALC: 3 * 4", "It is 12."]),
+    ],
+)
+def test_a_calculator_answers_once_and_the_last_message_decides(
+    program: str, turns: list[str], agent: Callable[..., Config], held: Held
+) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("starlette", reason="needs tba[agents]")
+    rows = [{"a": 3, "b": 4, "number": number} for number in range(4)]
+    _, result = held(agent(f"{RECIPES}/calculator.py:{program}", *turns, rows=rows))
+    (group,) = result.groups
+    assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+    assert result.stats.counts["agents/calls"] == 4
+    assert result.stats.counts["agents/forks"] == 0

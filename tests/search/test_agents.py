@@ -2,62 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from build import resumes_exactly
 from conftest import EOS
-from talk import TESTS, call, dialogue_config, dialogue_model
+from talk import TESTS, Held, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
 from tba.config.schema import Config
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
-from tba.search.result import SearchResult
 from tba.search.searcher import Searcher
 from tba.types import Group, collate
 
-__all__ = ["dialogue_config", "dialogue_model"]  # fixtures
-
-Held = Callable[..., tuple[Searcher, SearchResult]]
+__all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 
 pytest.importorskip("starlette", reason="needs tba[agents]")
 pytest.importorskip("uvicorn", reason="needs tba[agents]")
-
-
-@pytest.fixture
-def agent(config: Callable[..., Config]) -> Callable[..., Config]:
-    """A run of scripted turns with a program of tests/programs.py."""
-
-    def make(program: str, *turns: str, **options: Any) -> Config:
-        settings = ("task=agent", *options.pop("settings", ()))
-        given = {"reward": None, "environment": None, "tool_deadline": None, "deadline": 60.0}
-        rollout = f"{TESTS}/programs.py:{program}"
-        return config(*turns, settings=settings, rollout=rollout, **(given | options))
-
-    return make
-
-
-@pytest.fixture
-def held() -> Iterator[Callable[..., tuple[Searcher, SearchResult]]]:
-    """Search once, and close the searcher when the test has ended."""
-    opened: list[Searcher] = []
-
-    def search(config: Config) -> tuple[Searcher, SearchResult]:
-        parts = check(config)
-        searcher = parts.search_setup().build("cpu", False)
-        opened.append(searcher)
-        return searcher, searcher.search(parts.prompts[:1], seed=0)
-
-    yield search
-    for searcher in opened:
-        searcher.close()
-    assert not psutil.Process().children()
 
 
 def shown(searcher: Searcher, group: Group, k: int = 0) -> list[str]:
