@@ -1,8 +1,10 @@
 """Logged rollouts: a file of sessions that the replay buffer begins with, and one of its content.
 
-A row has messages, of which the assistant's are trained on, or tokens:
+A row has messages, of which the assistant's are trained on, a text or messages and the whole
+answer to it, as `tba export --responses` writes them, or tokens:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
+    {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
     {"prompt_ids": [...], "ids": [...], "sampled": [...], "reward": 1.0, "group": "question 7"}
 
 `sampled` has a 1 for each token that the policy sampled, 0 for others, and 2 for the first token of
@@ -150,7 +152,7 @@ def _read(line: str, text: Tokenizer) -> tuple[str, np.ndarray, Completion, floa
     if "messages" in row:
         prompt, completion, begin = _of_messages(row, text)
     else:
-        prompt, completion = _of_tokens(row)
+        prompt, completion = _of_text(row, text) if "completion" in row else _of_tokens(row)
         begin = prompt.tobytes()
     text.check_known(np.concatenate([prompt, completion.tokens]), "it")
     bounds = [0, *completion.restarts, len(completion.tokens)]
@@ -173,14 +175,23 @@ def _of_messages(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, C
         if place == 0 or messages[place - 1]["role"] == "assistant":
             raise ValueError("a message of the assistant follows no other message")
         written = text.tokenizer(chat.written(message), add_special_tokens=False)["input_ids"]
-        tokens = np.array([*written, text.eos_id], np.int32)
-        turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
-        session.add(session.ask(messages[:place], chat), turn, message)
+        session.add(session.ask(messages[:place], chat), _finished(written, text), message)
     if not session.exchanges:
         raise ValueError("no message is the assistant's")
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     begin = json.dumps([messages[:first], schemas], sort_keys=True).encode()
     return session.prompt, session.completion(len(session.prompt)), begin
+
+
+def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion]:
+    written = text.tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+    return text.encode(Prompt("", row["prompt"])), _finished(written, text)
+
+
+def _finished(written: Sequence[int], text: Tokenizer) -> Completion:
+    """Return what the policy has written as a completion that ends with EOS."""
+    tokens = np.array([*written, text.eos_id], np.int32)
+    return Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
 
 
 def _of_tokens(row: Mapping[str, Any]) -> tuple[np.ndarray, Completion]:

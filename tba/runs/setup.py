@@ -38,7 +38,7 @@ from tba.search.searcher import EvaluationSet, SearchSetup
 from tba.selections import Interleaved
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
-from tba.tasks import Answered, Task
+from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task, to_send
 from tba.tasks._rendering import Rendering, with_chat
 from tba.tasks._source import RewardSource, source_of
@@ -70,8 +70,6 @@ class RunSetup:
     """Functions passed from Python, pickled if they run in another process."""
     sets: Mapping[str, EvaluationSet]
     """Further evaluation sets, by name."""
-    given: Sequence[Answered]
-    """Answers from a file, which enter the buffer first."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
     rewards: RewardSource
@@ -97,7 +95,7 @@ class RunSetup:
         chosen = selections.get("")
         if chosen is None:
             chosen = Interleaved(selections, task.part_weights, lambda p: task.part(p)[0])
-        return PromptStream(self.prompts, chosen, self.given, self.config.reward.quarantine)
+        return PromptStream(self.prompts, chosen, self.config.reward.quarantine)
 
     def trainer_setup(self, is_new: bool = False) -> TrainerSetup:
         """Return what the trainer is built from; a new run checks its reference."""
@@ -176,8 +174,7 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
     task = build_task(plugins.task, functions)
     task.check()
     check_stop(config.sampling.stop, text)
-    given = _given(task, text)
-    _check_objective(config, objective, seeded=len(given) > 0)
+    _check_objective(config, objective)
     prompts, held_out, encoded = read_prompts(config, task, text)
     _check_tools(config, task, objective, prompts[0])
     if not held_out:
@@ -200,7 +197,6 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
         held_out=held_out,
         reward_functions=to_send(functions, config),
         sets=sets,
-        given=given,
         extremes=(lengths[0], lengths[-1]),
         rewards=source_of(config, functions),
         notes=notes,
@@ -247,15 +243,6 @@ def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
         engine.check_here(config)
 
 
-def _given(task: Task, text: Tokenizer) -> Sequence[Answered]:
-    """Return the answers from a file, whose tokens the model must know."""
-    given = task.given()
-    for answer in [answer for each in given for answer in each.answers]:
-        ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        text.check_known(ids, f"task.seeds: the answer {shorten(answer, 80)!r}")
-    return given
-
-
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
     """ValueError if the task has tools, or a program, that the run cannot use."""
     head = objective.at(0).head
@@ -285,7 +272,7 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
-def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
+def _check_objective(config: Config, objective: Plugin) -> None:
     """Raise ValueError if the objective's head changes, or it needs log-probs that are lost."""
     if objective.at(0).head != objective.at(config.run.steps).head:
         raise ValueError(
@@ -298,8 +285,6 @@ def _check_objective(config: Config, objective: Plugin, seeded: bool) -> None:
         lacks[f"sampling.{name} = {value}"] = f"without it; set sampling.{name}={OFF[name]}"
     if config.sampling.explore is not None:
         lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
-    if seeded:
-        lacks["task.seeds"] = "of the reference; remove task.seeds"
     if config.replay.rollouts is not None:
         lacks["replay.rollouts"] = "of the reference; remove replay.rollouts"
     for what, why in lacks.items():

@@ -37,24 +37,18 @@ class Cursor(TypedDict):
 
 
 class PromptStream:
-    """Endless stream of prompts: `first`, then the selection's. It records those in flight.
+    """Endless stream of the selection's prompts. It records those in flight.
 
     A prompt is left out after so many deaths in a row as `quarantine` says; 0: never.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        selection: Selection,
-        first: Sequence[Prompt] = (),
-        quarantine: int = 2,
-    ):
-        self._prompts = {p.id: p for p in (*prompts, *first)}
+    def __init__(self, prompts: Sequence[Prompt], selection: Selection, quarantine: int = 2):
+        self._prompts = {p.id: p for p in prompts}
         self._selection = selection
         if isinstance(selection, Interleaved):  # all of one class
             selection = next(iter(selection.selections.values()))
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
-        self._again = [p.id for p in first]
+        self._again: list[str] = []
         self._outstanding: list[str] = []
         self._quarantine = quarantine
         self._deaths: Counter[str] = Counter()

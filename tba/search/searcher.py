@@ -28,7 +28,7 @@ from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
-from tba.tasks import Answered, Program
+from tba.tasks import Program
 from tba.tasks._memory import Functions, build_task
 from tba.types import Completion, Group, Sampling, Trajectory
 from tba.weights import Weights
@@ -204,15 +204,14 @@ class Searcher:
         self.engine.close()
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
-        """Sample and score S responses of each prompt; no group if all were rejected.
-
-        Answers that are given are scored in place of sampled ones.
-        """
+        """Sample and score S responses of each prompt; no group if all were rejected."""
         stats = SearchStats()
         with stats.timed("generate"):
             responses = self.answer("", prompts, self._sampling(seed), seed)
         with stats.timed("reward"):
-            verdicts = self._score(prompts, responses)
+            rule = self.setup.sampling.truncated
+            settled = [settle_truncated(group, rule) for group in responses.answers]
+            verdicts = responses.rewarded(self.scoring(prompts, settled))
         with stats.timed("reference"):
             groups = self._groups(prompts, responses, verdicts)
         rollouts: list[Verdict] = []
@@ -244,17 +243,10 @@ class Searcher:
                 died.add(prompt.id)
         return SearchResult(groups, stats, died)
 
-    def _score(self, prompts: Sequence[Prompt], responses: Responses) -> list[list[Verdict]]:
-        answers: list[Sequence[Answer | Verdict]] = []
-        for prompt, group in zip(prompts, responses.answers, strict=True):
-            rule = "keep" if isinstance(prompt, Answered) else self.setup.sampling.truncated
-            answers.append(settle_truncated(group, rule))
-        return responses.rewarded(self.scoring(prompts, answers))
-
     def answer(
         self, name: str, prompts: Sequence[Prompt], sampling: Sampling, seed: int
     ) -> Responses:
-        """Sample responses of each prompt but those whose answers are given.
+        """Sample responses of each prompt.
 
         They are dialogues if the task of this name has tools, and sessions if it has a program.
         """
@@ -265,13 +257,7 @@ class Searcher:
         if task.tools is not None:
             return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
-        pairs = zip(prompts, tokens, strict=True)
-        asked = [ids for prompt, ids in pairs if not isinstance(prompt, Answered)]
-        own_seed = seed_of(seed, Use.GENERATION, 0)
-        sampled = iter(self.engine.generate(asked, sampling, own_seed) if asked else [])
-        completions = [
-            self._given(p) if isinstance(p, Answered) else next(sampled) for p in prompts
-        ]
+        completions = self.engine.generate(tokens, sampling, seed_of(seed, Use.GENERATION, 0))
         answers = []
         for group in completions:
             answers.append(
@@ -288,35 +274,13 @@ class Searcher:
         low, high = setup.explore
         return replace(setup.sampling, explore=low + (high - low) * rng.random())
 
-    def _given(self, prompt: Answered) -> list[Completion]:
-        """Return given answers, which end with a stop string, or with EOS if there is none."""
-        sampling = self.setup.sampling
-        end = "".join(sampling.stop[:1])
-        eos = [] if sampling.stop else [self.text.eos_id]
-        completions = []
-        for answer in prompt.answers:
-            ids = self.text.tokenizer(answer + end, add_special_tokens=False)["input_ids"]
-            whole = np.asarray([*ids, *eos], np.int32)
-            tokens = whole[: sampling.max_tokens]
-            completion = Completion(
-                tokens=tokens,
-                logp=np.zeros(len(tokens), np.float32),
-                finished=len(tokens) == len(whole),
-                version=0,
-            )
-            completions.append(completion)
-        return completions
-
     def _groups(
         self,
         prompts: Sequence[Prompt],
         responses: Responses,
         verdicts: Sequence[Sequence[Verdict]],
     ) -> list[Group]:
-        """Return the samples that have a reward, by prompt, with the reference's log-probs.
-
-        For given answers, the reference stands for the policy that sampled them.
-        """
+        """Return the samples that have a reward, by prompt, with the reference's log-probs."""
         rewarded = {}
         for i, (group, judged) in enumerate(zip(responses.completions, verdicts, strict=True)):
             pairs = zip(group, judged, strict=True)
@@ -328,13 +292,11 @@ class Searcher:
         logp, version = self.reference.logp(tokens, completions)
         groups = []
         for (i, samples), rows in zip(rewarded.items(), logp, strict=True):
-            prompt = prompts[i]
-            given = isinstance(prompt, Answered)
             trajectories = []
             for (c, reward), ref_logp in zip(samples, rows, strict=True):
                 trajectory = Trajectory(
                     tokens=c.tokens,
-                    behavior_logp=ref_logp if given else c.logp,
+                    behavior_logp=c.logp,
                     ref_logp=ref_logp,
                     reward=float(reward),
                     version=c.version,
@@ -344,8 +306,7 @@ class Searcher:
                     restarts=c.restarts,
                 )
                 trajectories.append(trajectory)
-            owner = prompt.of if isinstance(prompt, Answered) else prompt
-            groups.append(Group(owner, responses.prompts[i], tuple(trajectories), version))
+            groups.append(Group(prompts[i], responses.prompts[i], tuple(trajectories), version))
         return groups
 
 

@@ -75,16 +75,6 @@ class Prepares(Protocol):
         """Load models to the device, in a process that scores, before its first score."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answered(Prompt):
-    """Given answers to the prompt `of`: search scores these and samples none."""
-
-    of: Prompt
-    answers: Sequence[str]
-    rewards: Sequence[float] | None = None
-    """Rewards that are known; `score` returns them."""
-
-
 @dataclass(frozen=True)
 class Tools:
     """The tools of an environment; each dialogue has its own instance."""
@@ -185,10 +175,6 @@ class Task(Scorer):
         for _, each in self.dependencies:
             if isinstance(each, Prepares):
                 each.load(device)
-
-    def given(self) -> Sequence[Answered]:
-        """Return answers that enter the replay buffer before any that are sampled, by group."""
-        return ()
 
     @property
     def tools(self) -> Tools | None:

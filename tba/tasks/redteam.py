@@ -16,7 +16,6 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from tba.config.errors import about
 from tba.config.tables import (
     Count,
     Fraction,
@@ -28,14 +27,11 @@ from tba.config.tables import (
 )
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
-from tba.tasks import NEAR_DUPLICATE, Answered, Scorer, Scores, Task, WrongLength, call
-from tba.tasks._data import rows
+from tba.tasks import NEAR_DUPLICATE, Scorer, Scores, Task, WrongLength, call
 from tba.tasks.custom import RewardFunction, reward_function
 from tba.tasks.judges import then
 from tba.tasks.judges._model import JudgeModel
 
-GROUP = 128
-"""Answers from `seeds` in one group."""
 HELD_OUT = "held-out-"
 """Beginning of the ids of prompts that are evaluated."""
 REMEMBERED = 1000
@@ -89,8 +85,6 @@ class RedTeam(Task):
     replace, over the words of both attacks; default: reject none."""
     encoder: str | None = None
     """Folder or name of an encoder, such as sentence-transformers/all-MiniLM-L6-v2."""
-    seeds: str | None = None
-    """File of earlier attacks, `completion` and perhaps `reward`, to search with first."""
     held_out_size: Positive = 8
     """Groups of attacks in an evaluation, all from `prompt`."""
 
@@ -110,33 +104,6 @@ class RedTeam(Task):
     def held_out(self) -> Sequence[Prompt]:
         return [Prompt(f"{HELD_OUT}{i}", self.prompt) for i in range(self.held_out_size)]
 
-    def given(self) -> Sequence[Answered]:
-        """Return the earlier attacks, in groups."""
-        if self.seeds is None:
-            return []
-        columns = ("completion", "reward")
-        table = rows("task.seeds", self.seeds, "train", required=columns[:1], columns=columns)
-        known = "reward" in table[0]
-        for i, row in enumerate(table):
-            is_text = isinstance(row["completion"], str)
-            if not is_text or (known and row["reward"] in (None, "")):  # as CSV has no value
-                raise ValueError(
-                    f"task.seeds = {self.seeds!r}: row {i} is {row}; give it a text as completion,"
-                    " and a reward if other rows have one"
-                )
-        (prompt,) = self.prompts()
-        groups = []
-        for start in range(0, len(table), GROUP):
-            part = table[start : start + GROUP]
-            with about("task.seeds"):
-                rewards = [float(row["reward"]) for row in part] if known else None
-            answers = [row["completion"] for row in part]
-            group = Answered(
-                f"seeds-{start}", prompt.text, of=prompt, answers=answers, rewards=rewards
-            )
-            groups.append(group)
-        return groups
-
     @property
     def dependencies(self) -> list[tuple[str, Any]]:
         return [("", self._victim), ("task.judge", self._judge), ("", self._encoder)]
@@ -147,8 +114,6 @@ class RedTeam(Task):
         Near-duplicates are left out. The victim answers neither these nor attacks that are too
         short.
         """
-        if isinstance(prompt, Answered) and prompt.rewards is not None:
-            return list(prompt.rewards)
         attacks = [answer.text.strip() for answer in answers]
         training = not prompt.id.startswith(HELD_OUT)
         near = self._near if training else None

@@ -76,18 +76,6 @@ def test_a_selection_without_any_other_prompt_is_told() -> None:
         stream.take(1)
 
 
-def test_quarantine_of_all_other_prompts_loses_none_that_was_put_back() -> None:
-    given = [Prompt("given", "x")]
-    stream = PromptStream(PROMPTS[:1], Cyclic(PROMPTS[:1], 0, None), given, quarantine=1)
-    assert ids(stream.take(1)) == ["given"]
-    search(stream, 1, died="p0")
-    stream.put_back(given)
-    assert ids(stream.take(3)) == ["given"]
-    with pytest.raises(SearchError, match="in quarantine"):
-        stream.take(1)
-    assert stream.cursor()["outstanding"] == ["given"]
-
-
 # The searcher
 
 

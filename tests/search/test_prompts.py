@@ -48,23 +48,6 @@ def test_a_resumed_stream_goes_on_with_what_was_outstanding(cls: type) -> None:
     assert [ids(resumed.take(3)) for _ in range(3)] == [ids(stream.take(3)) for _ in range(3)]
 
 
-def test_given_prompts_go_out_first_and_once() -> None:
-    """Those that were not searched when a run stopped come first in its next session."""
-    first = [Prompt(f"given-{i}", "x") for i in range(4)]
-
-    def stream() -> PromptStream:
-        return PromptStream(PROMPTS, Cyclic(PROMPTS, 3, 1.0), first)
-
-    whole, plain = stream(), stream_of(Cyclic, seed=3)
-    taken = whole.take(3)
-    assert ids(taken) == ids(first[:3])
-    whole.done(taken[:2], [])
-    resumed = stream()
-    resumed.seek(json.loads(json.dumps(whole.cursor())))
-    assert sorted(ids(resumed.take(2))) == ["given-2", "given-3"]
-    assert ids(resumed.take(5)) == ids(plain.take(5))
-
-
 def test_a_prompt_may_be_out_several_times() -> None:
     stream = stream_of(Uniform)
     out = [p for _ in range(4) for p in stream.take(5)]  # 20 of 7

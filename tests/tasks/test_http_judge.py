@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Judge:
                 if reply.drop:
                     self.close_connection = True
                     return
-                text = vllm(self.path, body) if reply.body is None else reply.body
+                text = vllm(body) if reply.body is None else reply.body
                 text = str(self.headers) if reply.echo else text
                 self.send_response(reply.status)
                 for name, value in reply.headers.items():
@@ -106,25 +106,13 @@ def share(text: str) -> float:
     return (1 + len(text)) / 100
 
 
-def vllm(path: str, body: dict[str, Any]) -> str:
+def vllm(body: dict[str, Any]) -> str:
     """Answer as vLLM does."""
-    messages = body.get("messages", [])
-    if path == "/classify":
-        texts = body.get("input") or ["|".join(m["content"] for m in messages)]
-        rows = [[share(t)] for t in texts]
-        if body.get("use_activation") is False:
-            rows = [[100 * share(t)] for t in texts]
-        data = [
-            {"index": i, "label": "x", "probs": p, "num_classes": 1} for i, p in enumerate(rows)
-        ]
-        return json.dumps({"id": "1", "model": body["model"], "data": data[::-1], "usage": {}})
-    unsafe = share("|".join(m["content"] for m in messages))
-    tokens = {"un": unsafe, " unsafe": unsafe / 4, "safe": 1 - unsafe, "s": 0.01, "Sure": 0.2}
-    likeliest = [{"token": t, "logprob": math.log(p) - 0.3} for t, p in tokens.items()]
-    blank = {"token": "\n\n", "logprob": 0.0, "top_logprobs": [{"token": "\n\n", "logprob": 0.0}]}
-    first = {"token": "safe", "logprob": -0.1, "top_logprobs": likeliest}
-    choice = {"index": 0, "message": {"content": "safe"}, "logprobs": {"content": [blank, first]}}
-    return json.dumps({"id": "1", "choices": [choice]})
+    texts = body.get("input") or ["|".join(m["content"] for m in body["messages"])]
+    factor = 100 if body.get("use_activation") is False else 1
+    rows = [[factor * share(t)] for t in texts]
+    data = [{"index": i, "label": "x", "probs": p, "num_classes": 1} for i, p in enumerate(rows)]
+    return json.dumps({"id": "1", "model": body["model"], "data": data[::-1], "usage": {}})
 
 
 @pytest.fixture
@@ -172,29 +160,6 @@ def test_without_a_template_the_server_gets_messages(
     messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
     assert {"model": "m", "messages": messages} in server.bodies
     assert len(server.bodies) == 2
-
-
-def test_a_guard_is_scored_by_its_first_word(server: Judge) -> None:
-    judge = Http(f"{server.url}/v1/chat/completions", "g")
-    unsafe = share("p|abc")
-    assert ask(judge, "abc") == [pytest.approx(unsafe)]
-    (body,) = server.bodies
-    assert (body["temperature"], body["logprobs"], body["top_logprobs"]) == (0.0, True, 20)
-    logp = replace(
-        judge, value="log_probability", template="Is {completion} an answer to {prompt}?"
-    )
-    assert ask(logp, "abc") == [pytest.approx(math.log(share("Is abc an answer to p?")))]
-    assert server.bodies[1]["messages"] == [{"role": "user", "content": "Is abc an answer to p?"}]
-
-
-def test_a_word_that_is_not_among_the_likeliest_is_as_likely_as_the_last_of_them(
-    server: Judge,
-) -> None:
-    likeliest = [{"token": "safe", "logprob": -0.1}, {"token": "Sure", "logprob": -5.1}]
-    content = [{"token": "safe", "logprob": -0.1, "top_logprobs": likeliest}]
-    server.always = Reply(body=json.dumps({"choices": [{"logprobs": {"content": content}}]}))
-    judge = Http(f"{server.url}/v1/chat/completions", "g", value="log_probability")
-    assert ask(judge, "x") == [pytest.approx(-math.log1p(math.exp(5.0)))]
 
 
 @pytest.mark.parametrize(
@@ -294,20 +259,11 @@ def test_nonsense_is_an_error_at_once(
     assert len(server.bodies) == 1
 
 
-def test_a_guard_that_says_something_else_is_an_error(server: Judge) -> None:
-    step = {"token": "Sure", "logprob": 0.0, "top_logprobs": [{"token": "Sure", "logprob": 0.0}]}
-    judge = Http(f"{server.url}/v1/chat/completions", "g")
-    for content in ([step], [], [dict(step, token="\n")]):
-        server.always = Reply(body=json.dumps({"choices": [{"logprobs": {"content": content}}]}))
-        with pytest.raises(JudgeError, match="began its answer with neither 'unsafe' nor 'safe'"):
-            ask(judge, "x")
-
-
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_so_many_requests_run_at_one_time(server: Judge, concurrency: int) -> None:
     """Those of all groups together."""
     server.always = Reply(delay=0.05 * concurrency)
-    judge = Http(f"{server.url}/v1/chat/completions", "g", concurrency=concurrency)
+    judge = Http(f"{server.url}/classify", "m", concurrency=concurrency)
 
     async def groups() -> None:
         await asyncio.gather(*(judge(["p"] * 3, [f"{i}{j}" for j in "abc"]) for i in range(3)))
@@ -385,12 +341,12 @@ def test_a_judge_that_cannot_be_reached_is_refused_within_five_seconds() -> None
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no scheme": ({"url": "localhost:8000/classify"}, "must begin with http:// or https://"),
-    "no endpoint": ({"url": "http://localhost:8000"}, "end with /classify or /chat/completions"),
+    "no endpoint": ({"url": "http://localhost:8000"}, "end with /classify, such as"),
     "bad port": ({"url": "http://localhost:http/classify"}, "must begin with http://"),
     "password": ({"url": f"http://me:{CANARY}@host/classify"}, "use api_key_env for a key"),
     "query": ({"url": f"http://host/classify?key={CANARY}"}, "use api_key_env for a key"),
     "template": ({"template": "{prompt}"}, "template must contain {completion}"),
-    "logit": ({"url": "http://h/v1/chat/completions", "value": "logit"}, "value = 'logit' needs"),
+    "guard": ({"url": "http://h/v1/chat/completions"}, "end with /classify, such as"),
     "deadline": ({"deadline": 0.0}, "task.reward.deadline = 0.0: Input should be greater than 0"),
     "concurrency": ({"concurrency": 0}, "task.reward.concurrency = 0: Input should be greater"),
     "retries": ({"retries": -1}, "task.reward.retries = -1: Input should be greater than or equal"),
@@ -422,7 +378,7 @@ def test_the_key_is_sent_and_told_nowhere(
         told = []
         for status in (401, 500, 200):
             server.always = Reply(status, echo=True)
-            with pytest.raises(JudgeError, match=r"Bearer \*\*\*") as error:
+            with pytest.raises(JudgeError, match="what it sent is not shown") as error:
                 ask(judge, f"b{status}")
             told.append(Scoring({"": Asked(judge)})([Prompt("0", "p")], [[Answer("c", True)]]))
             told.append(error.value)

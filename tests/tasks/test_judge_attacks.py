@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gzip
 import json
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tba.tasks.judges.http import LARGEST, Http, JudgeError, excerpt, is_loopback, tell_proxy
+from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, tell_proxy
 
 Send = Callable[[BaseHTTPRequestHandler], None]
 
@@ -25,7 +24,7 @@ def asked() -> Iterator[Callable[..., list[float]]]:
     """Ask a server that answers with a function, for so many scores."""
     servers = []
 
-    def ask(send: Send, count: int = 1, path: str = "/classify", **options: Any) -> list[float]:
+    def ask(send: Send, count: int = 1, **options: Any) -> list[float]:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
@@ -39,7 +38,7 @@ def asked() -> Iterator[Callable[..., list[float]]]:
         server.daemon_threads = True
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
+        url = f"http://127.0.0.1:{server.server_address[1]}/classify"
         judge = Http(url, "m", template="{completion}", retries=0, **options)
         texts = [str(i) for i in range(count)]
         return asyncio.run(judge(texts, texts))
@@ -121,20 +120,6 @@ def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]
         asked(body(data(*rows)), 2)
 
 
-def choice(logprob: Any = -0.1, **other: Any) -> dict[str, Any]:
-    token = {"token": "safe", "logprob": logprob}
-    return {"logprobs": {"content": [{**token, "top_logprobs": [token]}]}, **other}
-
-
-def test_a_guard_has_one_answer(asked: Callable[..., list[float]]) -> None:
-    path = "/chat/completions"
-    assert asked(body(json.dumps({"choices": [choice(index=0)]})), path=path) == [0.5]
-    wrong = [[], [choice(), choice()], [choice(index=1)], [{}]]
-    for choices in [*wrong, *([choice(logprob)] for logprob in ("-0.1", True, 0.1))]:
-        with pytest.raises(JudgeError, match="answered nonsense"):
-            asked(body(json.dumps({"choices": choices})), path=path)
-
-
 @pytest.mark.parametrize(
     ("send", "message"),
     [
@@ -166,41 +151,19 @@ def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[floa
 
 
 KEY = "sk-Canary/4711+x"
-FORMS = {
-    "itself": KEY,
-    "in capitals": KEY.upper(),
-    "in base64": base64.b64encode(KEY.encode()).decode(),
-    "in base64 with more": base64.urlsafe_b64encode(f"x: {KEY}".encode()).decode(),
-    "in hex": KEY.encode().hex(),
-    "in percent": "".join(f"%{byte:02X}" for byte in KEY.encode()),
-    "in JSON": "".join(f"\\u{ord(c):04x}" for c in KEY),
-    "with spaces": " ".join(KEY),
-    "backwards": KEY[::-1],
-    "in wide letters": "".join(chr(ord(c) + 0xFEE0) for c in KEY),
-    "with its slash escaped": KEY.replace("/", "\\/"),
-}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_key_is_masked_in_any_form(
-    form: str, asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
+def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(
+    asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    sent = f'{{"error": "Wrong key {FORMS[form]} given"}}'
+    """In base64, backwards, or in any other form."""
     for status in (200, 401):
-        with pytest.raises(JudgeError) as error:
-            asked(body(sent, status), api_key_env="JUDGE_KEY")
-        told = str(error.value).partition("/classify")[2]
-        assert "***" in told
-        for part in ("anary", "ANARY", "YNARY", "4711", FORMS[form][:9]):
-            assert part not in told
-    assert excerpt(sent, "") == sent[:300]
-
-
-def test_a_key_of_letters_is_masked_within_a_word() -> None:
-    assert excerpt("wrong key: myhiddenword", "hiddenword") == "wrong key: my***"
-    assert excerpt("wrong key: my-hidden wordy", "hiddenword") == "***"
-    assert excerpt("wrong key of a user", "hiddenword") == "wrong key of a user"
+        monkeypatch.setenv("JUDGE_KEY", KEY)
+        with pytest.raises(JudgeError, match="what it sent is not shown, because it may") as error:
+            asked(body(f"Wrong key {KEY[::-1]} given", status), api_key_env="JUDGE_KEY")
+        assert "Wrong" not in str(error.value)
+        with pytest.raises(JudgeError, match="Wrong key"):
+            asked(body(f"Wrong key {KEY} given", status))
 
 
 LOOPBACK = ["127.0.0.2:8", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "0.0.0.0", "[::]"]

@@ -143,15 +143,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "name": ({"a/b": SUMS}, "[task.parts.a/b]: 'a/b' must be letters, digits"),
     "measures": (
         {"a": {"use": "tldr", "proxy": "statistics:fmean", "gold": "statistics:fmean"}},
-        "task.parts.a.use = 'tldr' has parts, measures, seeds or dialogues, which a part of a mix",
+        "task.parts.a.use = 'tldr' has parts, measures, attacks or dialogues, which a",
     ),
     "own way": (
         {"a": {"use": "redteam", "victim": "./none", "judge": "statistics:fmean"}},
-        "task.parts.a.use = 'redteam' has parts, measures, seeds or dialogues, which a part of",
+        "task.parts.a.use = 'redteam' has parts, measures, attacks or dialogues, which a part of",
     ),
     "nested": (
         {"a": {"use": "mixture", "parts": {"b": SUMS}}},
-        "task.parts.a.use = 'mixture' has parts, measures, seeds or dialogues, which a part of",
+        "task.parts.a.use = 'mixture' has parts, measures, attacks or dialogues, which a part of",
     ),
 }
 

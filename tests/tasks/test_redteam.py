@@ -17,14 +17,12 @@ from build import config
 from transformers import AutoTokenizer
 
 from tba.assemble import open_run
-from tba.learn.policy import Policy
-from tba.models.pretrained import load_model
 from tba.prompt import Answer, Prompt
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
+from tba.runs.rollouts import read_rollouts
 from tba.runs.setup import check
-from tba.tasks import NEAR_DUPLICATE, Answered
-from tba.tasks.redteam import GROUP, NearDuplicates, RedTeam, Victim, embeddings, mean_distance
-from tba.types import collate
+from tba.tasks import NEAR_DUPLICATE
+from tba.tasks.redteam import NearDuplicates, RedTeam, Victim, embeddings, mean_distance
 
 JUDGES = '''
 """Judges that know a harm for each attack, whatever the victim answers."""
@@ -184,7 +182,6 @@ def test_answers_belong_to_their_attacks(wide_model: Path) -> None:
 
 
 def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
 
     plain = victim(wide_model, victim_prompt="={attack}+")
     assert plain.text.tokenizer.decode(plain.encode("12")) == "=12+"
@@ -282,116 +279,18 @@ def test_the_encoder_is_on_the_device_of_the_searcher(
     assert task.measures()["distance"].score(task.prompts()[0], [first, second])[0] > 0
 
 
-# Earlier attacks
-
-
-def seeds_in(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
-    file = folder / "seeds.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
-def test_earlier_attacks_come_in_groups_with_their_rewards(make: Make, tmp_path: Path) -> None:
-    many = [{"completion": str(i), "reward": -i} for i in range(GROUP + 3)]
-    first, second = make(seeds=seeds_in(tmp_path, many)).given()
-    assert (len(first.answers), second.answers) == (GROUP, ["128", "129", "130"])
-    assert first.id != second.id
-    answers = [Answer(text, finished=True) for text in second.answers]
-    assert make().score(second, answers) == [-128.0, -129.0, -130.0]
-    task = make(seeds=seeds_in(tmp_path, [{"completion": "55"}]))
-    (only,) = task.given()
-    assert (only.of, only.answers, only.rewards) == (task.prompts()[0], ["55"], None)
-    for wrong in ({"completion": None, "reward": 1.0}, {"completion": "5"}):
-        empty = make(seeds=seeds_in(tmp_path, [many[0], wrong]))
-        with pytest.raises(ValueError, match=r"row 1 is .*give it a text as completion, and a rew"):
-            empty.given()
-    table = tmp_path / "seeds.csv"  # in CSV, numbers are text
-    table.write_text("completion,reward\n6,0.25\n7,1e-1\n")
-    assert [group.rewards for group in make(seeds=str(table)).given()] == [[0.25, 0.1]]
-    table.write_text("completion,reward\n5,high\n")
-    with pytest.raises(ValueError, match=r"task\.seeds: could not convert string to float: 'high'"):
-        make(seeds=str(table)).given()
-
-
-def test_earlier_attacks_enter_the_buffer_first(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
-    """With the policy's tokens, the reference's log-probs, and their rewards."""
-    rows = [{"completion": "2=3", "reward": -1.5}, {"completion": "7", "reward": -0.5}]
-    file = seeds_in(tmp_path, [*rows, {"completion": "1+1+1+1+1", "reward": -2.5}])
-    seeded = (f"task.seeds={file}", "replay.first_fill=1", "run.steps=1", "eval.prompts=0")
-    c = config(wide_model, tmp_path / "run", *settings, *seeded)
-    with open_run(c) as run:
-        run.collect()
-        (group,) = run.buffer.groups()
-        text = run.parts.text
-    assert group.prompt == Prompt("attack", "1+")
-    spelled = [(text.decode(t.tokens), t.finished, t.reward) for t in group.trajectories]
-    assert spelled == [
-        ("2=3", True, -1.5),
-        ("7", True, -0.5),
-        ("1+1+1", False, -2.5),  # cut at sampling.max_tokens
-    ]
-    assert [t.tokens[-1] in text.eos_ids for t in group.trajectories] == [True, True, False]
-    with torch.no_grad():
-        logp = Policy(load_model(c.policy, torch.float32), 1.0).logp(collate([group]))[0]
-    for t, row in zip(group.trajectories, logp, strict=True):
-        np.testing.assert_allclose(t.ref_logp, row[: len(t.tokens)], atol=1e-5)
-        np.testing.assert_array_equal(t.behavior_logp, t.ref_logp)
-
-
-def test_given_answers_end_with_a_stop_string(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
-    c = config(wide_model, tmp_path / "run", *settings, 'sampling.stop=["="]')
-    searcher = check(c).search_setup().build("cpu", False)
-    prompt = Answered(id="a", text="1+", of=Prompt("1", "1+"), answers=["23", ""])
-    result = searcher.search([prompt], seed=0)
-    tokens = [t.tokens for t in result.groups[0].trajectories]
-    assert [searcher.text.decode(t) for t in tokens] == ["23=", "="]
-    assert [searcher.text.answer(t, True, ("=",)).text for t in tokens] == ["23", ""]
-
-
-@pytest.mark.parametrize(("named", "end"), [(None, "<eos>"), ("<pad>", "<pad>")])
-def test_given_answers_end_with_the_eos_that_is_named(
-    settings: list[str], wide_model: Path, tmp_path: Path, named: str | None, end: str
-) -> None:
-    """It is not the lowest of the numbers that end a response: here `<pad>` ends one as well."""
-    model = tmp_path / "model"
-    shutil.copytree(wide_model, model)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
-    own = [f"policy.eos_token={named}"] if named else []
-    searcher = check(config(model, tmp_path / "run", *settings, *own)).search_setup()
-    prompt = Answered(id="a", text="1+", of=Prompt("1", "1+"), answers=["23"])
-    (given,) = searcher.build("cpu", False).search([prompt], seed=0).groups[0].trajectories
-    text = check(config(model, tmp_path / "run", *settings)).text
-    assert text.eos_ids == {0, 1} and given.finished
-    assert text.tokenizer.decode(given.tokens) == f"23{end}"
-
-
-def test_a_given_answer_needs_tokens_that_the_model_knows(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(wide_model, model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})
-    tokenizer.save_pretrained(model)
-    seeds = f"task.seeds={seeds_in(tmp_path, [{'completion': '1<new>', 'reward': 1.0}])}"
-    with pytest.raises(ValueError, match=r"task.seeds: the answer '1<new>' has the token '<new>'"):
-        check(config(model, tmp_path / "run", *settings, seeds))
-
-
 # Whole runs
 
 
 def test_a_run_measures_success_and_diversity_and_leaves_its_attacks(
-    settings: list[str], make: Make, wide_model: Path, tmp_path: Path
+    settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
+    """They can enter the buffer of another run as rollouts."""
     folder = tmp_path / "run"
     with open_run(config(wide_model, folder, *settings)) as run:
         summary = run.train()
         held = len(run.buffer)
+        text = run.parts.text
     for scores in (summary.last, evaluate_run(folder, [], reference=False)):
         assert scores["sampled_pass@1"] == scores["sampled_reward"] * 2 > 0  # unless empty
         assert 0 < scores["sampled_distance"] < 1 and "greedy_distance" not in scores
@@ -401,8 +300,10 @@ def test_a_run_measures_success_and_diversity_and_leaves_its_attacks(
     assert len({row["completion"] for row in rows}) == len(rows)
     assert [row["reward"] for row in rows] == sorted((r["reward"] for r in rows), reverse=True)
     assert {row["prompt"] for row in rows} == {"1+"}
-    (again,) = make(seeds=str(file)).given()
-    assert list(again.answers) == [row["completion"] for row in rows]
+    (again,) = read_rollouts(file, text)
+    assert again.prompt_tokens.tolist() == text.encode(Prompt("attack", "1+")).tolist()
+    assert [text.decode(t.tokens) for t in again.trajectories] == [r["completion"] for r in rows]
+    assert {t.tokens[-1] for t in again.trajectories} == {text.eos_id}
     with pytest.raises(ValueError, match=r"attacks\.jsonl exists; choose a new file"):
         export_responses(folder, file)
 
@@ -418,20 +319,21 @@ def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model:
 def test_an_asynchronous_run_with_everything(
     settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
-    """Seeds, near-duplicates, exploration and LoRA, in processes that search on their own."""
+    """Earlier attacks, near-duplicates, exploration and LoRA, in processes that search."""
     pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    seeds = [{"completion": f"{i}=1+{i}", "reward": -float(i)} for i in range(1, 5)]
+    file = tmp_path / "earlier.jsonl"
+    earlier = [{"prompt": "1+", "completion": f"{i}=1+{i}", "reward": -i} for i in range(1, 5)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     everything = (
-        "runtime.use=ray", "runtime.concurrent_searches=1",  # so that the seeds come first
-        "run.steps=4", "sampling.explore=[0.5, 2.0]", "policy.lora.r=2",
+        "runtime.use=ray", "run.steps=4", "sampling.explore=[0.5, 2.0]", "policy.lora.r=2",
         "task.near_distance=0.25", "reward.max_rejected=0.01", "replay.first_fill=2",
         "replay.per_prompt=100000",  # none is evicted, however late the trainer is
-        f"task.judge={tmp_path}/judges.py:half", f"task.seeds={seeds_in(tmp_path, seeds)}",
+        f"task.judge={tmp_path}/judges.py:half", f"replay.rollouts={file}",
     )  # fmt: skip
     with open_run(config(wide_model, tmp_path / "run", *settings, *everything)) as run:
         summary = run.train()
         rewards = {t.reward for group in run.buffer.groups() for t in group.trajectories}
-        assert {g.prompt.id for g in run.buffer.groups()} == {"attack"}
+        assert "attack" in {g.prompt.id for g in run.buffer.groups()}
     assert summary.finished and summary.rejected.keys() <= {"near_duplicate"}
     assert rewards >= {-1.0, -2.0, -3.0, -4.0} and len(rewards) > 4
     assert summary.last["sampled_distance"] > 0
@@ -444,7 +346,6 @@ MISTAKES = {
     "no attack": (["task.victim_prompt=Hello"], r"must contain \{attack\}"),
     "no answers": (["task.answers=0"], r"task\.answers = 0: Input should be greater"),
     "threshold": (["task.threshold=50"], r"task\.threshold = 50: Input should be less than 1"),
-    "no seeds": (["task.seeds=./nowhere.jsonl"], r"task\.seeds = '\./nowhere\.jsonl': no such"),
     "explore": (
         ["sampling.explore=[0.5, 2.0]", "objective=rloo"],
         r"sampling\.explore does not work with objective\.use = 'rloo'",
@@ -461,15 +362,6 @@ def test_a_mistake_is_told_before_anything_starts(
     wrong, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
         check(config(tiny_model, tmp_path / "run", *settings, *wrong))
-
-
-def test_seeds_are_refused_by_objectives_that_compare_with_the_sampling_policy(
-    settings: list[str], tiny_model: Path, tmp_path: Path
-) -> None:
-    file = seeds_in(tmp_path, [{"completion": "7", "reward": -1.0}])
-    c = config(tiny_model, tmp_path / "run", *settings, f"task.seeds={file}", "objective=grpo")
-    with pytest.raises(ValueError, match=r"task\.seeds does not work .* remove task\.seeds"):
-        check(c)
 
 
 # Exploration

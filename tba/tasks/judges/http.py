@@ -1,32 +1,27 @@
-"""A judge behind an HTTP server, as vLLM serves classifiers and causal guard models."""
+"""A classifier behind an HTTP server, as vLLM serves it."""
 
 import asyncio
 import logging
 import math
 import os
 import random
-import re
 import socket
 import ssl
-import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from ipaddress import IPv6Address, ip_address
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
 import httpx2
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from tba.config.tables import Count, Positive, PositiveFloat
 from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
-
-Answer = TypeVar("Answer", bound=BaseModel)
 
 REACHED_WITHIN = 5.0
 """Seconds in which a server must answer before a run starts."""
@@ -38,8 +33,7 @@ LARGEST = 2**22
 """Most bytes of an answer."""
 SHOWN = 300
 """Most characters of an answer that an error shows."""
-READ = 4_000
-"""Most characters of an answer in which the key is looked for."""
+HIDDEN = "(what it sent is not shown, because it may have the key in it)"
 
 log = logging.getLogger(__name__)
 
@@ -86,71 +80,18 @@ class Classified(Part):
         return [rows[index][number] for index in range(count)]
 
 
-class Token(Part):
-    """A token that was generated, and the likeliest tokens in its place."""
-
-    token: str
-    logprob: Annotated[FiniteFloat, Field(le=0.0)]
-    top_logprobs: list["Token"] = []
-
-
-class Steps(Part):
-    content: list[Token]
-
-
-class Choice(Part):
-    index: Literal[0] = 0
-    logprobs: Steps
-
-
-class Completed(Part):
-    """Answer of `/v1/chat/completions` with log-probs."""
-
-    choices: list[Choice] = Field(min_length=1, max_length=1)
-
-    def logp(self, positive: str, negative: str) -> float:
-        """Return log P(positive) of the two words, by the first token that is not blank.
-
-        A word is as likely as the likeliest token that begins it. If none of the tokens in the
-        answer begins it, it is as likely as the last of these, which is an upper bound.
-        """
-        steps = self.choices[0].logprobs.content
-        first = next((step for step in steps if step.token.strip()), None)
-        likeliest = [] if first is None else first.top_logprobs
-        best: dict[str, float] = {}
-        for token in likeliest:
-            text = token.token.strip()
-            begun = [word for word in (positive, negative) if text and word.startswith(text)]
-            if len(begun) == 1:  # not both
-                best[begun[0]] = max(token.logprob, best.get(begun[0], -math.inf))
-        if not best:
-            raise ValueError(f"began its answer with neither {positive!r} nor {negative!r}")
-        least = min(token.logprob for token in likeliest)
-        gap = best.get(negative, least) - best.get(positive, least)
-        return -float(np.logaddexp(0.0, gap))
-
-
 @dataclass(frozen=True)
 class Http(Judge):
-    """Scores by a model that vLLM, or a server with the same interface, serves at `url`.
-
-    A url that ends with `/classify` leads to a sequence classifier, and one that ends with
-    `/chat/completions` to a guard model, which is scored by the first word of its answer: the
-    probability of `positive` against `negative` among the 20 likeliest tokens.
-    """
+    """Scores by a classifier that vLLM, or a server with the same interface, serves at `url`."""
 
     url: str
-    """Address that ends with /classify or /chat/completions."""
+    """Address that ends with /classify."""
     model: str
     """Name under which the server serves the model."""
     label: Count | None = None
-    """classify: number of the label to score; needed if there are several."""
-    positive: str = "unsafe"
-    """chat: word whose probability is the score."""
-    negative: str = "safe"
-    """chat: the other word."""
+    """Number of the label to score; needed if there are several."""
     value: Literal["probability", "log_probability", "logit"] = "probability"
-    """logit: of a classifier only, whose server must know vLLM's `use_activation`."""
+    """What the score is; for logit, the server must know vLLM's `use_activation`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key. The key is written nowhere."""
     deadline: PositiveFloat = 10.0
@@ -172,13 +113,11 @@ class Http(Judge):
                 " key, and no query"
             )
         reachable = url.scheme in ("http", "https") and url.host
-        if not (reachable and url.path.endswith(("/classify", "/chat/completions"))):
+        if not (reachable and url.path.endswith("/classify")):
             raise ValueError(
-                f"url = {self.url!r} must begin with http:// or https:// and end with /classify"
-                " or /chat/completions, such as http://localhost:8000/classify"
+                f"url = {self.url!r} must begin with http:// or https:// and end with /classify,"
+                " such as http://localhost:8000/classify"
             )
-        if self.value == "logit" and not self._classifies:
-            raise ValueError("value = 'logit' needs a url that ends with /classify")
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
@@ -217,8 +156,6 @@ class Http(Judge):
             raise JudgeError(f"{self.url} {error}") from error
 
     async def _scores(self, client: httpx2.AsyncClient, items: list[Any]) -> list[float]:
-        if not self._classifies:
-            return await asyncio.gather(*(self._first_word(client, item) for item in items))
         if self.template is not None:
             return await self._classified(client, items, {"input": items})
         # messages go one by one
@@ -232,7 +169,7 @@ class Http(Judge):
         body = {"model": self.model, **asked}
         if self.value == "logit":
             body["use_activation"] = False
-        answer = await self._post(client, body, Classified)
+        answer = await self._post(client, body)
         scores = answer.scores(self.label, len(items))
         if self.value == "logit":
             return scores
@@ -245,25 +182,6 @@ class Http(Judge):
         if self.value == "probability":
             return scores
         return [math.log(score) if score > 0 else -math.inf for score in scores]
-
-    async def _first_word(self, client: httpx2.AsyncClient, item: Any) -> float:
-        """Return the score by the first word that a guard model answers."""
-        messages = item if self.template is None else [{"role": "user", "content": item}]
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "temperature": 0.0,
-            "max_tokens": 3,  # Llama Guard may begin with line breaks
-            "logprobs": True,
-            "top_logprobs": 20,
-        }
-        answer = await self._post(client, body, Completed)
-        logp = answer.logp(self.positive, self.negative)
-        return logp if self.value == "log_probability" else math.exp(logp)
-
-    @property
-    def _classifies(self) -> bool:
-        return httpx2.URL(self.url).path.endswith("/classify")
 
     def _key(self) -> str:
         """Return the key, or "" if there is none; ValueError if its variable is wrong.
@@ -282,9 +200,7 @@ class Http(Judge):
             raise ValueError("the key that api_key_env names has characters that no key has")
         return key
 
-    async def _post(
-        self, client: httpx2.AsyncClient, body: Mapping[str, Any], answer: type[Answer]
-    ) -> Answer:
+    async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Classified:
         """Return the server's answer; JudgeError if there is none after the last retry.
 
         A request is repeated after 429, 5xx, a lost connection, or its deadline. ValueError for an
@@ -299,11 +215,11 @@ class Http(Judge):
                 async with slots, asyncio.timeout(self.deadline), request as response:
                     content = await _read(response)
             except (httpx2.RequestError, TimeoutError) as error:
-                problem = f"{type(error).__name__} {excerpt(str(error), self._key())}".strip()
+                problem = f"{type(error).__name__} {self._shown(str(error))}".strip()
             else:
-                text = excerpt(content.decode("utf-8", "replace"), self._key())
+                text = self._shown(content.decode("utf-8", "replace"))
                 if response.is_success:
-                    return _parsed(content, answer, text)
+                    return _parsed(content, text)
                 problem = f"status {response.status_code}: {text}"
                 if response.status_code != 429 and response.status_code < 500:
                     break
@@ -317,6 +233,10 @@ class Http(Judge):
         times = f" {attempt + 1} times" if attempt else ""
         raise JudgeError(f"{self.url} failed{times}: {problem}")
 
+    def _shown(self, sent: str) -> str:
+        """Return the beginning of what a server sent, which may repeat the key in any form."""
+        return HIDDEN if self._key() else sent[:SHOWN]
+
     @cached_property
     def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
         """The slots for requests, which belong to an event loop."""
@@ -329,9 +249,9 @@ def _tls() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def _parsed(content: bytes, answer: type[Answer], text: str) -> Answer:
+def _parsed(content: bytes, text: str) -> Classified:
     try:
-        return answer.model_validate_json(content)
+        return Classified.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "it"
@@ -379,25 +299,3 @@ def tell_proxy(url: str) -> None:
     if proxy and not is_loopback(url) and not proxy_bypass(asked.host):
         told = "%s is asked through a proxy of the environment, %s"
         log.warning(told, url, proxy.rpartition("@")[2])
-
-
-def excerpt(text: str, key: str) -> str:
-    """Return the beginning of what a server sent.
-
-    The server may repeat the key, in any form. If there is a key, only words stay that people
-    write, and that are not in it; nothing stays if the key is in the letters of several words.
-    """
-    if not key:
-        return text[:SHOWN]
-    text = unicodedata.normalize("NFKC", text[:READ])
-    text = re.sub(re.escape(key), "***", text, flags=re.IGNORECASE)
-    letters, secret = (re.sub(r"[\W_]", "", each).casefold() for each in (text, key))
-    if secret in letters or secret[::-1] in letters:
-        return "***"
-    hidden = (key + key[::-1]).lower()
-
-    def shown(word: re.Match[str]) -> str:
-        is_plain = re.fullmatch(r"[A-Z]?[a-z]+", word[0]) and word[0].lower() not in hidden
-        return word[0] if is_plain else "***"
-
-    return re.sub(r"[^\W_]+", shown, text[:SHOWN])
