@@ -5,11 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from statistics import fmean
 
-import numpy as np
 import torch
-from jaxtyping import Float32
 
 from tba.config import tables
 from tba.config.plugins import resolve
@@ -19,18 +16,19 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
-from tba.prompt import Answer, Prompt
+from tba.prompt import Prompt
 from tba.search.agents import Agents
 from tba.search.dialogue import Dialogues
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.responses import Responses
 from tba.search.result import SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.values import Rollouts
 from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Program
 from tba.tasks._memory import Functions, build_task
-from tba.types import Completion, Group, Sampling, Trajectory
+from tba.types import Group, Sampling, Trajectory
 from tba.weights import Weights
 
 LONGEST_CALL = 0.25
@@ -308,89 +306,3 @@ class Searcher:
                 trajectories.append(trajectory)
             groups.append(Group(prompts[i], responses.prompts[i], tuple(trajectories), version))
         return groups
-
-
-State = tuple[int, bytes]
-"""Index of a group, and the response tokens so far."""
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Monte-Carlo values: expected rewards of states within a response, from sampled endings.
-
-    The states are those before every `request.step_tokens`-th token.
-    """
-
-    engine: Engine
-    text: Tokenizer
-    scoring: Scoring
-    sampling: Sampling
-    request: ValueRollouts
-
-    def estimate(self, groups: Sequence[Group], seed: int) -> tuple[list[Group], list[Verdict]]:
-        """Return the groups with values, and the verdict on each rollout.
-
-        A state that several responses share is rolled out once. The first state's value is the
-        mean reward of the prompt's other responses. A response is left out if no rollout of one
-        of its states has a reward.
-        """
-        values: dict[State, float] = {}
-        verdicts: list[Verdict] = []
-        longest = max((len(t.tokens) for g in groups for t in g.trajectories), default=0)
-        for start in range(self.request.step_tokens, longest, self.request.step_tokens):
-            states: dict[State, None] = {}
-            for i, group in enumerate(groups):
-                heads = [t.tokens[:start] for t in group.trajectories if len(t.tokens) > start]
-                states.update(dict.fromkeys((i, head.tobytes()) for head in heads))
-            endings = self._roll_out(groups, start, list(states), seed)
-            for state, judged in zip(states, endings, strict=True):
-                rewards = [v for v in judged if not isinstance(v, Rejected)]
-                values[state] = fmean(rewards) if rewards else float("nan")
-                verdicts += judged
-        valued = []
-        for i, group in enumerate(groups):
-            kept = []
-            for trajectory in group.trajectories:
-                value = self._value(group, i, trajectory, values)
-                if np.isfinite(value).all():
-                    kept.append(replace(trajectory, value=value))
-            if kept:
-                valued.append(replace(group, trajectories=tuple(kept)))
-        return valued, verdicts
-
-    def _roll_out(
-        self, groups: Sequence[Group], start: int, states: Sequence[State], seed: int
-    ) -> list[list[Verdict]]:
-        """Return `request.rollouts` verdicts for each state, `start` tokens into its response."""
-        origins = [groups[i] for i, _ in states]
-        heads = [np.frombuffer(tokens, np.int32) for _, tokens in states]
-        starts = zip(origins, heads, strict=True)
-        contexts = [np.concatenate([group.prompt_tokens, head]) for group, head in starts]
-        max_tokens = self.sampling.max_tokens - start
-        sampling = replace(self.sampling, samples=self.request.rollouts, max_tokens=max_tokens)
-        own = seed_of(seed, Use.ROLLOUT, start)
-        endings = self.engine.generate(contexts, sampling, own)
-        answers = []
-        for head, of_state in zip(heads, endings, strict=True):
-            endings_of = [self._answer(head, ending) for ending in of_state]
-            answers.append(settle_truncated(endings_of, self.sampling.truncated))
-        return self.scoring([group.prompt for group in origins], answers)
-
-    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
-        """Return head and ending as text. A stop string that begins in the head counts as well.
-
-        The engine does not know the head, and goes on after such a stop string.
-        """
-        whole = np.concatenate([head, ending.tokens])
-        return self.text.answer(whole, ending.finished, self.sampling.stop, ending.version)
-
-    def _value(
-        self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]
-    ) -> Float32[np.ndarray, " T"]:
-        """Return the value of each token's state; NaN where no rollout has a reward."""
-        tokens = trajectory.tokens
-        others = [t.reward for t in group.trajectories if t is not trajectory]
-        steps = [fmean(others or [trajectory.reward])]
-        starts = range(self.request.step_tokens, len(tokens), self.request.step_tokens)
-        steps += [values[index, tokens[:start].tobytes()] for start in starts]
-        return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]

@@ -22,7 +22,7 @@ from tba.replay.files import load_groups, save_groups
 from tba.runs.setup import check
 from tba.search.result import SearchResult
 from tba.search.scoring import Scoring
-from tba.search.searcher import Rollouts
+from tba.search.values import Rollouts
 from tba.search.verdicts import Rejected
 from tba.tasks import Task
 from tba.types import Completion, Group, Sampling, Trajectory, collate
