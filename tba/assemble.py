@@ -1,6 +1,5 @@
 """Assembly of a run: its config is checked, its parts are built, its searchers started."""
 
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.config.errors import size
 from tba.config.schema import Config
 from tba.learn import Trainer, TrainerLost
 from tba.replay.buffer import ReplayBuffer
@@ -24,7 +22,7 @@ from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import PUBLISHED, Place, places_on_one_machine, reuse_memory
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
@@ -32,8 +30,6 @@ from tba.types import Group
 
 if TYPE_CHECKING:
     from tba.runtime.cluster import Cluster
-
-logger = logging.getLogger(__name__)
 
 
 def open_places(
@@ -61,6 +57,8 @@ def open_trainer(
 ) -> Trainer:  # fmt: skip
     """Return the trainer in this process, or its ranks in processes of their own."""
     c = setup.config
+    if place.device == "cpu":
+        reuse_memory()
     if c.trainer.devices == 1 or cluster is None:
         transport = None if cluster is None else cluster.transport
         return setup.trainer(place.device, is_new, transport)
@@ -85,9 +83,6 @@ def open_searchers(
     if cluster is not None:
         from tba.runtime.ray import RaySearchers
 
-        # also the newest, and that of an evaluation
-        copies = min(PUBLISHED, job.settings.most_searchers) + 2
-        check_memory(trainer.sizes.published_bytes, copies, cluster.room())
         newest = trainer.send(step) if step or job.setup.held_out else None
         return RaySearchers(job, cluster, bf16, stopping, search, newest)
     job.tell("loading the models of the searcher")
@@ -99,17 +94,6 @@ def open_searchers(
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.send(step).parcel)
     return LocalSearchers(job, job.setup.build(place.device, bf16), search)
-
-
-def check_memory(each: int, copies: int, room: int) -> None:
-    """Warn if so many publications of `each` bytes may not fit into memory."""
-    if each * copies > room:
-        logger.warning(
-            "%d publications of the weights, which may be on their way at once, take %s, but there"
-            " are %s of memory for them; use fewer searchers, publish bf16 (engine.dtype=bf16), or"
-            " train adapters (policy.lora)",
-            *(copies, size(each * copies), size(room)),
-        )
 
 
 def run(
@@ -212,8 +196,6 @@ def _assemble(
     c = setup.config
     place, cluster = open_places(c, console.phase, closing)
     stop.install()  # Ray has replaced the signal handlers with its own
-    if place.device == "cpu":
-        reuse_memory()
     console.phase("loading and compiling the model" if c.trainer.compile else "loading the model")
     trainer = open_trainer(setup, folder, place, cluster, stored is None, closing)
     checkpoint.check_space(c, folder, trainer)
@@ -231,8 +213,9 @@ def _assemble(
         )
         log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
     if rollouts:
-        _fill(buffer, rollouts, setup, place.device, trainer, console)
-    _describe_prompts(console, setup)
+        bf16 = trainer.computes_in_bf16
+        buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
+    _describe_prompts(console, setup, rollouts)
     job = SearchJob(
         setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase
     )
@@ -256,18 +239,10 @@ def _assemble(
     return run
 
 
-def _fill(
-    buffer: ReplayBuffer, rollouts: Sequence[Group], setup: RunSetup, device: str,
-    trainer: Trainer, console: Console,
-) -> None:  # fmt: skip
-    """Let a run begin with logged rollouts in its buffer."""
-    bf16 = trainer.computes_in_bf16
-    buffer.add(with_reference(rollouts, setup, device, bf16, console.phase), now=0)
-    console.note(described(rollouts, setup.config))
-
-
-def _describe_prompts(console: Console, setup: RunSetup) -> None:
-    """Show how many prompts there are, and what there is to tell about them."""
+def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Group]) -> None:
+    """Show how many prompts and logged rollouts there are, and what to know about them."""
+    if rollouts:
+        console.note(described(rollouts, setup.config))
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
     console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
     for note in setup.notes:

@@ -262,30 +262,14 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def config(model: Path, folder: Path, *settings: str) -> Config:
-    return load(
-        None,
-        [
-            f"policy.model={model}",
-            f"run.folder={folder}",
-            "run.steps=8",
-            "runtime.use=local",
-            "sampling.max_tokens=5",
-            "sampling.samples=4",
-            "trainer.batch_size=12",
-            "trainer.group_size=4",
-            "trainer.learning_rate=1e-2",
-            "task=toy.Ones",
-            "eval.prompts=5",
-            "eval.every=3",
-            "eval.samples=2",
-            "eval.k=[2]",
-            "log.console=off",
-            "log.tensorboard=false",
-            "reward.isolate=none",
-            "log.sample_every=2",
-            *settings,
-        ],
-    )
+    small = [
+        f"policy.model={model}", f"run.folder={folder}", "run.steps=8", "runtime.use=local",
+        "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
+        "trainer.group_size=4", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5",
+        "eval.every=3", "eval.samples=2", "eval.k=[2]", "log.console=off", "log.tensorboard=false",
+        "reward.isolate=none", "log.sample_every=2",
+    ]  # fmt: skip
+    return load(None, [*small, *settings])
 
 
 def newest_files(folder: Path) -> dict[str, bytes]:
@@ -367,13 +351,9 @@ LORA = (f"policy.lora.r={RANK}", "policy.lora.alpha=8")
 
 
 LORA_SMALL = (
-    *LORA,
-    "run.steps=4",
-    "sampling.samples=4",
-    "trainer.batch_size=12",
-    "trainer.group_size=4",
+    *LORA, "run.steps=4", "sampling.samples=4", "trainer.batch_size=12", "trainer.group_size=4",
     "trainer.learning_rate=3e-2",
-)
+)  # fmt: skip
 
 
 def small(model: Path, folder: Path, *settings: str) -> Config:
@@ -388,36 +368,23 @@ WATCHER = "tba.child:clean_up_after_parent"
 
 
 POLICY_SMALL = {
-    "vocab_size": 14,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
+    "vocab_size": 14, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 
 
 WIDE = POLICY_SMALL | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+GPT2 = {"vocab_size": 14, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=14,
-            n_positions=32,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, bos_token_id=1, eos_token_id=1)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
 }
 
@@ -441,16 +408,10 @@ def ids(prompts: list[Prompt]) -> list[str]:
 
 def ray_config(model: Path, folder: Path, *settings: str) -> Config:
     small = (
-        "run.steps=40",
-        "runtime.use=ray",
-        "runtime.prompts_per_task=3",
-        "runtime.publish_every=2",
-        "trainer.learning_rate=1e-5",
-        "eval.prompts=4",
-        "eval.every=15",
-        "eval.samples=1",
+        "run.steps=40", "runtime.use=ray", "runtime.prompts_per_task=3", "runtime.publish_every=2",
+        "trainer.learning_rate=1e-5", "eval.prompts=4", "eval.every=15", "eval.samples=1",
         "eval.k=[]",
-    )
+    )  # fmt: skip
     return config(model, folder, *small, *settings)
 
 
@@ -611,20 +572,9 @@ def rewards_reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
 
 
 def setup_of(model: Path, *settings: str) -> RunSetup:
-    return check(
-        load(
-            None,
-            [
-                f"policy.model={model}",
-                "task=toy.Ones",
-                "sampling.max_tokens=6",
-                "trainer.learning_rate=1e-2",
-                "trainer.batch_size=12",
-                "trainer.group_size=4",
-                *settings,
-            ],
-        )
-    )
+    own = [f"policy.model={model}", "task=toy.Ones", "sampling.max_tokens=6"]
+    own += ["trainer.learning_rate=1e-2", "trainer.batch_size=12", "trainer.group_size=4"]
+    return check(load(None, [*own, *settings]))
 
 
 def trainer(model: Path, *settings: str) -> SingleTrainer:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.learn import plan
-from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.runtime.ranks import Unsent, _gather
 from tba.types import Batch
@@ -108,8 +107,9 @@ def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> lis
     """Return what each batch gives, from the same weights."""
     steps = []
     for batch, budget in zip(batches, budgets, strict=True):
-        t.settings = t.settings.model_copy(update={"token_budget": budget})
-        slots = plan.slots(batch, budget, t.settings.devices, t.policy.share_prompt, t.can_pack)
+        settings = t.setup.settings.model_copy(update={"token_budget": budget})
+        t.setup = replace(t.setup, settings=settings)
+        slots = plan.slots(batch, budget, t.ranks, t.policy.share_prompt, t.can_pack)
         metrics = t.run(batch, slots, 1)
         named = t.policy.named_parameters()
         steps.append((metrics, {n: whole(p.grad) for n, p in named if p.grad is not None}))
@@ -175,7 +175,7 @@ def loaded_by_three(model: Path, settings: tuple[str, ...], source: Path) -> dic
     for rank in range(3):
         distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
-            with patch.object(Policy, "check_lengths"):  # a pass would gather nothing
+            with patch("tba.learn.trainer.check_lengths"):  # a pass would gather nothing
                 t = divided(model, True, settings, rank)
             t._first_model = first_model
             t.load(source)

@@ -29,7 +29,7 @@ from tba.replay.store import key_of
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.strategies.uniform import Uniform
-from tba.types import Completion, Group, Sampling, collate
+from tba.types import Completion, Sampling, collate
 from tba.weights import Weights
 
 LIMIT = 0.02
@@ -75,14 +75,9 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(
 
 def test_ray(shallow_toy_model: Path, tmp_path: Path) -> None:
     config = by_tb(
-        shallow_toy_model,
-        tmp_path / "run",
-        "runtime.use=ray",
-        "strategy=recent",
-        "strategy.window=4",
-        "runtime.publish_every=4",
-        "run.steps=150",
-    )
+        shallow_toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent",
+        "strategy.window=4", "runtime.publish_every=4", "run.steps=150",
+    )  # fmt: skip
     assert distance_after_run(config) < LIMIT
 
 
@@ -219,17 +214,3 @@ def test_importance_weights_are_unbiased_if_weights_change_within_responses(
     wanted = (pi * batch.reward[0]).sum()
     torch.testing.assert_close((mu * weight * batch.reward[0]).sum(), wanted, atol=1e-5, rtol=0)
     assert ((mu * pi / stale * batch.reward[0]).sum() - wanted).abs() > 0.01  # one version: biased
-
-
-def test_group_is_untouched_by_its_neighbours(shallow_toy_model: Path, tmp_path: Path) -> None:
-    """Log-probs of a response do not depend on what else is in the batch."""
-    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
-    policy = first_policy(parts.config)
-    groups = [group_of_all(parts.text, p, policy) for p in parts.prompts[:3]]
-    some = [
-        Group(g.prompt, g.prompt_tokens, g.trajectories[i : i + 5]) for i, g in enumerate(groups)
-    ]
-    together = policy.logp(collate(some))
-    for i, group in enumerate(some):
-        alone = policy.logp(collate([group]))[0]
-        torch.testing.assert_close(together[i, :, : alone.shape[1]], alone, atol=1e-5, rtol=0)

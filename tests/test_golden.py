@@ -26,17 +26,10 @@ GOLDEN = Path(__file__).parent / "golden"
 STEPS = 12
 CURVES = ("loss", "grad_norm", "reward", "log_ratio")
 SETTINGS = (
-    "engine=scripted",
-    "engine.answers=['1', '1', '', '27', '1+1', '371']",
-    "sampling.max_tokens=4",
-    "sampling.samples=8",
-    "trainer.batch_size=18",
-    "trainer.group_size=6",
-    f"run.steps={STEPS}",
-    "strategy=uniform",
-    "trainer.learning_rate=1e-3",
-    "log.sample_every=0",
-)
+    "engine=scripted", "engine.answers=['1', '1', '', '27', '1+1', '371']", "sampling.max_tokens=4",
+    "sampling.samples=8", "trainer.batch_size=18", "trainer.group_size=6", f"run.steps={STEPS}",
+    "strategy=uniform", "trainer.learning_rate=1e-3", "log.sample_every=0",
+)  # fmt: skip
 """Six answers, one of them twice, and a buffer that keeps all: ratios pi / mu are far from 1."""
 LATER = {"grpo": 3e-2}
 """Tolerance of the steps after the first, where it is not 1e-3."""

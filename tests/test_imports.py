@@ -28,7 +28,6 @@ RAY = ("ray", "actor", "pool", "cluster", "ranks")
 HEAVY = {
     "ray": {f"runtime/{name}.py" for name in RAY},
     "wandb": {"runs/journal.py"},
-    "trackio": {"runs/journal.py"},
     "peft": {"models/lora.py"},
     "math_verify": {"tasks/math.py"},
     "vllm": {"engines/_vllm_api.py"},
@@ -85,8 +84,7 @@ def test_heavy_libraries_have_one_home() -> None:
 
 
 def test_import_tba_is_light() -> None:
-    services = ("wandb", "trackio")
-    heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", *services)
+    heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", "wandb")
     code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

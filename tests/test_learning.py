@@ -20,12 +20,9 @@ KL_IN_THE_REWARD = ("tb_learned_z", "tba_prime", "rloo", "ppo")
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
-    "strategy=recent",
-    "sampling.samples=16",
-    "trainer.batch_size=48",
-    "trainer.group_size=16",
+    "strategy=recent", "sampling.samples=16", "trainer.batch_size=48", "trainer.group_size=16",
     "log.sample_every=0",
-)
+)  # fmt: skip
 
 
 def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> list[Enumerated]:

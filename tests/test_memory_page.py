@@ -191,13 +191,10 @@ def test_the_examples(name: str) -> None:
     assert float(row[0]) == pytest.approx(own.all / 1e9, rel=0.005)
     layer = kept(1, own.hidden, own.inner, 0, 1000, 0, 0)
     expected = [
-        16 * own.all + own.held + 2 * own.matrices,
-        own.frozen + 20 * own.adapters,
-        own.layers * layer,
-        own.layers * 4 * own.hidden * 1000,
-        2 * own.all + own.held,
+        16 * own.all + own.held + 2 * own.matrices, own.frozen + 20 * own.adapters,
+        own.layers * layer, own.layers * 4 * own.hidden * 1000, 2 * own.all + own.held,
         12 * own.all,
-    ]
+    ]  # fmt: skip
     shown = [float(cell) for cell in row[1].split(" | ")]
     assert shown == pytest.approx([n / 1e9 for n in expected], rel=0.02, abs=0.051)
 

@@ -154,7 +154,6 @@ class PolicyTable(Table):
         " 3e-4; needs PEFT (pip install -e '.[lora]')",
     )
     eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
-    pad_token: str | None = key(None, "padding token; default: the tokenizer's, or else EOS")
     chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, such as {enable_thinking = false}; docs/tasks.md"
     )
@@ -390,10 +389,7 @@ class LogTable(Table):
     )
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
     wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
-    wandb_project: str = key("tba", "name of the project in Weights & Biases and in trackio")
-    trackio: bool = key(
-        False, "log to trackio as well, a local dashboard (pip install -e '.[trackio]')"
-    )
+    wandb_project: str = key("tba", "name of the project in Weights & Biases")
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")
 
 

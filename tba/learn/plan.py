@@ -13,9 +13,9 @@ from torch import Tensor
 from tba.models.cache import EVERYONE, NOBODY, positions
 from tba.types import AnyBatch, TokenBatch
 
-Layout = Literal["packed", "cached", "plain", "cut"]
-"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: K times;
-cut: a row for each context of a response, with the prompt in front of the first."""
+Layout = Literal["packed", "cached", "plain"]
+"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: a row for
+each response, or each of its contexts, with the prompt in front of the first."""
 
 PASS_TOKENS = 96
 """Approximate cost of one more pass through the model, in tokens."""
@@ -95,8 +95,8 @@ def slots(
 def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
     """Return the shape that fits all of these: packed if each of them would be."""
     layouts = {plan.layout for plan in plans}
-    if "cut" in layouts:
-        return Shape("cut", 0)
+    if "plain" in layouts:
+        return Shape("plain", 0)
     if len(layouts) == 1 and layouts != {"cached"}:
         return Shape(plans[0].layout, 0)
     cached = [
@@ -165,6 +165,14 @@ def pieces(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
     yield batch.slice(slice(start, batch.samples))
 
 
+def filler(batch: AnyBatch) -> AnyBatch:
+    """Return the shortest response of the batch, which a rank without a group runs."""
+    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
+    group, sample = divmod(int(lengths.argmin()), batch.samples)
+    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
+    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
+
+
 def cost(batch: TokenBatch, groups: Sequence[int]) -> int:
     """Return the tokens that the policy runs over for these groups.
 
@@ -187,7 +195,7 @@ def plan_of(
     If there are fewer passes than `passes_to_make`, empty ones follow.
     """
     if batch.restarts.any():
-        layout = "cut"
+        layout = "plain"
     alike = first_alike(batch)
     is_first = alike == torch.arange(batch.samples)
     distinct = replace(batch, mask=batch.mask & is_first[..., None])
@@ -207,9 +215,6 @@ def plan_of(
         tokens = batch.prompt_mask.numel() + sum(longest)
         passes += [[]] * (passes_to_make - len(passes))
     elif layout == "plain":
-        tokens = batch.samples * batch.prompt_mask.numel() + batch.mask.numel()
-        real = int(batch.samples * batch.prompt_mask.sum() + distinct.present.sum())
-    elif layout == "cut":
         contexts = cut(distinct)
         tokens = contexts.ids.numel()
         real = int(contexts.real.sum())

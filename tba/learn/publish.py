@@ -82,11 +82,11 @@ class Copy:
             torch.cuda.current_stream(policy.device).synchronize()
 
     def send(
-        self, version: int, asked: TokenBatch | None, transport: Transport, free: "list[Copy]"
+        self, version: int, asked: TokenBatch, transport: Transport, free: "list[Copy]"
     ) -> Sent:
         """Send the weights with their probe, and put the copy into the list."""
         with torch.cuda.stream(self._stream):  # nothing changes if there is none
-            probe = None if asked is None else answer(self._policy, asked)
+            probe = answer(self._policy, asked)
             tensors = published(trained(self._policy.model), self._bf16)
             sent = transport.send(version, tensors, probe)
         free.append(self)  # its memory is allocated once

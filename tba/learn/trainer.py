@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from tba.config.plugins import Plugin
 from tba.config.tables import EngineTable, FsdpTable, PolicyTable, TrainerTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
+from tba.learn.checks import check_lengths, warm_up
 from tba.learn.optimizer import build_optimizer, learning_rate
-from tba.learn.policy import Output, Policy, warm_up
+from tba.learn.policy import Output, Policy
 from tba.models.cache import (
     compile_layers,
     enable_gradient_checkpointing,
@@ -70,30 +71,13 @@ class TrainerSetup:
         """
         torch_seed, _ = self.seeds
         torch.manual_seed(torch_seed)
-        bf16 = computes_in_bf16(self.policy, device)
-        policy = self._policy(device, bf16, rank)
-        limit = 0.05 if bf16 else 0.01
-        # as long as the longest sequence: positions may depend on that
-        longest = len(self.extremes[1]) + self.max_tokens - publish.RESPONSE
-        first = publish.probe_tokens(self.extremes, self.context, max(longest, self.probe_prompt))
-        return SingleTrainer(
-            policy=policy,
-            objective=self.objective,
-            settings=self.settings,
-            steps=self.steps,
-            bf16_weights=engine_in_bf16(self.engine, bf16),
-            context=self.context,
-            probe_prompt=self.probe_prompt,
-            most_at_first=limit if self.checks_reference else math.inf,
-            probe=first,
-            rank=rank or 0,
-            ranks=1 if rank is None else self.settings.devices,
-            gather=gather,
-            transport=transport or Direct(),
-        )
+        ranks = 1 if rank is None else self.settings.devices
+        policy = self._policy(device, rank)
+        return SingleTrainer(self, policy, rank or 0, ranks, gather, transport or Direct())
 
-    def _policy(self, device: str, bf16: bool, rank: int | None) -> Policy:
+    def _policy(self, device: str, rank: int | None) -> Policy:
         """Load the model as a policy, of which one of several ranks keeps a part."""
+        bf16 = computes_in_bf16(self.policy, device)
         _, adapter_seed = self.seeds
         dtype = torch.bfloat16 if self.settings.weights == "bf16" else torch.float32
         stored = None
@@ -119,7 +103,7 @@ class TrainerSetup:
             shard(policy, model, device, bf16, self.settings.devices, fsdp)
             if stored is not None:
                 fill_model(policy, model, stored, device)
-        policy.check_lengths(self.extremes, self.max_tokens)
+        check_lengths(policy, self.extremes, self.max_tokens)
         if rank is not None:
             reshard(policy)
         return policy
@@ -139,40 +123,40 @@ class Ran(NamedTuple):
 class SingleTrainer:
     """Trainer in this process: master weights, the objective's head, and the optimizer."""
 
+    setup: TrainerSetup
     policy: Policy
-    objective: Plugin
-    settings: TrainerTable
-    steps: int
-    bf16_weights: bool  # whether searchers get weights in bf16
-    context: int  # maximum number of tokens of a prompt and its response together
-    probe_prompt: int = publish.PROMPT  # tokens of the prompt of probes
-    probe: TokenBatch | None = None  # probe of the next publication, if any
-    most_at_first: float = math.inf  # mean |log(pi / ref)| a token that step 0 may have, in nats
     rank: int = 0
     ranks: int = 1
-    gather: Callable[[list["Ran"]], list["Ran"]] = field(default=list)
+    gather: Callable[[list[Ran]], list[Ran]] = list
     """Returns what all ranks have run, from what this one has."""
     transport: Transport = field(default_factory=Direct)
+    bf16_weights: bool = field(init=False)  # whether searchers get weights in bf16
+    probe: TokenBatch = field(init=False)  # of the next publication
     optimizer: torch.optim.Optimizer = field(init=False)
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
     _free: list[publish.Copy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        s = self.settings
-        self.optimizer = build_optimizer(self.policy, s)
-        self.schedule = learning_rate(self.optimizer, s, self.steps)
+        setup = self.setup
+        self.bf16_weights = engine_in_bf16(setup.engine, self.computes_in_bf16)
+        # as long as the longest sequence: positions may depend on that
+        longest = len(setup.extremes[1]) + setup.max_tokens - publish.RESPONSE
+        length = max(longest, setup.probe_prompt)
+        self.probe = publish.probe_tokens(setup.extremes, setup.context, length)
+        self.optimizer = build_optimizer(self.policy, setup.settings)
+        self.schedule = learning_rate(self.optimizer, setup.settings, setup.steps)
         self._first_model = state.fingerprint(self.policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        slots = plan.slots(batch, self.settings.token_budget, 1, False, False)
+        slots = plan.slots(batch, self.setup.settings.token_budget, 1, False, False)
         return self.run(batch, slots, step)
 
     def run(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
         """Take a step of which this rank computes its part; metrics are those of all ranks."""
         started = time.perf_counter()
         _check_finite(batch, step)
-        objective = self.objective.at(step)
+        objective = self.setup.objective.at(step)
         self.optimizer.zero_grad(set_to_none=True)
         ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
         metrics = _mean([each.metrics for each in ran if each.metrics])
@@ -183,7 +167,7 @@ class SingleTrainer:
         self.optimizer.step()
         self.schedule.step()
         sequences = publish.sequences_of(batch)
-        self.probe = publish.probe_tokens(sequences, self.context, self.probe_prompt)
+        self.probe = publish.probe_tokens(sequences, self.setup.context, self.setup.probe_prompt)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
@@ -212,7 +196,7 @@ class SingleTrainer:
         return takes_masks(self.policy.model)
 
     def send(self, version: int) -> Sent:
-        probe = None if self.probe is None else publish.answer(self.policy, self.probe)
+        probe = publish.answer(self.policy, self.probe)
         if self.ranks > 1:  # that pass has left the embeddings whole
             reshard(self.policy)
         tensors = published(trained(self.policy.model), self.bf16_weights)
@@ -248,9 +232,9 @@ class SingleTrainer:
         chunk = batch.groups(groups) if groups else None
         if chunk is not None and len(slot.shapes) == 1:
             return self._loss_of(self._forward(chunk, slot.shapes[0]), chunk, batch, objective)
-        pieces = [] if chunk is None else list(plan.pieces(chunk, self.settings.token_budget))
+        pieces = [] if chunk is None else list(plan.pieces(chunk, self.setup.settings.token_budget))
         missing = len(slot.shapes) - len(pieces)
-        runs = list(zip(pieces + [filler(batch)] * missing, slot.shapes, strict=True))
+        runs = list(zip(pieces + [plan.filler(batch)] * missing, slot.shapes, strict=True))
         ran = Ran({}, 0, 0)
         slopes: list[list[Tensor]] = []
         if len(slot.shapes) > 1:
@@ -283,10 +267,11 @@ class SingleTrainer:
 
     def _check_reference(self, gap: float, step: int) -> None:
         """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
-        if step == 0 and gap > self.most_at_first:
+        limit = 0.05 if self.computes_in_bf16 else 0.01
+        if step == 0 and self.setup.checks_reference and gap > limit:
             raise WrongReference(
                 f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
-                f" token on average, more than {self.most_at_first:g}, but both are the initial"
+                f" token on average, more than {limit:g}, but both are the initial"
                 " model. Likely causes: weights that are missing in its files, and random; files"
                 " that were changed during the start; code of the model (trust_remote_code) that"
                 " does not compute the same twice"
@@ -294,7 +279,7 @@ class SingleTrainer:
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
-        limit = self.settings.max_grad_norm
+        limit = self.setup.settings.max_grad_norm
         norms = []
         for group in self.optimizer.param_groups:
             norms.append(torch.nn.utils.clip_grad_norm_(group["params"], limit).item())
@@ -359,14 +344,6 @@ def _slopes(joined: Output, samples: Sequence[int]) -> list[list[Tensor]]:
         for own, part in zip(slopes, parts, strict=True):
             own.append(part)
     return slopes
-
-
-def filler(batch: Batch) -> Batch:
-    """Return the shortest response of the batch, which a rank without a group runs."""
-    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
-    group, sample = divmod(int(lengths.argmin()), batch.samples)
-    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
-    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:

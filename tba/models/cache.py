@@ -52,6 +52,38 @@ def logits_of(model: Any, states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
     return logits
 
 
+@torch.no_grad()
+def check_logits(model: Any) -> None:
+    """Raise ValueError if the model changes its logits in a way that `logits_of` does not know.
+
+    The head's outputs are enlarged, so that a cap shows that small ones would hardly reach.
+    """
+    # Token 0 is left out: it may be a pad token with an embedding of zeros.
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.arange(1, min(5, vocabulary), device=model.device)[None]
+    try:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    except Exception as error:  # sizes in a config.json may not fit each other
+        raise ValueError(
+            f"policy.model: {type(model).__name__} cannot run with this config: {error}"
+        ) from error
+    head = model.get_output_embeddings()
+    enlarged = head.register_forward_hook(lambda head, inputs, output: output * 100)
+    plain = logits_of(model, hidden).float()
+    sampled = model(input_ids=ids, use_cache=False).logits.float()
+    enlarged.remove()
+    if not plain.isfinite().all():
+        raise ValueError(
+            "policy.model: its logits are not finite, so its weights hold NaN or inf; use"
+            " another copy of the model"
+        )
+    if not torch.allclose(plain, sampled, atol=1e-4, rtol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits after the head in a way that is"
+            " not supported; use another model"
+        )
+
+
 def check_rotary(config: Any, shortest: int, longest: int) -> None:
     """Raise ValueError if rotary embeddings change between a run's shortest and longest sequence.
 

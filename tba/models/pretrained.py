@@ -212,7 +212,13 @@ def _explained(path: str, named: str) -> Iterator[None]:
 def load_text(policy: PolicyTable) -> Tokenizer:
     """Load the tokenizer of a model; ValueError if there is no such model or tokenizer."""
     tokenizer, config = load_files(policy.model, "policy.model", policy.trust_remote_code)
-    eos = _token_id(tokenizer, "eos", policy.eos_token)
+    eos = tokenizer.eos_token_id
+    if policy.eos_token is not None:
+        eos = tokenizer.get_vocab().get(policy.eos_token)
+        if eos is None:
+            raise ValueError(
+                f"policy.eos_token = {policy.eos_token!r} is not in the tokenizer's vocabulary"
+            )
     if eos is None:
         raise ValueError(
             f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
@@ -225,7 +231,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             f" {eos}, but the model samples from {vocabulary} tokens, so no response could end; set"
             " policy.eos_token to another one, or resize the embeddings"
         )
-    pad = _token_id(tokenizer, "pad", policy.pad_token)
+    pad = tokenizer.pad_token_id
     if pad is None or pad >= vocabulary:  # it is masked, so that any token will do
         pad = eos
     declared = _declared_eos(model_path(policy.model), config)
@@ -295,15 +301,6 @@ def context(config: Any, tokenizer: Any) -> int:
         return int(config.get_text_config().max_position_embeddings)
     except AttributeError:
         return int(tokenizer.model_max_length)
-
-
-def _token_id(tokenizer: Any, role: str, token: str | None) -> int | None:
-    """Return the id of `token`, or of the tokenizer's own token for `role` if it is None."""
-    if token is None:
-        return tokenizer.eos_token_id if role == "eos" else tokenizer.pad_token_id
-    if token not in tokenizer.get_vocab():
-        raise ValueError(f"policy.{role}_token = {token!r} is not in the tokenizer's vocabulary")
-    return int(tokenizer.convert_tokens_to_ids(token))
 
 
 def check_kind(policy: PolicyTable) -> None:

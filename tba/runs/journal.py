@@ -1,6 +1,6 @@
 """Journal of a run: metrics, samples and warnings, in its folder and in services that show them.
 
-TensorBoard, Weights & Biases and trackio have the panels of the first screen under the same names.
+TensorBoard and Weights & Biases have the panels of the first screen under the same names.
 """
 
 import json
@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tba.config.schema import Config
@@ -25,16 +24,15 @@ LONGEST_VALUE = 10_000
 
 
 def check_log(table: LogTable) -> None:
-    """Raise ValueError for a service that is not installed, or that refuses.
+    """Raise ValueError if Weights & Biases is not installed, or refuses.
 
-    On a terminal, Weights & Biases asks for a missing key.
+    On a terminal, it asks for a missing key.
     """
-    for name, wanted in (("wandb", table.wandb), ("trackio", table.trackio)):
-        if wanted and find_spec(name) is None:
-            advice = f"pip install -e '.[{name}]', or set log.{name}=false"
-            raise ValueError(f"log.{name} = true needs the package {name}: {advice}")
     if not table.wandb:
         return
+    if find_spec("wandb") is None:
+        advice = "pip install -e '.[wandb]', or set log.wandb=false"
+        raise ValueError(f"log.wandb = true needs the package wandb: {advice}")
     import wandb
 
     try:
@@ -72,18 +70,22 @@ class TensorBoard:
         self._writer.close()
 
 
-class Dashboard:
-    """A run of Weights & Biases, or of trackio, which has the same calls and keeps the run here.
+class WeightsAndBiases:
+    """A run of Weights & Biases. Completions are tables."""
 
-    Completions are tables.
-    """
+    def __init__(self, config: Config, folder: Path):
+        import wandb
 
-    def __init__(self, module: ModuleType, options: Mapping[str, Any]):
-        self._module: Any = module
-        self._run: Any = self._module.init(resume="allow", **options)
-        self._is_trackio = module.__name__ == "trackio"
-        if not self._is_trackio:
-            self._run.define_metric("*", step_metric="step")
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            resume="allow",
+            project=config.log.wandb_project,
+            config=config.nested(),
+            id=_identity(folder),
+            dir=str(own_folder(folder / "wandb").parent),
+            name=folder.name,
+        )
+        self._run.define_metric("*", step_metric="step")
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -92,16 +94,12 @@ class Dashboard:
     def samples(self, rows: Sequence[dict[str, Any]]) -> None:
         from pandas import DataFrame  # it takes time to import, and few runs need it
 
-        table = self._module.Table(dataframe=DataFrame(rows))
+        table = self._wandb.Table(dataframe=DataFrame(rows))
         self._log(max(row["step"] for row in rows), {"completions": table})
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        if self._is_trackio:
-            if "time" in values:  # the name of a column of trackio
-                values["seconds"] = values.pop("time")
-            self._run.log(values, step=step)
-        else:  # W&B's own step cannot go back, as it does for an evaluation that ends late
-            self._run.log({**values, "step": step})
+        # W&B's own step cannot go back, as it does for an evaluation that ends late
+        self._run.log({**values, "step": step})
 
     def warn(self, step: int, text: str) -> None:
         self._run.alert(title="tba", text=text)
@@ -110,28 +108,8 @@ class Dashboard:
         self._run.finish()
 
 
-Sink = TensorBoard | Dashboard
+Sink = TensorBoard | WeightsAndBiases
 """Service that shows metrics, samples and warnings."""
-
-
-def open_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
-    """Open the services that `[log]` names; the run begins or resumes at step `start`."""
-    sinks: list[Sink] = []
-    if config.log.tensorboard:
-        sinks.append(TensorBoard(folder, start))
-    shared = {"project": config.log.wandb_project, "config": config.nested()}
-    if config.log.wandb:
-        import wandb
-
-        place = {"id": _identity(folder), "dir": str(own_folder(folder / "wandb").parent)}
-        sinks.append(Dashboard(wandb, {**shared, **place, "name": folder.name}))
-    if config.log.trackio:
-        import trackio
-
-        name = f"{folder.name}-{_identity(folder)[:6]}"
-        quiet = {"embed": False, "auto_log_cpu": False}  # else a thread measures the machine
-        sinks.append(Dashboard(trackio, {**shared, **quiet, "name": name}))
-    return sinks
 
 
 def _identity(folder: Path) -> str:
@@ -147,7 +125,11 @@ class Journal:
 
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
-        self._sinks = open_sinks(config, folder, start)
+        self._sinks: list[Sink] = []
+        if config.log.tensorboard:
+            self._sinks.append(TensorBoard(folder, start))
+        if config.log.wandb:
+            self._sinks.append(WeightsAndBiases(config, folder))
         self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,6 +1,6 @@
 """The metrics of a run, from metrics.toml: the twelve panels, and the sections of the report.
 
-Panels are the same in console, report, TensorBoard, Weights & Biases and trackio.
+Panels are the same in console, report, TensorBoard and Weights & Biases.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 FIRST_SCREEN = "first screen"
-"""Where TensorBoard, W&B and trackio show the panels."""
+"""Where TensorBoard and W&B show the panels."""
 EACH_REWARD = re.compile(r"rewards/(.+)/mean")
 """Metric of each reward function."""
 FORMS = {"number": "{:.3f}", "positive": "{:.3f}", "share": "{:.1%}", "count": "{:,.0f}"}

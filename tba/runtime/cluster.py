@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 from ray.util.placement_group import (
@@ -265,14 +264,6 @@ class Cluster:
     searchers: list[Slot] = field(default_factory=list)
     ranks: list[Slot] = field(default_factory=list)  # none if the trainer is in this process
     reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
-
-    def room(self) -> int:
-        """Return the bytes that there are for publications: memory, or a node's object store."""
-        if isinstance(self.transport, SharedMemory):
-            return psutil.virtual_memory().available
-        nodes = self.connection.calls("list its nodes", ray.nodes)
-        stores = [n["Resources"].get("object_store_memory", 0) for n in nodes if n["Alive"]]
-        return int(min(stores))
 
 
 def open_cluster(settings: RuntimeTable, each: int = 1, ranks: int = 1) -> Cluster:

@@ -246,12 +246,9 @@ def test_a_config_is_frozen() -> None:
 
 def test_what_is_written_reads_back_the_same() -> None:
     settings = [
-        "objective.beta={start=1, end=0, steps=9}",
-        "runtime.fresh=3",
-        "trainer.max_grad_norm=inf",
-        "eval.k=[1, 2]",
-        "policy.eos_token=</s>",
-    ]
+        "objective.beta={start=1, end=0, steps=9}", "runtime.fresh=3", "trainer.max_grad_norm=inf",
+        "eval.k=[1, 2]", "policy.eos_token=</s>",
+    ]  # fmt: skip
     config = load(None, settings)
     assert config.trainer.max_grad_norm == math.inf
     assert Config(**json.loads(json.dumps(config.nested()))) == config

@@ -18,7 +18,8 @@ from peft import LoraConfig, inject_adapter_in_model
 import tba.learn.plan
 import tba.runs.setup
 from tba.config.schema import load
-from tba.learn.policy import Policy, warm_up
+from tba.learn.checks import warm_up
+from tba.learn.policy import Policy
 from tba.models.cache import compile_layers, enable_gradient_checkpointing
 from tba.runs.setup import check
 from tba.types import TokenBatch, collate_tokens

@@ -80,9 +80,9 @@ def test_a_step_of_one_rank_of_64(model: Path, alone: None) -> None:
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}
     shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
-    t = replace(t, settings=t.settings.model_copy(update={"devices": RANKS}), rank=RANK)
+    t = replace(t, rank=RANK, ranks=RANKS)
     batch = batch_of(GROUPS)
-    slots = plan.slots(batch, t.settings.token_budget, RANKS, True, t.can_pack)
+    slots = plan.slots(batch, t.setup.settings.token_budget, RANKS, True, t.can_pack)
     assert sorted(b for slot in slots for own in slot.groups for b in own) == [*range(GROUPS)]
     assert all(len(slot.groups) == RANKS for slot in slots)
     counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]

@@ -67,7 +67,7 @@ class Silent(Engine):
 def test_an_engine_says_how_long_a_probe_it_needs(
     tiny_model: Path, engine: str, length: int
 ) -> None:
-    assert trainer(tiny_model, f"engine={engine}").probe_prompt == length
+    assert trainer(tiny_model, f"engine={engine}").setup.probe_prompt == length
 
 
 @pytest.mark.parametrize(("context", "length"), [(20, 4), (6, 1), (149, PROMPT)])
@@ -85,5 +85,5 @@ def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: B
     t.step(batch, 0)
     probe = t.send(version=1).parcel.probe
     assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE
-    logp = t.policy.logp(probe_tokens(sequences_of(batch), t.context))[0, 0].detach().numpy()
+    logp = t.policy.logp(probe_tokens(sequences_of(batch), t.setup.context))[0, 0].detach().numpy()
     np.testing.assert_array_equal(probe.logp, logp)

@@ -20,13 +20,9 @@ from tba.runtime.local import LocalSearchers
 from tba.types import Group, collate
 
 SETTINGS = (
-    "task.size=6",
-    "strategy=uniform",
-    "policy.reset_reference_every=3",
-    "run.steps=9",
-    "eval.prompts=0",
-    "log.sample_every=0",
-)
+    "task.size=6", "strategy=uniform", "policy.reset_reference_every=3", "run.steps=9",
+    "eval.prompts=0", "log.sample_every=0",
+)  # fmt: skip
 """Each step searches half of the prompts, so that every prompt is searched with each reference."""
 
 

@@ -15,9 +15,8 @@ from talk import save_model
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.learn.plan import chunks, cost, first_alike, pieces, plan_of, slots
+from tba.learn.plan import chunks, cost, filler, first_alike, pieces, plan_of, slots
 from tba.learn.policy import Policy
-from tba.learn.trainer import filler
 from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
@@ -118,7 +117,7 @@ def test_ranks_make_one_pass_over_contexts_together(sessions: list[Group]) -> No
     batch = collate(sessions)
     assert {
         shape.layout for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes
-    } == {"cut"}
+    } == {"plain"}
     assert not filler(batch).restarts.any()
 
 

@@ -20,6 +20,7 @@ import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import NotFinite, WrongReference, plan
+from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
@@ -127,19 +128,19 @@ def test_log_probs_that_depend_on_the_batch_are_refused(
     elif broken == "packed":
         monkeypatch.setattr(tba.learn.policy, "attention_mask", open_to_all)
     if broken is None:
-        policy.check_lengths(prompts, 20)
+        check_lengths(policy, prompts, 20)
         return
     with pytest.raises(ValueError, match=r"nats a token from those of each sequence alone"):
-        policy.check_lengths(prompts, 20)
+        check_lengths(policy, prompts, 20)
     policy.share_prompt = False
-    policy.check_lengths(prompts, 20)
+    check_lengths(policy, prompts, 20)
 
 
 def test_the_first_step_needs_the_reference_to_be_the_policy(
     tiny_model: Path, batch: Batch
 ) -> None:
     t = trainer(tiny_model)
-    t.most_at_first = 0.01
+    t.setup = replace(t.setup, checks_reference=True)
     before = {name: p.clone() for name, p in t.policy.model.named_parameters()}
     with pytest.raises(WrongReference, match=r"step 1: .* nats a token .* missing"):
         t.step(batch, 0)
@@ -181,8 +182,10 @@ class Wrong(Objective):
 def test_an_objective_that_would_be_averaged_wrongly_is_refused(
     tiny_model: Path, batch: Batch, kind: str, told: str
 ) -> None:
+    t = trainer(tiny_model)
+    t.setup = replace(t.setup, objective=Plugin(Wrong, {"kind": kind}))
     with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
-        replace(trainer(tiny_model), objective=Plugin(Wrong, {"kind": kind})).step(batch, 0)
+        t.step(batch, 0)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -float("inf")])

@@ -206,13 +206,9 @@ def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> N
 def test_adapters_learn(runtime: str, shallow_toy_model: Path, tmp_path: Path) -> None:
     """The expected reward rises from 0; the best answer has .6."""
     settings = (
-        f"runtime.use={runtime}",
-        f"objective.beta={BETA}",
-        "strategy=recent",
-        "trainer.learning_rate=2e-2",
-        "run.steps=20",
-        "log.sample_every=0",
-    )
+        f"runtime.use={runtime}", f"objective.beta={BETA}", "strategy=recent",
+        "trainer.learning_rate=2e-2", "run.steps=20", "log.sample_every=0",
+    )  # fmt: skip
     small = ("sampling.samples=16", "trainer.batch_size=48", "trainer.group_size=16")
     config = toy_config(shallow_toy_model, tmp_path / "run", *LORA, *small, *settings)
     done = ended(config)

@@ -39,12 +39,9 @@ def test_gsm8k_end_to_end(tmp_path: Path) -> None:
     """Three asynchronous steps."""
     run = tmp_path / "run"
     tba(
-        "train",
-        "experiments/gsm8k_smollm2.toml",
-        f"policy.model={MODELS / 'smollm2'}",
-        f"task.data={GSM8K}",
-        f"run.folder={run}",
-    )
+        "train", "experiments/gsm8k_smollm2.toml", f"policy.model={MODELS / 'smollm2'}",
+        f"task.data={GSM8K}", f"run.folder={run}",
+    )  # fmt: skip
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"], summary["samples_trained"]) == (True, 3, 48)
     told = json.loads(tba("eval", str(run)))
@@ -56,16 +53,10 @@ def test_a_calculator_is_used(tmp_path: Path) -> None:
     """Asynchronous steps of real dialogues; some of the calls have a result."""
     run = tmp_path / "run"
     tba(
-        "train",
-        "examples/calculator.toml",
-        f"policy.model={MODELS / 'smollm2'}",
-        f"run.folder={run}",
-        "run.steps=3",
-        "eval.prompts=4",
-        "eval.samples=1",
-        "eval.k=[]",
+        "train", "examples/calculator.toml", f"policy.model={MODELS / 'smollm2'}",
+        f"run.folder={run}", "run.steps=3", "eval.prompts=4", "eval.samples=1", "eval.k=[]",
         "log.sample_every=1",
-    )
+    )  # fmt: skip
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["finished"], summary["steps"], summary["rejected"]) == (True, 3, {})
     *_, last = (row for row in read(run / "metrics.jsonl") if "tools/calls" in row)

@@ -333,12 +333,8 @@ def test_repeats_of_an_answer_are_one_with_the_right_answer_above(
         assert rewards == ["1 × 2", "0 × 9"]
         assert group.locator(".completion > .reward").all_inner_texts() == ["0 × 9", "1 × 2"]
         assert group.locator(".columns").inner_text().split() == [
-            "right",
-            "answer",
-            "7",
-            "level",
-            "2",
-        ]
+            "right", "answer", "7", "level", "2",
+        ]  # fmt: skip
         assert page.locator("#count").inner_text() == "12 completions of 2 prompts"
 
 
@@ -381,11 +377,8 @@ def test_the_charts_of_a_study_follow_the_theme(
         run.mkdir(parents=True)
         config = {"objective": {"use": "tb"}, "run": {"seed": 0}}
         totals = {
-            "samples_generated": 9,
-            "samples_trained": 9,
-            "seconds": 10 ** (i + 1),
-            "steps": 9,
-        }
+            "samples_generated": 9, "samples_trained": 9, "seconds": 10 ** (i + 1), "steps": 9,
+        }  # fmt: skip
         summary = {"finished": True, **totals, "eval/last": last}
         rows = [{"step": 9, "time": 1.0, **totals}, {"step": 9, "eval/sampled_pass@1": 0.2 + i / 4}]
         (run / "config.json").write_text(json.dumps(config))

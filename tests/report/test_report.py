@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from html import unescape
+from itertools import product
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -42,60 +43,32 @@ def write(
     sets: tuple[str, ...] = (),
 ) -> Path:
     """A run folder after `steps` of 12 steps."""
-    config = Config.model_validate(
-        {
-            "run": {"folder": str(path), "steps": 12},
-            "objective": {"beta": beta},
-            "log": {"tensorboard": False},
-        }
-    )
+    run = {"folder": str(path), "steps": 12}
+    config = Config(run=run, objective={"beta": beta}, log={"tensorboard": False})
     path.mkdir()
     (path / CONFIG).write_text(json.dumps(config.nested()))
     journal = Journal(path, config)
     for step in range(1, steps + 1):
         metrics = {
-            "reward": step / 10,
-            "reward_std": 0.3,
-            "kl": 0.1,
-            "entropy": 0.5,
-            "off_policy/lag_mean": 1.5,
-            "off_policy/lag_max": 3.0,
-        }
+            "reward": step / 10, "reward_std": 0.3, "kl": 0.1, "entropy": 0.5,
+            "off_policy/lag_mean": 1.5, "off_policy/lag_max": 3.0,
+        }  # fmt: skip
         metrics |= {
-            "buffer/size": 20.0 * step,
-            "wait/trainer": 0.25,
-            "wait/searchers": 0.125,
-            "sync/blocked": 0.1,
-            "sync/adopted": 0.4,
-            "sync/logp_gap": float("nan"),
-        }
+            "buffer/size": 20.0 * step, "wait/trainer": 0.25, "wait/searchers": 0.125,
+            "sync/blocked": 0.1, "sync/adopted": 0.4, "sync/logp_gap": nan,
+        }  # fmt: skip
         metrics |= {
-            "time": step * 2.0,
-            "samples_generated": step * 40,
-            "samples_trained": step * 30,
-            "searchers/rejected": 0,
-            "step_time": 0.2,
-        }
+            "time": step * 2.0, "samples_generated": step * 40, "samples_trained": step * 30,
+            "searchers/rejected": 0, "step_time": 0.2,
+        }  # fmt: skip
         journal.row(step, metrics)
     for version in evaluations:
-        names = (
-            ["reward", "reward_stderr", "pass@1", "stderr"]
-            if passes
-            else ["reward", "reward_stderr"]
-        )
-        journal.row(
-            version,
-            {
-                "time": version * 2.0,
-                "requested": version,
-                **{
-                    f"eval/{subset}{mode}_{name}": 0.1 + version / 20
-                    for subset in ("", *(f"{name}/" for name in sets))
-                    for mode in ("sampled", "greedy")
-                    for name in names
-                },
-            },
-        )
+        names = ["reward", "reward_stderr", *(["pass@1", "stderr"] if passes else [])]
+        row: dict[str, float] = {"time": version * 2.0, "requested": version}
+        for subset in ("", *(f"{name}/" for name in sets)):
+            for mode, name in product(("sampled", "greedy"), names):
+                row[f"eval/{subset}{mode}_{name}"] = 0.1 + version / 20
+        journal.row(version, row)
         journal.sample(version, "eval", "17+5=", f"held out\n  {version}", version / 12, version)
     journal.sample(3, "train", "8+9=", SCRIPT, None, 2)
     return path
@@ -103,12 +76,9 @@ def write(
 
 def summarize(path: Path, finished: bool, steps: int) -> None:
     totals = {
-        "seconds": 31.5,
-        "samples_generated": 512,
-        "samples_trained": 360,
-        "trainer_wait_fraction": 0.0625,
-        "searcher_wait_fraction": 0.125,
-    }
+        "seconds": 31.5, "samples_generated": 512, "samples_trained": 360,
+        "trainer_wait_fraction": 0.0625, "searcher_wait_fraction": 0.125,
+    }  # fmt: skip
     (path / SUMMARY).write_text(json.dumps({"finished": finished, "steps": steps, **totals}))
 
 
@@ -137,19 +107,8 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> str:
     summarize(runs[2], finished=False, steps=12)
     summarize(runs[3], finished=False, steps=5)
     with (runs[1] / SAMPLES).open("a") as file:
-        file.write(
-            json.dumps(
-                {
-                    "step": 2,
-                    "kind": "train",
-                    "version": 1,
-                    "reward": 0.5,
-                    "prompt": "?",
-                    "completion": HALF_A_PAIR,
-                }
-            )
-            + "\n"
-        )
+        row = {"step": 2, "kind": "train", "version": 1, "reward": 0.5, "prompt": "?"}
+        file.write(json.dumps({**row, "completion": HALF_A_PAIR}) + "\n")
     return report(runs, folder / "drawn").read_text()
 
 
@@ -330,15 +289,9 @@ def test_a_long_run_is_drawn_as_means_of_neighbouring_steps():
 
 
 def test_the_page_tells_how_each_session_was_started(page):
-    for text in (
-        "2026-01-02T03:04:05+00:00",
-        "Resumed at step 7",
-        "1a2b3c-dirty",
-        "not in a repository",
-        "python 3.12.1, torch 2.9.1",
-        "2 cores, 24 GiB; Linux",
-        "1,234,567, of which 89 are trained",
-    ):
+    told = ("2026-01-02T03:04:05+00:00", "Resumed at step 7", "1a2b3c-dirty", "not in a repository")
+    told += ("python 3.12.1, torch 2.9.1", "2 cores, 24 GiB; Linux")
+    for text in (*told, "1,234,567, of which 89 are trained"):
         assert text in page, text
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from build import file_names as names
 from build import save_checkpoint as save
 
 from tba.assemble import run
-from tba.cli import _config
-from tba.learn.trainer import SingleTrainer
-from tba.runs.checkpoint import Checkpoints, damage, generations, newest
+from tba.runs.checkpoint import Checkpoints, damage, generations
 from tba.runs.log import METRICS, read
 
 
@@ -160,35 +157,3 @@ def test_a_run_logs_its_saves_and_ends_with_a_complete_one(
     assert all(row["checkpoint/seconds"] > 0 for row in rows)
     assert all(row["checkpoint/blocked"] > 0 for row in rows)
     assert names(folder / "checkpoints") == ["step-00000006", "step-00000008"]
-
-
-def test_a_run_whose_save_fails_does_not_end_well(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: SingleTrainer, folder: Path) -> Callable[[], None]:
-        def write() -> None:
-            raise OSError("no space left on device")
-
-        return write
-
-    monkeypatch.setattr(SingleTrainer, "save", full)
-    with pytest.raises(RuntimeError, match="checkpoint of step 8 was not written: no space left"):
-        run(config(tiny_model, tmp_path / "run", "eval.prompts=0"))
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_a_resumed_run_keeps_its_first_model(tiny_model: Path, tmp_path: Path) -> None:
-    """Another one of the same shape is refused before anything of the run is changed."""
-    folder = tmp_path / "run"
-    run(config(tiny_model, folder, "run.steps=2", "eval.prompts=0"))
-    other = shutil.copytree(tiny_model, tmp_path / "other")
-    trained = newest(folder / "checkpoints") / "model"
-    shutil.copytree(trained, other, dirs_exist_ok=True)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(
-        ValueError, match=r"policy\.model is not the model that this run began with"
-    ):
-        run(_config([f"policy.model={other}", "run.steps=3"], folder), folder)
-    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    moved = shutil.copytree(tiny_model, tmp_path / "moved")
-    assert run(_config([f"policy.model={moved}", "run.steps=3"], folder), folder).steps == 3

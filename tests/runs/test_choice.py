@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import tba
 from tba.assemble import open_run, run
 from tba.config.schema import load
-from tba.runs.checkpoint import best_step, choose, kept_beside
+from tba.runs.checkpoint import best_step, choose
 from tba.runs.generations import generations, path_of, step_of
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses, share
@@ -100,17 +100,6 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_p
     (folder / METRICS).write_text("")
     with pytest.raises(ValueError, match=r"or there is none; .* give --step N"):
         choose(folder, "best")
-
-
-def test_of_equal_scores_one_whose_checkpoint_is_there_is_the_best(
-    ended: Path, tmp_path: Path
-) -> None:
-    folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.8, 4: 0.8, 6: 0.8, 8: 0.2})
-    assert step_of(choose(folder, "best")) == 2
-    shutil.rmtree(path_of(folder / "checkpoints", 2))
-    assert step_of(choose(folder, "best")) == 4
-    kept = kept_beside(folder, {2: 0.8, 4: 0.8, 6: 0.8, 8: 0.2}, evaluating=set())
-    assert kept == {path_of(folder / "checkpoints", 4)}
 
 
 def test_the_best_checkpoint_is_kept(

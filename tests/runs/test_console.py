@@ -16,14 +16,9 @@ from tba.runs.summary import Summary
 from tba.search.result import EvaluatedAnswer, Evaluation
 
 SCORES = {
-    "sampled_pass@1": 0.5,
-    "sampled_stderr": 0.1,
-    "greedy_pass@1": 0.25,
-    "greedy_stderr": 0.2,
-    "pass@4": 0.75,
-    "pass@4_stderr": 0.1,
-    "sampled_rejected": 0.125,
-}
+    "sampled_pass@1": 0.5, "sampled_stderr": 0.1, "greedy_pass@1": 0.25, "greedy_stderr": 0.2,
+    "pass@4": 0.75, "pass@4_stderr": 0.1, "sampled_rejected": 0.125,
+}  # fmt: skip
 SUMMARY = Summary(
     finished=False,
     steps=7,

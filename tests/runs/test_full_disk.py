@@ -15,7 +15,7 @@ import psutil
 import pytest
 from build import ENVIRONMENT, as_settings, config, wait_until
 
-from tba.assemble import check_memory, run
+from tba.assemble import run
 from tba.cli import _config
 from tba.runs.checkpoint import checkpoint_size, newest
 from tba.runs.generations import files_of
@@ -196,16 +196,3 @@ def test_the_size_of_a_checkpoint_is_known_before_the_start(
     else:
         local = config(tiny_model, tmp_path / "run", "eval.prompts=0")
         assert size < checkpoint_size(local, parts.trainer("cpu").sizes)
-
-
-def test_weights_that_have_no_room_in_memory_are_told(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = check(config(tiny_model, tmp_path)).trainer("cpu")
-    each = trainer.sizes.published_bytes
-    assert each == trainer.send(version=0).parcel.nbytes
-    caplog.clear()
-    check_memory(each, 5, 5 * each)
-    assert not caplog.records
-    check_memory(each, 5, 5 * each - 1)
-    assert "5 publications of the weights" in caplog.text

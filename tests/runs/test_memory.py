@@ -109,17 +109,6 @@ def test_gpus_are_written_as_number_times_gb(
     assert (status, err) == (2, "error: --gpus plans for other machines: add --dry-run\n")
 
 
-def test_a_folder_without_config_json_is_refused(
-    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(qwen, folder)
-    (folder / "config.json").unlink()
-    given = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={folder}"]
-    status, _, err = planned(given, monkeypatch, capsys)
-    assert status == 2 and "the folder has no config.json" in err
-
-
 def test_ranks_that_lack_the_memory_are_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and trackio get the same panels; completions are tables."""
+"""TensorBoard and W&B get the same panels; completions are tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 from tba.config.schema import Config, load
 from tba.report.runs import OTHERS, Charts
 from tba.runs.journal import Journal
-from tba.runs.log import METRICS as METRICS_FILE
 from tba.runs.log import SAMPLES, SUMMARY, read
 from tba.runs.metrics import FIRST_SCREEN, PANELS, first_screen, tensorboard_layout
 from tba.runs.setup import check
@@ -82,13 +80,13 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.calls.append(("log", metrics if step is None else {**metrics, "step": step}))
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.calls.append(("log", metrics))
 
     def define_metric(self, name: str, step_metric: str) -> None:
         self.calls.append(("define", (name, step_metric)))
 
-    def alert(self, title: str, text: str, level: str = "WARN", step: int = 0) -> None:
+    def alert(self, title: str, text: str) -> None:
         self.calls.append(("alert", text))
 
     def finish(self) -> None:
@@ -99,29 +97,20 @@ class Recorder:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Recorder, dict[str, Any]]]:
-    """A function that puts a stand-in in the place of a module, and what its run is opened with."""
-
-    def stand_in(name: str) -> tuple[Recorder, dict[str, Any]]:
-        recorder, opened = Recorder(), {}
-        module: Any = ModuleType(name)
-
-        def init(**options: Any) -> Recorder:
-            opened.update(options)
-            return recorder
-
-        module.init = init
-        module.Table = lambda dataframe: dataframe.to_dict("records")
-        monkeypatch.setitem(sys.modules, name, module)
-        return recorder, opened
-
-    return stand_in
+def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, dict[str, Any]]:
+    """A stand-in in the place of the package, and what its run is opened with."""
+    recorder, opened = Recorder(), {}
+    module: Any = ModuleType("wandb")
+    module.Table = lambda dataframe: dataframe.to_dict("records")
+    module.init = lambda **options: opened.update(options) or recorder
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return recorder, opened
 
 
 def test_wandb_gets_metrics_panels_and_tables(
-    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
+    wandb: tuple[Recorder, dict[str, Any]], tmp_path: Path
 ) -> None:
-    recorder, opened = service("wandb")
+    recorder, opened = wandb
     write(tmp_path, config("log.wandb=true"))
     assert opened["name"] == tmp_path.name and opened["resume"] == "allow"
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
@@ -136,38 +125,21 @@ def test_wandb_gets_metrics_panels_and_tables(
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
 
 
-def test_trackio_gets_the_same(
-    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
-) -> None:
-    recorder, opened = service("trackio")
-    write(tmp_path, config("log.trackio=true", "log.wandb_project=sums"))
-    assert opened["project"] == "sums" and opened["name"].startswith(f"{tmp_path.name}-")
-    first, _ = recorder.logged("loss")
-    assert SCREEN.items() <= first.items() and first["seconds"] == 2.0
-    assert "time" not in first and "sync/logp_gap" not in first  # its own name; JSON has no NaN
-    (one, other), (late,) = (given["completions"] for given in recorder.logged("completions"))
-    assert (one["prompt"], one["completion"], one["columns"]) == ("1+1=", "2", '{"answer": 2}')
-    assert other["kind"] == "eval" and late["lag"] == 3
-    assert ("alert", "too few") in recorder.calls
-
-
 def test_all_twelve_panels_reach_each_service(
-    service: Callable[[str], tuple[Recorder, dict[str, Any]]], tmp_path: Path
+    wandb: tuple[Recorder, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """W&B and trackio as values by panel, and TensorBoard as charts of the metrics."""
+    """W&B as values by panel, and TensorBoard as charts of the metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-    recorders = [service(name)[0] for name in ("wandb", "trackio")]
-    journal = Journal(tmp_path, load(None, ["log.wandb=true", "log.trackio=true"]))
+    journal = Journal(tmp_path, load(None, ["log.wandb=true"]))
     journal.row(1, EVERY)
     journal.close()
     screen = first_screen(EVERY)
     numbers = {name.removeprefix(f"{FIRST_SCREEN}/")[:2] for name in screen}
     assert numbers == {f"{number:02}" for number in range(1, 13)} and len(screen) == len(EVERY)
-    for recorder in recorders:
-        (row,) = recorder.logged("reward")
-        assert screen.items() | EVERY.items() <= row.items()
+    (row,) = wandb[0].logged("reward")
+    assert screen.items() | EVERY.items() <= row.items()
     layout = tensorboard_layout()[FIRST_SCREEN]
     charts = list(layout.values())
     assert len(charts) == 12
@@ -183,13 +155,10 @@ def test_all_twelve_panels_reach_each_service(
     assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_that_is_not_installed_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba.runs.journal.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf"log\.{name} = true needs the package {name}: pip"):
-        check(config(f"log.{name}=true"))
+    with pytest.raises(ValueError, match=r"log\.wandb = true needs the package wandb: pip"):
+        check(config("log.wandb=true"))
 
 
 def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +184,7 @@ SHORT = [
 
 def carry_out(environment: dict[str, str], *arguments: str) -> str:
     """Run Python in a process with these variables beside ours; return its output."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("TRACKIO_", "WANDB_"))}
+    own = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     own |= {"PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout
@@ -237,38 +206,3 @@ def test_wandb_keeps_a_run_without_a_network(tmp_path: Path) -> None:
     warning, *_ = json.loads((folder / SUMMARY).read_text())["warnings"]
     for text in (f"{FIRST_SCREEN}/04 kl", "grad_norm", warning):
         assert text.encode() in log.read_bytes(), text
-
-
-READ = """
-import json, trackio
-from trackio.sqlite_storage import SQLiteStorage
-
-(run,) = trackio.Api().runs("sums")
-kept = SQLiteStorage.get_logs("sums", run.name)
-print(json.dumps([run.name, kept, run.alerts()], default=str))
-"""
-
-
-def test_trackio_keeps_a_run(tmp_path: Path) -> None:
-    """The package itself, where it is installed: in a folder, without a server or an account."""
-    pytest.importorskip("trackio", reason="an extra: pip install -e '.[trackio]'")
-    folder, settings = tmp_path / "run", ["log.trackio=true", "log.wandb_project=sums"]
-    own = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    carry_out(own, "-m", "tba.cli", "train", f"run.folder={folder}", *SHORT, *settings)
-    name, logs, alerts = json.loads(carry_out(own, "-c", READ).splitlines()[-1])
-    assert name.startswith("run-")
-
-    metrics, samples = read(folder / METRICS_FILE), read(folder / SAMPLES)
-    assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3]
-    for row in metrics:
-        given = {key: value for key, value in row.items() if value is not None}
-        step, given["seconds"] = given.pop("step"), given.pop("time")
-        (kept,) = [x for x in logs if x["step"] == step and given.keys() <= x.keys()]
-        assert {**given, **first_screen(given)}.items() <= kept.items()
-    assert {row["kind"] for row in samples} == {"train", "eval"}
-    tables = [row["completions"]["_value"] for row in logs if "completions" in row]
-    columns = ("step", "kind", "prompt", "completion", "reward", "version")
-    shown = [[row[column] for column in columns] for row in samples]
-    assert [[row[column] for column in columns] for table in tables for row in table] == shown
-    warnings = json.loads((folder / SUMMARY).read_text())["warnings"]
-    assert warnings and {alert["text"] for alert in alerts} == {*warnings}

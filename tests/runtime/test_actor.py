@@ -132,14 +132,6 @@ def test_searches_run_at_once_and_weights_arrive_under_them(
     assert steps.gradients == [False, False]  # in every thread, not only in the first
 
 
-def test_older_weights_are_never_loaded(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
-    threads.submit(actor.publish, weights(3)).result(SECONDS)
-    threads.submit(actor.publish, weights(2)).result(SECONDS)
-    assert steps.engine.version == 3
-
-
 @dataclass
 class WrongSteps(Steps):
     """A searcher whose weight updates leave a gap."""

@@ -20,15 +20,20 @@ def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:
     return Task(kind, name, (Prompt("id", "?"),), reference=reference)
 
 
-def begun(one: Handle, concurrent: int) -> list[Any]:
-    one.begin(concurrent)
-    return [t.ref for t in one.tasks if t.began is not None]
+def in_turn(*tasks: Task, concurrent: int = 2) -> list[list[Any]]:
+    """Return the tasks that have begun before the first one ends, the next one, and so on."""
+    one = handle(*tasks)
+    begun = []
+    while one.tasks:
+        one.begin(concurrent)
+        begun.append([t.ref for t in one.tasks if t.began is not None])
+        one.tasks.pop(0)
+    return begun
 
 
 def test_as_many_searches_begin_as_run_at_once() -> None:
-    searches = [task("search", i) for i in range(3)]
-    assert begun(handle(*searches), concurrent=1) == [0]
-    assert begun(handle(*searches), concurrent=2) == [0, 1]
+    assert in_turn(*(task("search", i) for i in range(3)), concurrent=1) == [[0], [1], [2]]
+    assert in_turn(*(task("search", i) for i in range(3))) == [[0, 1], [1, 2], [2]]
 
 
 def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
@@ -37,40 +42,27 @@ def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
     one.begin(2)
     before = first.began
     one.tasks.remove(second)
-    assert begun(one, concurrent=2) == [0, 2]
-    assert first.began == before
+    one.begin(2)
+    assert third.began is not None and first.began == before
 
 
-def test_tasks_of_another_kind_may_wait_for_those_before() -> None:
-    start, evaluation = task("start", "start"), task("evaluate", "evaluate")
-    search, later = task("search", "search"), task("search", "later")
-    one = handle(start, search, evaluation, later)
-    assert begun(one, concurrent=2) == ["start"]
-    one.tasks.remove(start)
-    assert begun(one, concurrent=2) == ["search"]
-    one.tasks.remove(search)
-    assert begun(one, concurrent=2) == ["evaluate"]
-    one.tasks.remove(evaluation)
-    assert begun(one, concurrent=2) == ["later"]
-
-
-def test_a_search_with_a_newer_reference_waits_for_those_before() -> None:
-    old, new = task("search", "old"), task("search", "new", reference=Sent(5, None))
-    one = handle(old, new)
-    assert begun(one, concurrent=2) == ["old"]
-    one.tasks.remove(old)
-    assert begun(one, concurrent=2) == ["new"]
+def test_other_kinds_and_searches_with_a_newer_reference_wait_for_those_before() -> None:
+    kinds: tuple[Kind, ...] = ("start", "search", "evaluate", "search")
+    tasks = [task(kind, number) for number, kind in enumerate(kinds)]
+    assert in_turn(*tasks) == [[0], [1], [2], [3]]
+    tasks = [task("search", "old"), task("search", "new", reference=Sent(5, None))]
+    assert in_turn(*tasks) == [["old"], ["new"]]
 
 
 def test_weights_are_sent_one_at_a_time_and_after_a_start() -> None:
     publication = task("publish", "publish")
-    one = handle(task("search", 0), publication)
-    assert begun(one, concurrent=1) == [0, "publish"]
+    one = handle(task("search", 0), task("search", 1), publication)
+    one.begin(1)
+    assert [t.ref for t in one.tasks if t.began is not None] == [0, "publish"]
     assert not one.accepts_weights(1)
     one.tasks.remove(publication)
     assert one.accepts_weights(1)
     assert not handle(task("start", 0)).accepts_weights(1)
-    assert handle(task("search", 0), task("evaluate", 1)).accepts_weights(1)
 
 
 def test_many_searchers_get_no_more_publications_a_second_than_few() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from build import config, ray_config
+from build import config
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
@@ -62,25 +62,6 @@ def test_the_weights_of_a_resumed_run_are_verified(
         pass
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("lag", ["none", "1"])
-def test_a_searcher_process_with_wrong_weights_ends_the_run(
-    tiny_model: Path, tmp_path: Path, lag: str
-) -> None:
-    local = wrong(tiny_model, tmp_path, right=(0, 1), latency=0.05)
-    waits = "runtime.fresh=1" if lag == "none" else f"runtime.lag={lag}"
-    settings = ("run.steps=100", "eval.prompts=0", "runtime.publish_every=1", waits)
-    other = ray_config(tiny_model, tmp_path / "run", *settings)
-    with (
-        open_run(other.model_copy(update={"engine": local.engine})) as opened,
-        pytest.raises(LogpGapError, match=r"^engine 'fakes.Wrong'.* by 1 nats "),
-    ):
-        opened.train()
-    assert opened.searchers.stats.counts["searchers/restarts"] == 0
-    assert set(gaps(tmp_path / "run")) <= {0.001, None}
-    assert checkpoint.newest(opened.folder / "checkpoints").name == f"step-{opened.step:08d}"
-
-
 def test_a_faulty_engine_ends_a_local_run_with_a_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -91,26 +72,6 @@ def test_a_faulty_engine_ends_a_local_run_with_a_checkpoint(
     assert saved.name == f"step-{opened.step:08d}" != "step-00000000"
     assert len(list((tmp_path / "calls-closed").iterdir())) == 1
     assert run(given, resume=opened.folder).finished
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("mistake", [False, True])
-def test_a_faulty_engine_costs_its_process_and_a_mistake_the_run(
-    tiny_model: Path, tmp_path: Path, mistake: bool
-) -> None:
-    faulty = wrong(
-        tiny_model, tmp_path, "fakes.Faulty", failing=(2,), mistake=mistake, latency=0.05
-    )
-    settings = ("run.steps=20", "eval.prompts=0", "runtime.fresh=1")
-    other = ray_config(tiny_model, tmp_path / "run", *settings, "runtime.concurrent_searches=1")
-    given = other.model_copy(update={"engine": faulty.engine})
-    if mistake:
-        error = r"a searcher failed in `search`(.|\n)*out of memory"
-        with pytest.raises(RuntimeError, match=error):
-            run(given)
-        return
-    summary = run(given)
-    assert summary.finished and summary.searcher_restarts == 1
 
 
 def test_the_limit_follows_the_coarser_of_both_sides() -> None:

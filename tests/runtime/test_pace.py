@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def fed(
             job: SearchJob, place: Place, cluster: None, trainer: Any,
             stopping: Callable[[], bool], search: SearchState, step: int,
         ) -> Fed:  # fmt: skip
-            trainer.most_at_first = float("inf")  # the reference of these groups is no model's
+            trainer.setup = replace(trainer.setup, checks_reference=False)
             opened.append(Fed(job, search, trainer, step, stopping, **options))
             return opened[0]
 

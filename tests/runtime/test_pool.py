@@ -322,20 +322,6 @@ def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
     assert cursor["state"]["chosen"] == len(gathered) + len(cursor["outstanding"])
 
 
-def test_a_run_whose_only_searcher_waits_to_be_restarted_goes_on(opens: Opens) -> None:
-    """In lockstep, where the searchers that there are share the work."""
-    numbers = count()
-
-    def received(ref: Call) -> SearchResult:
-        if next(numbers) < 2:
-            raise EngineError("out of memory")
-        return found(ref)
-
-    turns = ("runtime.lag=0", "runtime.publish_every=1", "strategy=recent")
-    searchers = opens(one_ends, received, *turns)
-    assert len(searchers.gather(5)) == 5 and searchers.stats.counts["searchers/restarts"] == 2
-
-
 def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
     opens: Opens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,9 @@ from build import (
 from build import ray_config as config
 from fakes import Given
 
-import tba.assemble
 from tba.assemble import open_run
-from tba.cli import _config
 from tba.prompt import Prompt
-from tba.run import Run
-from tba.runs import checkpoint, log
+from tba.runs import log
 from tba.runs.log import METRICS, SUMMARY, read
 from tba.runs.offline import evaluate_run
 from tba.runtime.deadline import bind_ray
@@ -67,15 +64,10 @@ def test_neither_side_waits_and_the_phases_are_told(
     """
     search = 0.6
     slow = (
-        "engine=scripted",
-        f"engine.latency={search}",
-        "engine.answers=['1','2','33']",
-        "eval.every=0",
-        "eval.prompts_per_task=2",
-        "run.steps=60",
-        "runtime.max_reuse=inf",
+        "engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']",
+        "eval.every=0", "eval.prompts_per_task=2", "run.steps=60", "runtime.max_reuse=inf",
         "log.console=plain",
-    )
+    )  # fmt: skip
     with open_run(config(tiny_model, tmp_path / "run", *slow)) as run:
         (session,) = HOME.glob(f"tba-*/ray/session_*_{os.getpid()}")
         folder = session.parent.parent
@@ -90,13 +82,9 @@ def test_neither_side_waits_and_the_phases_are_told(
     assert summary["searcher_wait_fraction"] < 0.25
     lines = capsys.readouterr().out.splitlines()
     expected = (
-        "starting Ray",
-        "loading the model",
-        "starting the searchers, which load the model",
-        "generating 0/",
-        "training",
-        "step 1/60  ",
-    )
+        "starting Ray", "loading the model", "starting the searchers, which load the model",
+        "generating 0/", "training", "step 1/60  ",
+    )  # fmt: skip
     places = [next(i for i, line in enumerate(lines) if line.startswith(e)) for e in expected]
     assert places == sorted(places)
 
@@ -181,20 +169,13 @@ def test_search_and_learning_take_turns(
 
     monkeypatch.setattr(Handle, "search", counting)
     settings = (
-        "runtime.lag=0",
-        "runtime.publish_every=1",
-        "runtime.searchers=2",
-        "runtime.cores=share",
-        "strategy=recent",
-        "run.steps=8",
-    )
+        "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share",
+        "strategy=recent", "run.steps=8",
+    )  # fmt: skip
     changing = (
-        "policy.reset_reference_every=3",
-        "trainer.learning_rate=1e-2",
-        "objective=vineppo",
-        "objective.step_tokens=1",
-        "objective.rollouts=2",
-    )
+        "policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo",
+        "objective.step_tokens=1", "objective.rollouts=2",
+    )  # fmt: skip
     ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing))
     rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
     assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
@@ -206,91 +187,6 @@ def test_search_and_learning_take_turns(
     for trajectory in (t for g in ended.buffer.groups() for t in g.trajectories):
         assert trajectory.value is not None and np.isfinite(trajectory.value).all()
         assert len(trajectory.value) == len(trajectory.tokens)
-
-
-@pytest.mark.slow
-def test_evaluations_that_come_too_fast_keep_few_copies(tiny_model: Path, tmp_path: Path) -> None:
-    """Searchers are much slower than the trainer: those that have not begun are left out."""
-    bind_ray(None)
-    from tba.runtime.pool import PUBLISHED, UNDER_WAY
-
-    slow = ("engine=scripted", "engine.latency=0.3", "engine.answers=['1','2']", "run.steps=30")
-    often = ("eval.every=2", "eval.prompts=2", "eval.prompts_per_task=1")
-    reset = ("policy.reset_reference_every=3",)
-    kept = []
-
-    def count(run: Run) -> None:
-        while run.step < 30:
-            kept.append(copies())
-            time.sleep(0.05)
-
-    given = config(tiny_model, tmp_path / "run", *slow, *often, *reset)
-    run = run_and_keep(given, meanwhile=count)
-    rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
-    # evaluations, publications, and references of the tasks in flight, each with the newest
-    most = UNDER_WAY + 1 + PUBLISHED + 1 + run.config.runtime.concurrent_searches + 2
-    assert 1 <= max(kept) <= most + 1  # and a file that is kept for later
-    assert wait_until(lambda: copies() == 0, 10)
-    left_out = run.searchers.stats.counts["searchers/evaluations_left_out"]
-    assert rows[-1]["searchers/evaluations_left_out"] <= left_out
-    evaluated = [e["step"] for e in log.read_evaluations(tmp_path / "run")]
-    assert left_out > 7 and len(evaluated) + left_out == 16
-    assert evaluated[0] == 0 and evaluated[-1] == 30 and run.evaluating == 0
-
-
-@pytest.mark.fault
-def test_a_killed_and_a_hung_searcher_are_restarted(tiny_model: Path, tmp_path: Path) -> None:
-    """Ray reports a process that died, and a deadline one that hangs.
-
-    Their prompts are issued again, nothing is counted or stored twice, and the run completes.
-    """
-    settings = (
-        "engine=scripted",
-        "engine.latency=0.3",
-        "engine.answers=['1','2','3','4','5','6']",
-        "runtime.searchers=2",
-        "runtime.cores=share",
-        "runtime.task_deadline=4.0",
-        "runtime.fresh=1",
-        "run.steps=80",
-        "task.size=3000",
-        "eval.every=10",
-        "eval.prompts=6",
-        "eval.prompts_per_task=1",
-    )
-
-    def end(run: Run) -> None:
-        assert wait_until(lambda: run.step > 0, 60)
-        killed, hung = [p for p in children() if "SearcherActor" in " ".join(p.cmdline())]
-        killed.kill()
-        hung.suspend()
-
-    run = run_and_keep(config(tiny_model, tmp_path / "run", *settings), meanwhile=end)
-    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
-    assert (summary["finished"], summary["searcher_restarts"]) == (True, 2)
-    assert conserved(run.buffer)
-    evaluated = [e["step"] for e in log.read_evaluations(tmp_path / "run")]
-    left_out = run.searchers.stats.counts[
-        "searchers/evaluations_left_out"
-    ]  # while the searchers were away
-    assert evaluated[0] == 0 and evaluated[-1] == 80 and len(evaluated) + left_out == 9
-    # every prompt that was gathered is there once with all four samples
-    columns = run.buffer.columns()
-    assert all(columns.count[columns.rows(p)].sum() == 4 for p in columns.prompts)
-    assert run.buffer.counts["added"] == 4 * run.buffer.prompts == summary["samples_generated"]
-    cursor = run.searchers.state().cursor
-    assert cursor["state"]["chosen"] == run.buffer.prompts + len(cursor["outstanding"])
-    assert len({*cursor["outstanding"]} & {g.prompt.id for g in run.buffer.groups()}) == 0
-
-
-@pytest.mark.slow
-def test_a_searcher_that_cannot_start_ends_the_run_with_its_reason(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Every error of a call ends a run alike: test_pool.py shows it without Ray's processes."""
-    broken = config(tiny_model, tmp_path / "run", "engine=scripted", "engine.answers=[]")
-    with pytest.raises(RuntimeError, match=r"engine\.answers is empty"):
-        tba.assemble.run(broken)
 
 
 def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
@@ -322,28 +218,3 @@ def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(
         finally:
             process.kill()
             process.wait(timeout=10)
-
-
-@pytest.mark.fault
-def test_a_killed_run_leaves_nothing_behind_and_goes_on(tiny_model: Path, tmp_path: Path) -> None:
-    """After kill -9 of the run, --resume continues with step, buffer, cursor and counts."""
-    folder = tmp_path / "run"
-    with nothing_is_left() as processes:
-        process = started(tiny_model, folder)
-        try:
-            assert wait_until(lambda: len(checkpoint.generations(folder / "checkpoints")) >= 2, 240)
-            processes += children(process.pid)
-        finally:
-            process.kill()
-            process.wait(timeout=10)
-    step = json.loads((checkpoint.newest(folder / "checkpoints") / "state.json").read_text())[
-        "progress"
-    ]["step"]
-    run = run_and_keep(_config([f"run.steps={step + 10}"], folder), resume=folder)
-    assert conserved(run.buffer)
-    cursor = run.searchers.state().cursor
-    held = {g.prompt.id for g in run.buffer.groups()}
-    assert len(held) + len(cursor["outstanding"]) == cursor["state"]["chosen"]  # none is lost
-    assert run.searchers.stats.counts["samples_generated"] == 4 * len(held)  # none is counted twice
-    rows = [r["step"] for r in read(folder / METRICS) if "loss" in r]
-    assert rows == list(range(1, step + 11))

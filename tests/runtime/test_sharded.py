@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from build import newest_files, ray_config, replayed, wait_until
+from build import newest_files, ray_config, replayed
 from safetensors.torch import load_file
 
-from tba.assemble import open_run, run
+from tba.assemble import run
 from tba.config.schema import DEFAULT, load
-from tba.learn import TrainerLost
 from tba.report import report
 from tba.runs.checkpoint import newest
-from tba.runs.generations import path_of
 from tba.runs.log import CHECKPOINTS, METRICS, read
 
 TWO = (
-    "trainer.devices=2",
-    "runtime.lag=0",
-    "runtime.publish_every=1",
-    "runtime.searchers=1",
+    "trainer.devices=2", "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=1",
     "checkpoint.every=2",
-)
+)  # fmt: skip
 
 
 def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
@@ -80,43 +71,8 @@ def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
     for name, tensor in two.items():
         assert (tensor - one[name]).norm() < 1e-4 * one[name].norm(), name
     computed = (
-        "loss",
-        "reward",
-        "kl",
-        "kl/k3",
-        "entropy",
-        "grad_norm",
-        "log_ratio",
-        "off_policy/ess",
-    )
+        "loss", "reward", "kl", "kl/k3", "entropy", "grad_norm", "log_ratio", "off_policy/ess",
+    )  # fmt: skip
     for alone, divided in zip(*rows, strict=True):
         for name in computed:
             assert divided[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-4), name
-
-
-@pytest.mark.fault
-def test_a_killed_rank_ends_the_run_with_its_newest_checkpoint(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    settings = (*TWO, "run.steps=1000")
-
-    def ranks() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children(True) if "RankActor" in " ".join(p.cmdline())]
-
-    with open_run(ray_config(tiny_model, folder, *settings)) as opened:
-        processes = ranks()
-        assert len(processes) == 2
-
-        def kill() -> bool:
-            if opened.step >= 3:
-                os.kill(processes[1].pid, signal.SIGKILL)
-            return opened.step >= 3
-
-        killer = threading.Thread(target=lambda: wait_until(kill, 60))
-        killer.start()
-        with pytest.raises(TrainerLost, match=r"rank \d of the trainer has"):
-            opened.train()
-        killer.join()
-    assert wait_until(lambda: not any(p.is_running() for p in processes), 10)
-    assert newest(folder / CHECKPOINTS).name == path_of(folder, 2).name

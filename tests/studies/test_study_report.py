@@ -62,25 +62,18 @@ def write_run(path: Path, trial: Trial, failed: bool) -> None:
     for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
         rows.append(
             {
-                "step": step,
-                "time": step / 2,
-                "samples_trained": 8 * step,
-                "samples_generated": 10 * step,
-                "kl": step / 50 + seed,
-                "off_policy/lag_mean": 2.0,
+                "step": step, "time": step / 2, "samples_trained": 8 * step,
+                "samples_generated": 10 * step, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0,
             }
-        )
+        )  # fmt: skip
         if step % 10 == 0:
             rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(trial, step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if not failed:
         totals = {
-            "steps": STEPS,
-            "seconds": 20.0 + seed,
-            "samples_generated": 400,
-            "samples_trained": 320,
-            "lag_mean": 2.0,
-        }
+            "steps": STEPS, "seconds": 20.0 + seed, "samples_generated": 400,
+            "samples_trained": 320, "lag_mean": 2.0,
+        }  # fmt: skip
         (path / "summary.json").write_text(
             json.dumps(
                 {
@@ -230,14 +223,9 @@ def test_a_grid_without_finished_runs_has_a_table_and_no_curves(tmp_path):
 def test_a_row_is_the_mean_over_seeds_and_its_standard_error(page):
     # 0.90, 0.91, 0.92: standard deviation 0.01 over sqrt(3); kl 0.77 + seed; seconds 20, 21, 22
     assert cells(page, "1", "tb") == [
-        "3 finished",
-        "91.0% ± 0.6% ★",
-        "91.0% ± 0.6%",
-        "0.0% ± 0.0%",
-        "1.770 ± 0.577",
-        "2.0 ± 0.0",
+        "3 finished", "91.0% ± 0.6% ★", "91.0% ± 0.6%", "0.0% ± 0.0%", "1.770 ± 0.577", "2.0 ± 0.0",
         "21 ± 1",
-    ]
+    ]  # fmt: skip
     assert cells(page, "4", "tb")[1:4] == ["71.0% ± 0.6% ★", "81.0% ± 0.6%", "10.0% ± 0.0%"]
 
 

@@ -281,22 +281,6 @@ def test_a_sweep_waits_for_a_run_that_another_one_has_left(tmp_path):
     ending.join()
 
 
-def test_a_sweep_reads_no_torch(tmp_path):
-    """Mistakes in the file are reported at once: torch takes seconds to import."""
-    (tmp_path / "s.toml").write_text('[[grid]]\nname = "x"\nseed = 1\n')
-    code = f"""
-import sys
-from pathlib import Path
-from tba.studies.study import read_study
-try:
-    read_study(Path({str(tmp_path / "s.toml")!r}))
-except ValueError as error:
-    print("torch" in sys.modules, error)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.startswith("False grid 'x': 'seed' is no setting")
-
-
 def test_results_are_written_as_json_without_nan(carried_out):
     study = read_study(carried_out)
     table = write_results(study.folder)

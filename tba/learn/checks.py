@@ -1,0 +1,115 @@
+"""Checks of a policy before its first step, and the programs that its layers are compiled to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
+from tba.learn.head import token_logp
+from tba.learn.plan import Layout
+from tba.learn.policy import Policy
+from tba.models.cache import check_logits, takes_masks
+from tba.types import TokenBatch, collate_tokens
+
+SHORT = 16
+"""Tokens of a short response."""
+
+PROMPT = 11
+SHORTER = 7
+SAMPLES = 11
+RESPONSE = {"cpu": 8, "cuda": 128}
+"""Tokens of the two prompts of a warm-up, responses to each, and their tokens."""
+
+
+@torch.no_grad()
+def check_lengths(policy: Policy, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
+    """Raise ValueError unless log-probs are those of single sequences without padding.
+
+    The prompts are the shortest and the longest of a run, so that positions that depend on the
+    length of a sequence, or of others in its batch, show here.
+    """
+    limit = LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32
+    ends = [prompt[-SHORT:] for prompt in prompts]  # short rows may be packed
+    for own, tokens in ((ends, min(SHORT, max_tokens)), (prompts, max_tokens)):
+        gap = _gap(policy, own, tokens)
+        if not gap <= limit:
+            raise ValueError(
+                f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
+                f" those of each sequence alone, with prompts of {len(own[0])} and"
+                f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
+                " whole batch; set policy.share_prompt=false, use another model, or lower"
+                " sampling.max_tokens"
+            )
+    with policy.precision():  # ranks have no numbers before
+        check_logits(policy.model)
+
+
+def _gap(policy: Policy, prompts: Sequence[np.ndarray], tokens: int) -> float:
+    """Return the mean difference, the larger of two, between responses in a batch and alone."""
+    longer = np.resize(np.concatenate(prompts), tokens)
+    responses = [longer, longer[: min(SHORT, (tokens + 1) // 2)]]
+    logp = policy.logp(collate_tokens(prompts, [responses, responses[::-1]]))[:, 1]
+    gaps = []
+    for prompt, response, row in zip(prompts, responses[::-1], logp, strict=True):
+        alone = _alone(policy, prompt, response)
+        gaps.append(float((row[: len(alone)] - alone).abs().mean()))
+    return float(np.max(gaps))  # NaN if one is
+
+
+def _alone(policy: Policy, prompt: np.ndarray, response: np.ndarray) -> Float[Tensor, " T"]:
+    """Return the log-probs of a response as transformers computes them for one sequence."""
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(policy.device)
+    with policy.precision():
+        output = policy.model.base_model(input_ids=ids[None], use_cache=False)
+        states = output.last_hidden_state[0, len(prompt) - 1 : -1]
+        return token_logp(policy.model, states, ids[len(prompt) :], policy.temperature)[0]
+
+
+def warm_up(policy: Policy, context: int) -> None:
+    """Compile all programs of a policy's layers; ValueError if they cannot be compiled.
+
+    A program adds up numbers in an order that depends on the sizes it was compiled for, and a
+    resumed run would meet others first. Therefore the sizes are always the same, and no program is
+    added later: what none of them covers, such as a pass over a single prompt, runs without.
+    """
+    layouts: tuple[Layout, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
+    torch.compiler.set_stance("default")
+    shapes: Any = torch.fx.experimental._config
+    equal_by_chance = shapes.patch(use_duck_shape=False)  # sizes that are stay apart
+    try:
+        with torch._dynamo.config.patch(recompile_limit=64), equal_by_chance:
+            for shorter in (PROMPT, SHORTER):  # without padding, some attention takes no mask
+                for layout in layouts if policy.share_prompt else ("plain",):
+                    _compare_compiled(policy, _warm_up_batch(policy, context, shorter), layout)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"trainer.compile = true: {type(policy.model).__name__} cannot be compiled ({reason});"
+            " set trainer.compile=false"
+        ) from error
+    torch.compiler.set_stance("eager_on_recompile")
+    policy.zero_grad(set_to_none=True)
+
+
+def _compare_compiled(policy: Policy, batch: TokenBatch, layout: Layout) -> None:
+    """Run forward and back; RuntimeError if log-probs differ from those without compilation."""
+    compiled = policy(batch, layout).logp
+    compiled.sum().backward()
+    with torch.no_grad():  # layers are compiled for passes with gradients only
+        gap = float((policy(batch, layout).logp - compiled).abs().sum() / batch.mask.sum())
+    if not gap <= (LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32):
+        raise RuntimeError(f"log-probs differ by {gap:.3g} nats on average")
+
+
+def _warm_up_batch(policy: Policy, context: int, shorter: int) -> TokenBatch:
+    """Return random responses to two prompts, always the same."""
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    tokens = min(RESPONSE[policy.device.type], context - PROMPT)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(vocabulary, size=n, dtype=np.int32) for n in (PROMPT, shorter)]
+    responses = rng.integers(vocabulary, size=(2, SAMPLES, tokens), dtype=np.int32)
+    return collate_tokens(prompts, [list(group) for group in responses])
