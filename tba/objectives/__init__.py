@@ -75,6 +75,11 @@ class Objective:
         """
         return False
 
+    @property
+    def warning(self) -> str | None:
+        """Return what to warn of at the start of a run, with the objective's options."""
+        return None
+
 
 def total(values: PerToken, batch: Batch) -> PerResponse:
     """Return the sum over the sampled tokens of each response."""
@@ -84,6 +89,16 @@ def total(values: PerToken, batch: Batch) -> PerResponse:
 def centred(values: PerResponse) -> PerResponse:
     """Subtract the mean of the group."""
     return values - values.mean(1, keepdim=True)
+
+
+def normalised(reward: PerResponse) -> PerResponse:
+    """Subtract the mean of the group, and divide by its standard deviation plus 1e-4."""
+    return centred(reward) / (reward.std(1, keepdim=True) + 1e-4)
+
+
+def token_mean(values: PerToken, batch: Batch) -> PerGroup:
+    """Return the mean over all sampled tokens of a group: long responses weigh more."""
+    return total(values, batch).sum(1) / batch.mask.sum((1, 2))
 
 
 def leave_one_out(batch: Batch, beta: float) -> PerResponse:

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.config.tables import PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, centred, penalised
+from tba.objectives import Loss, Objective, PerToken, normalised, penalised
 from tba.types import Batch
 
 
@@ -31,8 +31,7 @@ class Grpo(Objective):
             raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        spread = batch.reward.std(1, keepdim=True) + 1e-4
-        advantage = (centred(batch.reward) / spread)[..., None]
+        advantage = normalised(batch.reward)[..., None]
         high = self.clip if self.clip_high is None else self.clip_high
         summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, high)
         mean = summed / batch.mask.sum(-1)

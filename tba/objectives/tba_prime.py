@@ -1,7 +1,16 @@
 from dataclasses import dataclass
 
 from tba.config.tables import PositiveFloat
-from tba.objectives import Importance, Loss, Objective, PerToken, centred, importance, total
+from tba.objectives import (
+    Importance,
+    Loss,
+    Objective,
+    PerToken,
+    centred,
+    importance,
+    token_mean,
+    total,
+)
 from tba.types import Batch
 
 
@@ -38,6 +47,6 @@ class TBAPrime(Objective):
         kl = total((logp.detach() - batch.ref_logp).clamp(-bound, bound), batch)
         advantage = centred(batch.reward - self.beta * kl)
         weight = importance(self.importance, logp, batch, self.importance_cap)
-        loss = -(advantage * total(weight * logp, batch)).sum(1) / batch.mask.sum((1, 2))
+        loss = -token_mean(advantage[..., None] * weight * logp, batch)
         log_z = (batch.reward / self.beta - kl).mean(1)
         return loss, {"tb/advantage_std": advantage.std(1), "tb/log_z": log_z}

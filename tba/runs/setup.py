@@ -273,11 +273,16 @@ def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
 
 
 def _check_objective(config: Config, objective: Plugin) -> None:
-    """Raise ValueError if the objective's head changes, or it needs log-probs that are lost."""
+    """Raise ValueError if the objective's head changes, or it needs log-probs that are lost.
+
+    What the objective warns of is logged.
+    """
     if objective.at(0).head != objective.at(config.run.steps).head:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
+    for told in {objective.at(step).warning for step in (0, config.run.steps)} - {None}:
+        log.warning(told)
     if not compares(config, objective):
         return
     lacks: dict[str, str] = {}

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives",
         "tb",
         {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta'?; known: beta",
+        "objective.bta: 'tb' has no such option; did you mean 'beta'?; `tba list tb` lists all",
     ),
     "an option by its name in TRL": (
         "objectives",

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from build import config, newest_files, resumes_exactly
-from safetensors.numpy import load
+from build import ROOT, config, newest_files, resumes_exactly
+from safetensors.numpy import load as load_weights
 
 from tba.assemble import run
 from tba.cli import _config
+from tba.config.plugins import resolve_all
+from tba.config.schema import load
+from tba.replay.buffer import ReplayBuffer
+from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
+from tba.runs.setup import check
 
 HEADED = {"ppo", "tb_learned_z"}
 PLAIN = ("eval.prompts=0", "log.sample_every=0")
 HELD_BACK = (*PLAIN, "strategy=recent", "runtime.lag=2", "policy.reset_reference_every=4")
+STATELESS = ("asymre", "cispo", "gspo", "m2po", "topr", "vespo")
 OPTIONS = {"vineppo": ("objective.step_tokens=2", "objective.rollouts=2")}
 
 
@@ -43,7 +50,7 @@ def test_a_run_that_holds_groups_back_resumes_exactly(
     assert ("head.safetensors" in files) == (objective in HEADED)
     if objective in HEADED:
         assert all(
-            weights.any() for weights in load(files["head.safetensors"]).values()
+            weights.any() for weights in load_weights(files["head.safetensors"]).values()
         )  # it has learned
     lags = [row["off_policy/lag_mean"] for row in read(tmp_path / "part" / METRICS)]
     assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
@@ -51,6 +58,56 @@ def test_a_run_that_holds_groups_back_resumes_exactly(
 
 def test_a_head_resumes_exactly_without_a_lag(tiny_model: Path, tmp_path: Path) -> None:
     resumes(tiny_model, tmp_path, "ppo", "strategy=mixture", *PLAIN)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "oapl",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in STATELESS),
+    ],
+)
+def test_an_objective_for_stale_data_resumes_exactly(
+    objective: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    resumes(tiny_model, tmp_path, objective, *HELD_BACK)
+
+
+def lines_of_the_page() -> list[tuple[str, list[str]]]:
+    """Return the algorithms that docs/algorithms.md gives as settings."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = page.partition("| algorithm | here | difference |")[2].partition("\n\n")[0]
+    cells = [row.split("|") for row in rows.splitlines()[2:]]
+    return [(cell[1].strip(), cell[2].strip(" `").split()) for cell in cells]
+
+
+def test_the_lines_that_are_algorithms_can_be_typed() -> None:
+    lines = lines_of_the_page()
+    assert len(lines) == 6
+    for _, line in lines:
+        resolve_all(load(None, line))
+
+
+def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model: Path, tmp_path: Path) -> None:
+    (line,) = [line for name, line in lines_of_the_page() if name.startswith("GVPO")]
+    run(config(tiny_model, tmp_path / "run", *line, *PLAIN))
+    buffer = ReplayBuffer()
+    buffer.load(newest(tmp_path / "run" / "checkpoints"))
+    found = [t for group in buffer.groups() for t in group.trajectories]
+    assert {t.version for t in found} == {0, 4, 8}
+    for t in found:
+        np.testing.assert_allclose(t.ref_logp, t.behavior_logp, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "warns"),
+    [("0.5", False), ("1.25", False), ("0.25", True), ("{start=1.0, end=2.0, steps=8}", True)],
+)
+def test_an_alpha_far_from_one_warns_before_a_run(
+    alpha: str, warns: bool, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(config(tiny_model, tmp_path / "run", f"objective.alpha={alpha}"))
+    assert ("outside 0.5 to 1.25, single responses" in caplog.text) == warns
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+from dataclasses import dataclass
+
+import torch
+
+from tba.objectives import Loss, Objective, PerToken, importance, total
+from tba.types import Batch
+
+
+@dataclass(frozen=True)
+class Topr(Objective):
+    """TOPR: tapered REINFORCE, which forgets bad responses that are already unlikely.
+
+        loss[b] = -mean_j w_j (r_j - c) log pi(y_j),  c = `baseline`
+        w_j     = 1 where r_j >= c, else min(pi / mu, 1) of the response, without gradient
+
+    mu is the policy that sampled y_j. There is no KL. `tb` has the same weights with
+    `tapered`, by the sign of its residual.
+
+    Tapered Off-Policy REINFORCE (arXiv 2503.14286). There, rewards are 1 and -1: those of 0 and 1
+    with `baseline = 0.5` are half of these.
+    """
+
+    uses_behavior = True
+    baseline: float = 0.5
+    """c: responses with a lower reward are pushed down."""
+
+    def __call__(self, logp: PerToken, batch: Batch) -> Loss:
+        advantage = batch.reward - self.baseline
+        share = importance("sequence", logp, batch, cap=1.0)[..., 0]
+        weight = torch.where(advantage >= 0, 1.0, share)
+        return -(weight * advantage * total(logp, batch)).mean(1), {}

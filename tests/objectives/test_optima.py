@@ -1,0 +1,160 @@
+"""Where losses end, and what their gradients are on policy, by enumeration of all answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import module_at
+from torch import Tensor
+
+from tba.objectives.oapl import Oapl
+from tba.objectives.tb import TrajectoryBalance
+from tba.types import Batch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = module_at(ROOT / "scripts" / "draw_fixed_value.py")
+REF = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+REWARD = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64)
+
+
+def group(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> tuple[Tensor, Batch]:
+    """Return a group that has each answer, of one token, so often.
+
+    Means over it are expectations under the policy that samples so often.
+    """
+    index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None, :, None]
+    ones = torch.ones(1, 1)
+    sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[index]
+    batch = Batch(
+        ones.long(),
+        ones.bool(),
+        index,
+        torch.ones_like(index).bool(),
+        torch.zeros_like(index).bool(),
+        sampled,
+        ref.log()[index],
+        reward[index[..., 0]],
+        torch.zeros(index.shape),
+    )
+    return logits.log_softmax(0)[index], batch
+
+
+def minimum(loss: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Return the distribution at which gradient steps on its logits end."""
+    logits = start.clone().requires_grad_()
+    for _ in range(20_000):
+        (gradient,) = torch.autograd.grad(loss(logits).sum(), logits)
+        if gradient.abs().max() < 1e-10:
+            break
+        logits = (logits - 2.0 * gradient).detach().requires_grad_()
+    return logits.detach().softmax(0)
+
+
+def total_variation(p: Tensor, q: Tensor) -> float:
+    return 0.5 * (p - q).abs().sum().item()
+
+
+# f-trajectory balance
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0, 1.25, 2.0])
+def test_the_optimum_of_tb_is_the_target_for_every_alpha(alpha: float) -> None:
+    """From samples of another policy, (.2, .5, .3)."""
+    beta = 0.4
+    objective = TrajectoryBalance(beta, alpha=alpha)
+    star = torch.softmax(REF.log() + REWARD / beta, 0)
+    found = minimum(lambda z: objective(*group([2, 5, 3], z, REF, REWARD))[0], REF.log())
+    assert total_variation(REF, star) > 0.2
+    assert total_variation(found, star) < 1e-6
+
+
+def on_policy_gradient(alpha: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of `tb` in the logits, pi = (.2, .5, .3), and the target."""
+    pi = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    logits = pi.log().requires_grad_()
+    loss, _ = TrajectoryBalance(beta, alpha=alpha)(*group([2, 5, 3], logits, REF, REWARD))
+    return (
+        torch.autograd.grad(loss.sum(), logits)[0],
+        pi,
+        torch.softmax(REF.log() + REWARD / beta, 0),
+    )
+
+
+def gradient_of(divergence: Callable[[Tensor], Tensor], pi: Tensor) -> Tensor:
+    logits = pi.log().requires_grad_()
+    return torch.autograd.grad(divergence(logits.softmax(0)), logits)[0]
+
+
+def check_gradient(found: Tensor, wanted: Tensor) -> None:
+    assert wanted.abs().max() > 0.01
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.4, 1.0])
+def test_on_policy_alpha_one_is_reverse_kl(beta: float) -> None:
+    found, pi, star = on_policy_gradient(1.0, beta)
+    check_gradient(found, beta * gradient_of(lambda p: (p * (p / star).log()).sum(), pi))
+
+
+def test_on_policy_alpha_zero_is_forward_kl() -> None:
+    """In units of reward, with beta = 1."""
+    found, pi, star = on_policy_gradient(0.0, 1.0)
+    check_gradient(found, gradient_of(lambda p: (star * (star / p).log()).sum(), pi))
+
+
+def test_on_policy_alpha_one_half_is_the_alpha_divergence() -> None:
+    """4 (1 - sum sqrt(pi pi*)) up to the factor sum sqrt(pi pi*), by which c normalises."""
+    found, pi, star = on_policy_gradient(0.5, 1.0)
+    affinity = (pi * star).sqrt().sum()
+    divergence = gradient_of(lambda p: 4 * (1 - (p * star).sqrt().sum()), pi)
+    check_gradient(found * affinity, divergence)
+
+
+@pytest.mark.parametrize("beta", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize("alpha", [0.25, 0.8, 1.25])
+def test_on_policy_every_alpha_is_a_renyi_divergence(alpha: float, beta: float) -> None:
+    """Of order 1 - (1 - alpha) beta, times beta over this order."""
+    order = 1 - (1 - alpha) * beta
+    found, pi, star = on_policy_gradient(alpha, beta)
+    renyi = gradient_of(lambda p: (p**order * star ** (1 - order)).sum().log() / (order - 1), pi)
+    check_gradient(found, beta / order * renyi)
+
+
+# A fixed V beside the group's own
+
+
+def fixed_value(objective: Oapl | TrajectoryBalance) -> float:
+    """Return the distance to the target of an objective's optimum on samples of the reference."""
+    ref = torch.tensor([SCRIPT.RIGHT, 1 - SCRIPT.RIGHT], dtype=torch.float64)
+    reward = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    found = minimum(lambda z: objective(*group([21, 29], z, ref, reward))[0], ref.log())
+    return total_variation(found, torch.softmax(ref.log() + reward / SCRIPT.BETA, 0))
+
+
+def test_only_the_live_group_and_the_exact_v_end_at_the_target() -> None:
+    beta = SCRIPT.BETA
+    assert fixed_value(TrajectoryBalance(beta)) < 1e-6
+    assert fixed_value(Oapl(beta, value_beta=beta)) < 1e-6  # a group as large as the population
+    assert fixed_value(Oapl(beta, value_beta=float("inf"))) == pytest.approx(
+        SCRIPT.distance(SCRIPT.RIGHT), abs=1e-6
+    )
+
+
+def test_v_from_few_samples_is_low() -> None:
+    """All groups of four, with their chances: the script's mean is that of the objective's V."""
+    groups = torch.cartesian_prod(*[torch.tensor([1.0, 0.0])] * 4)
+    chance = torch.where(groups == 1, SCRIPT.RIGHT, 1 - SCRIPT.RIGHT).prod(1)
+    mean = (chance * Oapl(SCRIPT.BETA, SCRIPT.BETA).value(groups)).sum().item()
+    assert mean == pytest.approx(SCRIPT.mean_estimate(4), abs=1e-6)
+    low = [SCRIPT.EXACT - SCRIPT.mean_estimate(k) for k in SCRIPT.SAMPLES]
+    assert low == pytest.approx([0.058, 0.012, 0.003], abs=6e-4)
+
+
+def test_the_page_has_the_figures_of_the_script() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    for name, value in SCRIPT.marked().items():
+        low = SCRIPT.EXACT - value
+        assert f"| {name} | {low:.3f} | {SCRIPT.distance(value):.3f} |" in page
