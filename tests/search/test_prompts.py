@@ -21,7 +21,9 @@ from tba.search.prompts import PromptStream
 from tba.selections import Selection
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty
+from tba.selections.log_z import LogZ
 from tba.selections.uniform import Uniform
+from tba.types import Group
 
 # The stream
 
@@ -236,10 +238,67 @@ def test_difficulty_that_cannot_work_is_told_before_anything_starts(
         check(config(tiny_model, tmp_path, "selection=difficulty", *settings))
 
 
+def with_logp(group: Group, behavior: float, ref: float) -> Group:
+    """The same group with log-probs of the policy that sampled and of the reference."""
+    both = np.array([behavior], np.float32), np.array([ref], np.float32)
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(t, behavior_logp=both[0], ref_logp=both[1]) for t in group.trajectories
+        ),
+    )
+
+
+def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence() -> None:
+    """.4, and then .8 - .5 (3 - 2), of which each counts half; no other prompt is known."""
+    selection = LogZ(PROMPTS, 0, None, beta=0.5, forgetting=0.5)
+    selection.learn(answered(PROMPTS[1], right=2, answers=5))
+    assert selection.state()["estimates"] == {"p1": pytest.approx(0.4)}
+    selection.learn(with_logp(answered(PROMPTS[1], right=4, answers=5), -2.0, -3.0))
+    assert selection.state()["estimates"] == {"p1": pytest.approx((0.4 + 0.3) / 2)}
+
+
+def test_log_z_has_no_noise_at_the_target_of_trajectory_balance() -> None:
+    """log mu = log ref + r / beta - log Z: any group gives beta log Z, however lucky it was."""
+    beta, log_z = 0.5, 1.25
+    for right in range(5):
+        group = answered(PROMPTS[1], right, answers=4)
+        at_target = replace(
+            group,
+            trajectories=tuple(
+                replace(t, behavior_logp=t.ref_logp + np.float32(t.reward / beta - log_z))
+                for t in group.trajectories
+            ),
+        )
+        selection = LogZ(PROMPTS, 0, None, beta=beta)
+        selection.learn(at_target)
+        assert selection.state()["estimates"]["p1"] == pytest.approx(beta * log_z)
+
+
+def test_log_z_finds_the_prompts_in_the_middle() -> None:
+    """A third of the prompts are most of the choices, and the others still have a chance."""
+    selection, rate = LogZ(MANY, 0, 1.0), rates(hard=30, middle=30)
+    explore(selection, rate, rounds=60)
+    chosen = explore(selection, rate, rounds=200)
+    assert share(chosen, rate) > 0.65
+    assert len(chosen) > 80
+
+
+def test_log_z_aims_at_its_target() -> None:
+    rate = {p.id: i / 89 for i, p in enumerate(MANY)}
+    for target in (0.3, 0.7):
+        selection = LogZ(MANY, 0, 1.0, target=target, width=0.1)
+        explore(selection, rate, rounds=100)
+        chosen = explore(selection, rate, rounds=100)
+        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(
+            target, abs=0.07
+        )
+
+
 # In a run
 
 
-@pytest.mark.parametrize("selection", ["uniform", "difficulty"])
+@pytest.mark.parametrize("selection", ["difficulty", "log_z"])
 def test_a_resumed_run_goes_on_choosing_as_it_would_have(
     tiny_model: Path, tmp_path: Path, selection: str
 ) -> None:
@@ -248,6 +307,8 @@ def test_a_resumed_run_goes_on_choosing_as_it_would_have(
         (checkpoint.newest(tmp_path / "part" / "checkpoints") / "state.json").read_text()
     )["cursor"]["state"]
     assert state["chosen"] == 9 * 3  # first fill and after each step
+    if selection == "log_z":
+        assert 0 < len(state["estimates"]) <= 27
     if selection == "difficulty":
         assert 0 < len(state["posterior"]) <= 27
         assert all(

@@ -1,0 +1,60 @@
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tba.config.tables import PositiveFloat, Share
+from tba.prompt import Prompt
+from tba.selections import Counted
+
+if TYPE_CHECKING:
+    from tba.types import Group
+
+
+@dataclass
+class LogZ(Counted):
+    """Prompts whose beta log Z, their difficulty as trajectory balance sees it, is near `target`.
+
+    Each group estimates beta log Z by mean_j (r_j - beta (log mu - log ref)_j), where mu sampled
+    it: the mean reward less what it cost in KL. At the target of `tb` every response gives the same
+    number, so that the estimate has no noise; a Beta posterior counts right answers instead. A
+    prompt is drawn with probability proportional to exp(-(beta log Z - target)^2 / (2 width^2)),
+    without replacement. One that was never searched counts as at the target.
+
+    PACED-RL (arXiv 2602.12642) reads the log Z that a network learns so, with the last policy as
+    the reference: then beta log Z is about the mean reward.
+    """
+
+    beta: PositiveFloat = 0.05
+    """Temperature of the target; give that of the objective."""
+    target: float = 0.5
+    """beta log Z to look for, in units of reward."""
+    width: PositiveFloat = 0.25
+    """Distance from the target at which a prompt is drawn .61 times as often."""
+    forgetting: Share = 0.5
+    """Share of a prompt's earlier estimate to keep when a group of it arrives."""
+    _estimates: dict[str, float] = field(default_factory=dict, init=False)
+    """beta log Z by prompt id."""
+
+    def choose(self, count: int) -> list[Prompt]:
+        rng = np.random.default_rng([self.seed, self._chosen])
+        self._chosen += count
+        estimates = np.array([self._estimates.get(p.id, self.target) for p in self.prompts])
+        log_weight = -0.5 * ((estimates - self.target) / self.width) ** 2
+        order = np.argsort(-(log_weight + rng.gumbel(size=len(estimates))))
+        return [self.prompts[i] for i in np.resize(order, count).tolist()]
+
+    def learn(self, group: "Group") -> None:
+        values = []
+        for t in group.trajectories:
+            values.append(t.reward - self.beta * float((t.behavior_logp - t.ref_logp).sum()))
+        new = float(np.mean(values))
+        old = self._estimates.get(group.prompt.id, new)
+        self._estimates[group.prompt.id] = self.forgetting * old + (1 - self.forgetting) * new
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"estimates": dict(self._estimates)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self._estimates = dict(state["estimates"])
