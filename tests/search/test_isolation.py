@@ -197,54 +197,49 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert all(map(has_ended, pids))
 
 
-def test_what_a_function_starts_ends_with_its_process() -> None:
+@pytest.mark.parametrize(
+    ("left", "end"), [(False, "hang"), (False, "close"), (True, "close"), (True, "exit")]
+)
+def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(
+    left: bool, end: str
+) -> None:
+    """As a sandbox does: a kill of the group does not reach it. Some have left their parents."""
+
     def score(completions: list[str]) -> list[float]:
         if completions == ["exit"]:
             os._exit(0)
-        return [float(subprocess.Popen(["sleep", "60"]).pid)]
-
-    guard = guard_of(score)
-    ((pid,), _) = judge(guard, ["start"], ["exit"])
-    assert isinstance(pid, float) and has_ended(pid)
-    guard.close()
-
-
-@pytest.mark.parametrize("end", ["hang", "close"])
-def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(end: str) -> None:
-    """As the programs of a sandbox do: a kill of the group does not reach them."""
-
-    def score(completions: list[str]) -> list[float]:
         if completions == ["hang"]:
             time.sleep(60)
-        program = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
-        sandbox = subprocess.Popen(program, start_new_session=True, stdout=subprocess.PIPE)
-        assert sandbox.stdout is not None
-        return [float(sandbox.pid), float(sandbox.stdout.readline())]
+        code = f"setsid sleep 60 >/dev/null 2>&1 & echo $!{'' if left else '; wait'}"
+        started = subprocess.Popen(
+            ["sh", "-c", code], start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert started.stdout is not None
+        return [float(started.pid), float(started.stdout.readline())]
 
     guard = guard_of(score)
     ((outer, inner),) = judge(guard, ["a", "b"])
-    assert isinstance(outer, float) and isinstance(inner, float)
-    assert psutil.pid_exists(int(outer)) and psutil.pid_exists(int(inner))
-    if end == "hang":
-        assert reasons(judge(guard, ["hang"])) == [["timeout"]]
-    else:
-        guard.close()
-    assert has_ended(outer) and has_ended(inner)
+    assert isinstance(outer, float) and isinstance(inner, float) and psutil.pid_exists(int(inner))
+    if end != "close":
+        assert reasons(judge(guard, [end])) == [["timeout" if end == "hang" else "died"]]
     guard.close()
+    assert has_ended(outer) and has_ended(inner)
 
 
-def test_a_scoring_process_that_cannot_go_on_ends_what_it_has_started(tmp_path: Path) -> None:
-    """A task that is not built has started a program in a session of its own."""
+def test_a_task_that_cannot_be_built_ends_the_run_and_what_it_has_started(tmp_path: Path) -> None:
 
     def build() -> Any:
         program = subprocess.Popen(["sleep", "60"], start_new_session=True)
         (tmp_path / "pid").write_text(str(program.pid))
-        raise OSError("no judge")
+        raise OSError("no judge at this address")
 
     here = Custom(data="", reward="", passed=(len,))
     guard = Scoring({"": here}, ScoringProcess({"": build}, 1), 1.0)
-    with pytest.raises(RuntimeError, match="no judge"):
-        guard.wait_until_ready()
+    for wait in (lambda: judge(guard, ["a"], ["b"]), guard.wait_until_ready):
+        with pytest.raises(
+            RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=none"
+        ):
+            wait()
     assert has_ended(float((tmp_path / "pid").read_text()))
     guard.close()
 
@@ -308,25 +303,6 @@ def test_a_function_may_start_processes_of_its_own(kind: str, tmp_path: Path) ->
             verdicts = guard([Prompt("0", "?")], [[Answer("four", True)]], (name, None))
             assert verdicts == [[4.0]], name
     guard.close()
-
-
-@pytest.mark.parametrize("end", ["close", "exit"])
-def test_what_has_left_its_parents_ends_with_the_scoring_process(end: str) -> None:
-    """Daemons, which are no descendants any more: also if the process ended by itself."""
-
-    def score(completions: list[str]) -> list[float]:
-        if completions == ["exit"]:
-            os._exit(0)
-        code = ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"]
-        return [float(subprocess.run(code, capture_output=True, check=True).stdout)]
-
-    guard = guard_of(score)
-    ((pid,),) = judge(guard, ["start"])
-    assert isinstance(pid, float) and psutil.pid_exists(int(pid))
-    if end == "exit":
-        assert reasons(judge(guard, ["exit"])) == [["died"]]
-    guard.close()
-    assert has_ended(pid)
 
 
 def test_a_worker_does_not_inherit_the_limit_of_cpu_time() -> None:
@@ -561,17 +537,6 @@ def test_time_in_which_another_call_blocks_the_event_loop_does_not_count() -> No
 
     guard = guard_of(score, deadline=1.0)
     assert judge(guard, ["block"] * 3, ["one"]) == [[1.0] * 3, [1.0]]
-    guard.close()
-
-
-def test_a_task_that_cannot_be_built_ends_the_run() -> None:
-    def build() -> Any:
-        raise OSError("no judge at this address")
-
-    here = Custom(data="", reward="", passed=(len,))
-    guard = Scoring({"": here}, ScoringProcess({"": build}, 1), 1.0)
-    with pytest.raises(RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=none"):
-        judge(guard, ["a"], ["b"])
     guard.close()
 
 
