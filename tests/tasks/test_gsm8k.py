@@ -18,11 +18,6 @@ def question(gold: str) -> Prompt:
     return Prompt("0", "How many?", {"answer": f"3 + 4 = <<3+4=7>>7 a day.\n#### {gold}"})
 
 
-def graded(gold: str, answer: str) -> float | None:
-    (reward,) = Gsm8k().score(question(gold), [Answer(answer, finished=True)])
-    return reward
-
-
 @pytest.mark.skipif(
     not (GSM8K / "test.jsonl").is_file(),
     reason="needs GSM8K's test.jsonl, which is not in ../shared/data/gsm8k",
@@ -35,12 +30,6 @@ def test_every_gold_answer_is_right() -> None:
         solution = prompt.columns["answer"]
         texts = (solution, solution.rpartition("####")[2], f"{solution} and 0.5")
         assert task.score(prompt, [Answer(t, finished=True) for t in texts]) == [1.0, 1.0, 0.0]
-
-
-def test_the_last_number_of_a_text() -> None:
-    assert graded("12", "first 4, then 12 (twelve)") == 1.0
-    assert graded("4", "first 4, then 12 (twelve)") == 0.0
-    assert graded("18", "no number") == graded("18", "") == 0.0
 
 
 @pytest.mark.parametrize("gold", ["none", "", "3.0.0", "3 or 7", "10 - 4", "1 000"])
@@ -60,12 +49,8 @@ def test_prompts(tmp_path: Path) -> None:
     assert [p.text for p in text.prompts()] == [
         f"[MATH_TASK] Problem:\nWhat is {i}, and {{x}}?\n\nSolution:" for i in range(2)
     ]
-    assert [p.id for p in (*text.prompts(), *text.held_out())] == [
-        "train-0",
-        "train-1",
-        "test-0",
-        "test-1",
-    ]
+    ids = [p.id for p in (*text.prompts(), *text.held_out())]
+    assert ids == ["train-0", "train-1", "test-0", "test-1"]
     assert chat.held_out()[1].text == [{"role": "user", "content": "What is 4, and {x}?"}]
     with pytest.raises(ValueError, match=r"task\.prompt = 'Solve this:' must contain a column"):
         Gsm8k(prompt="Solve this:")

@@ -236,12 +236,7 @@ NONSENSE = {
     "no JSON": ("<html>busy</html>", "answered nonsense (it: Invalid JSON"),
     "other JSON": ('{"scores": [1]}', "answered nonsense (data: Field required): {"),
     "text": (DATA.format('{"index": 0, "probs": ["high"]}'), "(data.0.probs.0: Input should be a"),
-    "NaN": (DATA.format('{"index": 0, "probs": [NaN]}'), "Input should be a finite number"),
     "no score": (DATA.format(""), "answered 0 scores for 1 texts"),
-    "two scores": (
-        DATA.format('{"index": 0, "probs": [0.1]}, {"index": 1, "probs": [0.1]}'),
-        "answered 2 scores for 1 texts",
-    ),
     "two labels": (DATA.format('{"index": 0, "probs": [0.1, 0.9]}'), "with 2 labels; set label"),
     "bad request": (None, "failed: status 400: no such model"),
 }
@@ -348,8 +343,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "template": ({"template": "{prompt}"}, "template must contain {completion}"),
     "guard": ({"url": "http://h/v1/chat/completions"}, "end with /classify, such as"),
     "deadline": ({"deadline": 0.0}, "task.reward.deadline = 0.0: Input should be greater than 0"),
-    "concurrency": ({"concurrency": 0}, "task.reward.concurrency = 0: Input should be greater"),
-    "retries": ({"retries": -1}, "task.reward.retries = -1: Input should be greater than or equal"),
 }
 
 

@@ -27,7 +27,7 @@ from transformers import (
 import tba
 from tba.config.plugins import resolve
 from tba.config.schema import load
-from tba.prompt import Answer, Prompt
+from tba.prompt import Answer
 from tba.runs.setup import check
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected
@@ -104,9 +104,8 @@ def logits(folder: Path, texts: list[str]) -> torch.Tensor:
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        rows = [
-            model(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0] for text in texts
-        ]
+        ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        rows = [model(each).logits[0] for each in ids]
     return torch.stack(rows)
 
 
@@ -115,9 +114,8 @@ def next_logits(folder: Path, texts: list[str], words: str) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        rows = [
-            model(tokenizer(text, return_tensors="pt")["input_ids"]).logits[0, -1] for text in texts
-        ]
+        ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        rows = [model(each).logits[0, -1] for each in ids]
     return torch.stack(rows)[:, [VOCABULARY.index(c) for c in words]]
 
 
@@ -359,47 +357,6 @@ def test_a_pickled_judge_leaves_its_model_behind(make: Make) -> None:
     assert len(packed) < 1000
     assert pickle.loads(packed) == judge
     close(pickle.loads(packed)(PROMPTS, COMPLETIONS), torch.tensor(before))
-
-
-def test_tldr_is_trained_and_measured_by_reward_models(make: Make) -> None:
-    """The proxy reads post and summary; the gold judge reads the reference summary, too."""
-    proxy, gold = make(), make("bert")
-    judges = {"proxy": {"use": "classifier", "model": str(proxy)}}
-    judges |= {"gold": {"use": "classifier", "model": str(gold)}}
-    task = resolve("tasks", "task", "tldr", {**judges, "eos": EOS}).build()
-    task.check()
-    task.load("cpu")
-    post = Prompt("0", "?", {"query": "POST: a cat.", "summary": "cat"})
-    answers = [Answer("a", True), Answer("b c", True)]
-    shown = [f"POST: a cat. {text}{EOS}" for text in ("cat", "a", "b c")]
-    close(task.score(post, answers), logits(proxy, shown[1:])[:, 0])
-    reference, *others = logits(gold, shown)[:, 0].tolist()
-    wins = task.measures()["win_rate"].score(post, answers)
-    assert wins == [float(score > reference) for score in others]
-
-
-@pytest.mark.parametrize("kind", ["classifier", "guard"])
-def test_red_teaming_is_judged_by_a_model(make: Make, words: Path, kind: str) -> None:
-    """The judge reads the victim's answers, and the reward is the mean of log harm."""
-    judge: dict[str, Any] = {"use": kind, "template": "= {completion}", "value": "probability"}
-    if kind == "classifier":
-        judge |= {"model": str(make(labels=("fine", "hate"))), "label": "hate"}
-    else:
-        judge["model"] = str(make("causal"))
-    options = {"victim": str(words), "judge": judge, "answers": 3, "victim_max_tokens": 4}
-    task = resolve("tasks", "task", "redteam", options | {"min_tokens": 1}).build()
-    task.check()
-    task.load("cpu")
-    given: list[list[str]] = []
-    answer = task._victim.answer
-    task._victim.answer = lambda *asked: given.extend(answer(*asked)) or given[-2:]
-    rewards = task.score(task.prompts()[0], [Answer("a b", True), Answer("cd", True)])
-    texts = [f"= {text}" for own in given for text in own]
-    if kind == "classifier":
-        harm = logits(Path(judge["model"]), texts).softmax(-1)[:, 1]
-    else:
-        harm = next_logits(Path(judge["model"]), texts, "us").softmax(-1)[:, 0]
-    close(rewards, harm.log().view(2, 3).mean(1))
 
 
 @pytest.fixture

@@ -117,50 +117,29 @@ def test_check_and_load_reach_the_functions_that_have_them(task: Callable[..., A
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "unknown key": (
-        {"use": "factories:at_most", "limt": 3},
-        "task.reward.limt: 'factories:at_most' has no such option; did you mean 'limit'?;"
-        " known: limit, weight",
-    ),
-    "missing key": (
-        ["factories:length", {"use": "factories:at_most"}],
-        "task.reward.1.limit is missing: 'factories:at_most' needs it",
-    ),
-    "wrong type": (
-        {"use": "factories:Counts", "character": 3},
-        "task.reward.character = 3: expected text",
-    ),
-    "wrong value": (
-        {"use": "factories:at_most", "limit": 0},
-        "task.reward: limit = 0 must be 1 or more",
-    ),
+    "unknown key": ({"use": "factories:at_most", "limt": 3}, "task.reward.limt: 'factories:at_most'"
+        " has no such option; did you mean 'limit'?; known: limit, weight"),
+    "missing key": (["factories:length", {"use": "factories:at_most"}],
+        "task.reward.1.limit is missing: 'factories:at_most' needs it"),
+    "wrong type": ({"use": "factories:Counts", "character": 3},
+        "task.reward.character = 3: expected text"),
+    "wrong value": ({"use": "factories:at_most", "limit": 0},
+        "task.reward: limit = 0 must be 1 or more"),
     "no use": ([{"limit": 3}], "task.reward.0.use is missing"),
     "no table": (3, "task.reward = 3: expected text or a table or a list"),
-    "unknown judge": (
-        {"use": "clasifier", "model": "m"},
-        "no judges called 'clasifier'; did you mean 'classifier'?; known: classifier, guard, http",
-    ),
-    "unknown option of a judge": (
-        {"use": "classifier", "modle": "m"},
-        "task.reward.modle: 'classifier' has no such option; did you mean 'model'?",
-    ),
-    "wrong option of a judge": (
-        {"use": "guard", "model": "m", "value": "logit"},
-        "task.reward.value = 'logit': expected 'probability' or 'log_probability'",
-    ),
-    "no factory": (
-        {"use": "factories:at_mots", "limit": 3},
-        "task.reward.use = 'factories:at_mots': factories has no function 'at_mots'",
-    ),
-    "a function instead of a factory": (
-        {"use": "factories:length"},
-        "task.reward.completions is missing: 'factories:length' needs it",
-    ),
-    "a factory of nothing": (
-        {"use": "factories:nothing"},
-        "task.reward.use = 'factories:nothing' returns 3; it must return a reward function",
-    ),
-}
+    "unknown judge": ({"use": "clasifier", "model": "m"}, "no judges called 'clasifier';"
+        " did you mean 'classifier'?; known: classifier, guard, http"),
+    "unknown option of a judge": ({"use": "classifier", "modle": "m"},
+        "task.reward.modle: 'classifier' has no such option; did you mean 'model'?"),
+    "wrong option of a judge": ({"use": "guard", "model": "m", "value": "logit"},
+        "task.reward.value = 'logit': expected 'probability' or 'log_probability'"),
+    "no factory": ({"use": "factories:at_mots", "limit": 3},
+        "task.reward.use = 'factories:at_mots': factories has no function 'at_mots'"),
+    "a function instead of a factory": ({"use": "factories:length"},
+        "task.reward.completions is missing: 'factories:length' needs it"),
+    "a factory of nothing": ({"use": "factories:nothing"},
+        "task.reward.use = 'factories:nothing' returns 3; it must return a reward function"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
