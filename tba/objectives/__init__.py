@@ -101,6 +101,12 @@ def token_mean(values: PerToken, batch: Batch) -> PerGroup:
     return total(values, batch).sum(1) / batch.mask.sum((1, 2))
 
 
+def whitened(advantage: PerToken, batch: Batch) -> PerToken:
+    """Subtract the mean over the sampled tokens of each group, and divide by their spread."""
+    left = (advantage - token_mean(advantage, batch)[:, None, None]) * batch.mask
+    return left * (token_mean(left.square(), batch) + 1e-8).rsqrt()[:, None, None]
+
+
 def leave_one_out(batch: Batch, beta: float) -> PerResponse:
     """Return R - mean of the others' R in the group: K / (K - 1) times the centred R.
 

@@ -13,6 +13,7 @@ from tba.objectives import (
     outside,
     ratio,
     total,
+    whitened,
 )
 from tba.types import Batch
 
@@ -26,6 +27,9 @@ class Ppo(Objective):
 
     c is `value_coefficient`. The reward of a token is -beta (log mu - log ref), plus r at the last
     one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head.
+
+    Implementations for language models usually set `whiten`, over the tokens of the whole batch;
+    here it is over those of a group, so that a group's loss depends on that group only.
 
     Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9 and 11; for language models
     arXiv 2203.02155.
@@ -44,6 +48,8 @@ class Ppo(Objective):
     """Weight of the value loss."""
     head_learning_rate: PositiveFloat = 0.01
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
+    whiten: bool = False
+    """Whiten advantages: mean 0 and variance 1 over the tokens of a group."""
 
     @property
     def head(self) -> Head:
@@ -53,7 +59,8 @@ class Ppo(Objective):
         value = head.detach()
         advantage = self.advantages(value, batch)
         rho = ratio(log_ratio(logp, batch))
-        surrogate = clipped(rho, advantage, self.clip, self.clip)
+        scaled = whitened(advantage, batch) if self.whiten else advantage
+        surrogate = clipped(rho, scaled, self.clip, self.clip)
         error = (head - (advantage + value)) * batch.mask
         value_loss = self.value_coefficient / 2 * error.square()
         loss = total(value_loss - surrogate, batch).mean(1)

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.config.tables import Positive, PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, ValueRollouts, penalised
+from tba.objectives import Loss, Objective, PerToken, ValueRollouts, penalised, whitened
 from tba.types import Batch
 
 
@@ -18,6 +18,9 @@ class VinePpo(Objective):
     responses, V of the last is r, and V between them is the mean reward of `rollouts`
     continuations, sampled with the weights that made the response.
 
+    The authors use 9 rollouts and whiten over the tokens of the whole batch, here of a group:
+    `objective.rollouts=9 objective.whiten=true`.
+
     VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state has
     rollouts of its own.
     """
@@ -28,9 +31,11 @@ class VinePpo(Objective):
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
     rollouts: Positive = 4
-    """Continuations to sample from each state."""
+    """Continuations to sample from each state. The authors: 9."""
     step_tokens: Positive = 16
     """Tokens per step."""
+    whiten: bool = False
+    """Whiten advantages: mean 0 and variance 1 over the tokens of a group. The authors: true."""
 
     @property
     def value_rollouts(self) -> ValueRollouts:
@@ -43,6 +48,8 @@ class VinePpo(Objective):
                 " start a new run for vineppo"
             )
         advantage = self.advantages(batch)
+        if self.whiten:
+            advantage = whitened(advantage, batch)
         summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, self.clip)
         return -summed.mean(1), {"clip_ratio": outside}
 

@@ -83,7 +83,7 @@ def lines_of_the_page() -> list[tuple[str, list[str]]]:
 
 def test_the_lines_that_are_algorithms_can_be_typed() -> None:
     lines = lines_of_the_page()
-    assert len(lines) == 6
+    assert len(lines) == 8
     for _, line in lines:
         resolve_all(load(None, line))
 

@@ -8,19 +8,33 @@ from typing import Any
 
 import pytest
 import torch
-from hand import check, drifted, metric, moved, on_policy, per_response, per_token, ragged, solve
+from hand import (
+    check,
+    drifted,
+    head_gradient,
+    metric,
+    moved,
+    on_policy,
+    per_response,
+    per_token,
+    ragged,
+    solve,
+)
 from torch import Tensor
 
 from tba.config.plugins import check_options
+from tba.objectives import whitened
 from tba.objectives.asymre import AsymRe
 from tba.objectives.cispo import Cispo
 from tba.objectives.gspo import Gspo
 from tba.objectives.m2po import M2po
 from tba.objectives.oapl import Oapl
+from tba.objectives.ppo import Ppo
 from tba.objectives.rloo import Rloo
 from tba.objectives.tb import TrajectoryBalance
 from tba.objectives.topr import Topr
 from tba.objectives.vespo import Vespo
+from tba.objectives.vineppo import VinePpo
 from tba.types import Batch
 
 LENGTH = per_response([[2, 4, 1], [3, 1, 2]])
@@ -103,6 +117,35 @@ def test_gspo_by_hand() -> None:
     found = solve(Gspo(clip=0.02, clip_high=0.03), *drifted())
     check_rows(found, -s * A, at_tokens(gradient))
     assert metric(Gspo(), "clip_ratio", *drifted()) == pytest.approx([2 / 3, 1])
+
+
+def test_whitening_by_hand() -> None:
+    """Advantages of tokens (1, 2), (3, 0, 0, 0), (1) have mean 1 and variance 8 / 7."""
+    _, batch = ragged()
+    given = per_token([[1, 2], [3, 0, 0, 0], [1]], [[5, 5, 5], [5], [5, 5]])
+    found = whitened(given, batch)
+    wanted = per_token([[0, 1], [2, -1, -1, -1], [0]], [[0] * 3, [0], [0] * 2])
+    torch.testing.assert_close(found, wanted / sqrt(8 / 7 + 1e-8))  # equal ones have no gradient
+
+
+def test_whitened_ppo_and_vineppo_are_policy_gradients_of_whitened_advantages() -> None:
+    """On policy; PPO's head learns from advantages that are not whitened."""
+    logp, batch = on_policy()
+    value = per_token([[0.1, 0.4], [0.2, 0.3, 0.1, 0], [0.5]], [[0.2] * 3, [1], [0.3, 0.9]])
+    options: dict[str, Any] = {"beta": 0.0, "whiten": True}
+    tokens = per_token([[1] * 2, [1] * 4, [1]], [[1] * 3, [1], [1] * 2])
+
+    ppo = Ppo(**options)
+    advantage = ppo.advantages(value, batch)
+    found = solve(ppo, logp, batch, value)[1]
+    torch.testing.assert_close(found, -whitened(advantage, batch) * tokens / 3)
+    plain = head_gradient(Ppo(beta=0.0), logp, batch, value)
+    torch.testing.assert_close(head_gradient(ppo, logp, batch, value), plain)
+
+    vine = VinePpo(**options, step_tokens=1)
+    filled = replace(batch, value=value)
+    found = solve(vine, logp, filled)[1]
+    torch.testing.assert_close(found, -whitened(vine.advantages(filled), batch) * tokens / 3)
 
 
 # Identities
