@@ -1,4 +1,4 @@
-"""Pure compute: time to held-out sampled pass@1 .90 on the embedded task, beside TRL.
+"""Pure compute: time to a held-out sampled pass@1 on the embedded task, at every score, beside TRL.
 
     python benchmarks/pure_compute.py    # 40 minutes on two idle cores
 
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import inf
 from pathlib import Path
-from statistics import median
 
 import _measure
-from _runs import HERE, Best, Laboratory, read_runs, time_or_length, time_to_goal, with_speeds
+import _thresholds
+from _runs import HERE, Best, Laboratory, read_runs, time_to_goal
 from _sums import RECIPES, Job, Side
 
 RUNS = HERE / "runs" / "pure_compute.jsonl"
@@ -72,6 +71,7 @@ def main() -> None:
         for seed in range(1, SEEDS):
             lab.run(lab.job_of(case, chosen.rate, seed, chosen.options))
     _measure.record(__file__, rows_of(lab, best), options)
+    _thresholds.write()
     print(table(lab))
 
 
@@ -143,24 +143,21 @@ def rows_of(lab: Arithmetic, best: dict[str, Best]) -> list[_measure.Row]:
         chosen[case] = own
     if "TRL" not in chosen:
         return []
-    peers = [time_or_length(run, GOAL) for run in chosen["TRL"]]
     rows = []
     for case, own in chosen.items():
         if case == "TRL":
             continue
-        if median(time_to_goal(run, GOAL) for run in own) == inf:
-            print(f"{case} did not reach {GOAL}: no row")
+        compared = _thresholds.Comparison(own, chosen["TRL"], scores=_thresholds.PURE_SCORES)
+        if not compared.reached:
+            print(f"there is no score that {case} and TRL reach: no row")
             continue
-        ours = [time_or_length(run, GOAL) for run in own]
-        note = f"rate {best[case].rate:g}, TRL's {best['TRL'].rate:g}; {len(ours)} seeds;"
+        note = f"rate {best[case].rate:g}, TRL's {best['TRL'].rate:g}; {len(own)} seeds;"
         note += f" evaluated every {EVERY:g} s"
         if case not in VARIANTS:
             note += "; rate searched, but no options"
-        told = with_speeds(note, own, chosen["TRL"])
-        name = f"pure compute, embedded task, {case}: time to sampled pass@1 .90"
+        name = f"pure compute, embedded task, {case}: time to a sampled pass@1"
         goal = "ratio >= 1.5" if case == "tb" else None
-        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, **told)
-        rows.append(row)
+        rows.append(_thresholds.row(name, compared, note, goal))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Time to held-out sampled .50 on the reference run: asynchronous, synchronous, and TRL.
+"""Time to a score on the reference run, at every score: asynchronous, synchronous, and TRL.
 
     python benchmarks/reference_run.py --parts full    # two hours on two idle cores
     python benchmarks/reference_run.py --parts lora    # continues; finished runs are kept
@@ -24,6 +24,7 @@ from math import inf
 from statistics import median
 
 import _measure
+import _thresholds
 from _runs import (
     BASE,
     HERE,
@@ -35,7 +36,6 @@ from _runs import (
     reference_runs,
     rounded,
     search_table,
-    time_or_length,
     time_to_goal,
     with_speeds,
 )
@@ -178,9 +178,7 @@ def keep(options: argparse.Namespace) -> None:
     rows = [row for lora in (False, True) for row in rows_of(runs, lora)]
     _measure.record(__file__, rows, options)
     print(search_table(runs))
-    from _runs import FIGURE, draw
-
-    draw(runs, FIGURE)
+    _thresholds.write()
 
 
 def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
@@ -190,31 +188,22 @@ def rows_of(runs: list[dict], lora: bool) -> list[_measure.Row]:
         return []
     best = {side: best_of(each) for side, each in own.items() if each}
     chosen = {side: [run for run in own[side] if best[side].is_of(run)] for side in best}
-    peers = [time_or_length(run) for run in chosen["trl"]]
     rows = []
     for side in SIDES[:2]:
         if side not in chosen:
             continue
-        times = [time_to_goal(run) for run in chosen[side]]
-        if median(times) == inf:
-            print(f"{side} did not reach .50: no row")
+        compared = _thresholds.Comparison(chosen[side], chosen["trl"])
+        if not compared.reached:
+            print(f"there is no score that {side} and TRL reach: no row")
             continue
-        note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(times)} seeds"
-        missed = sum(time_to_goal(run) == inf for run in chosen["trl"])
-        if missed:
-            note += (
-                f"; TRL missed it in {missed} of {len(peers)} runs, and has the lengths of these"
-            )
+        note = f"rate {best[side].rate:g}, TRL's {best['trl'].rate:g}; {len(chosen[side])} seeds"
         for each in (side, "trl"):
             tried = [run["rate"] for run in own[each]]
             if best[each].rate in (min(tried), max(tried)):
                 note += f"; {each}: the rate is at the edge of those tried"
-        told = with_speeds(note, chosen[side], chosen["trl"])
-        name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to sampled .50"
+        name = f"reference run, {'LoRA' if lora else 'full'}, {side}: time to a score"
         goal = "ratio >= 4" if side == "asynchronous" else None
-        ours = [time_or_length(run) for run in chosen[side]]
-        row = _measure.row(name, ours, "s", peers, peer_is="TRL", goal=goal, fewer=True, **told)
-        rows.append(row)
+        rows.append(_thresholds.row(name, compared, note, goal))
         if (side, lora) == ("asynchronous", False):
             rows.append(step_row(chosen[side]))
     return rows

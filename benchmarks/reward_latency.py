@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import _measure
+import _thresholds
 from _runs import (
     BASE,
     HERE,
@@ -37,7 +38,6 @@ from _runs import (
     read_runs,
     reference_runs,
     rounded,
-    time_or_length,
     with_speeds,
 )
 from _sums import RECIPES, Side
@@ -87,9 +87,7 @@ def main() -> None:
         return
     rows = [*rate_rows(RATES), *rate_rows(NEWEST, ", recent groups only"), *score_rows()]
     _measure.record(__file__, rows, options)
-    from _runs import FIGURE, draw
-
-    draw(read_runs(), FIGURE)
+    _thresholds.write()
 
 
 def windows(lab: Sums, latencies: list[float]) -> None:
@@ -222,13 +220,9 @@ def score_rows() -> list[_measure.Row]:
                 own[side] = run
         for peer, peer_is in PEERS.items():
             if {"asynchronous", peer} <= own.keys():
-                name = f"{latency:g} s of reward latency: time to sampled .50"
-                ours = own["asynchronous"]
-                other = own[peer]
-                note = "one seed; a run's length where it stays below"
-                told = with_speeds(note, [ours], [other])
-                times = time_or_length(ours), "s", time_or_length(other)
-                rows.append(_measure.row(name, *times, peer_is=peer_is, **told))
+                name = f"{latency:g} s of reward latency: time to a score"
+                compared = _thresholds.Comparison([own["asynchronous"]], [own[peer]], peer_is)
+                rows.append(_thresholds.row(name, compared, "one seed"))
     return rows
 
 

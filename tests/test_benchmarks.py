@@ -123,23 +123,69 @@ def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure: ModuleTy
     readme = (BENCHMARKS.parent / "README.md").read_text()
     rows = {(row["name"], row["peer_is"]): row for row in measure.read()}
 
-    def cell(value: float, spread: list[float]) -> str:
-        return f"{value:.0f} ({spread[0]:.0f} to {spread[1]:.0f})"
-
-    ours = {}
-    for kind in ("full, asynchronous", "full, synchronous", "LoRA, asynchronous"):
-        row = rows[f"reference run, {kind}: time to sampled .50", "TRL"]
-        ours[kind] = cell(row["value"], row["spread"])
-        if kind.startswith("full"):
-            theirs = cell(row["peer"], row["peer_spread"])
-    both = f"{ours['full, asynchronous']} | {ours['full, synchronous']}"
-    assert f"| all weights | {both} | {theirs} |" in readme
-    assert f"| LoRA | {ours['LoRA, asynchronous']} | |" in readme
     for latency in (1, 3):
         name = f"{latency} s of reward latency: 256 samples generated, scored, trained on"
         row, beside = rows[name, "TRL"], rows[name, "ours, synchronous"]
         figures = f"{row['value']:.1f} | {beside['peer']:.1f} | {row['peer']:.1f}"
         assert f"| {latency} s | {figures} |" in readme
+
+
+TITLES = {
+    "all weights": "All weights",
+    "reference run, all weights": "All weights",
+    "LoRA": "LoRA",
+    "reference run, LoRA": "LoRA",
+    "all weights, rewards of 1 s": "All weights, rewards of 1 s",
+    "all weights, rewards of 1 s (one seed)": "All weights, rewards of 1 s",
+    "pure compute": "Pure compute",
+    "pure compute: a small model, cheap rewards": "Pure compute",
+}
+"""Rows of the pages, and what they compare."""
+
+
+@pytest.fixture
+def thresholds(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("_thresholds")
+
+
+def test_every_page_has_the_ranges_over_all_scores(thresholds: ModuleType) -> None:
+    found = {}
+    for title, (trl, *synchronous) in thresholds.comparisons().items():
+        against_trl = "; ".join(filter(None, (trl.range, trl.missed)))
+        found[title] = (against_trl, synchronous[0].range if synchronous else "")
+    for name in ("README.md", "docs/performance.md"):
+        page = (BENCHMARKS.parent / name).read_text()
+        table = page.partition("| | TRL / asynchronous | synchronous / asynchronous |")[2]
+        rows = [row.split("|") for row in table.partition("\n\n")[0].splitlines()[2:]]
+        shown = {TITLES[row[1].strip()]: (row[2].strip(), row[3].strip()) for row in rows}
+        assert shown == found, name
+    readme = " ".join((BENCHMARKS.parent / "README.md").read_text().split())
+    low, high = found["All weights"][0].split(" times")[0].split(" to ")
+    assert f"**TRL takes {low} to {high} times as long to a score as this package does" in readme
+    speeds = [thresholds.samples_a_second(thresholds.chosen(side)) for side in thresholds.SIDES]
+    told = "{:.0f} asynchronously, {:.0f} synchronously, {:.0f} with TRL".format(*speeds)
+    assert told in readme
+    page = thresholds._measure.PAGE.read_text()
+    assert thresholds.page_with(page) == page, "run `python benchmarks/_thresholds.py`"
+
+
+def test_times_to_a_score_are_medians_of_first_crossings(thresholds: ModuleType) -> None:
+    """Three seeds: one falls below again, one jumps over both scores, one stays below .50."""
+    curves = [
+        [(0, 0.2), (10, 0.4), (20, 0.3), (30, 0.5)],
+        [(0, 0.2), (8, 0.6)],
+        [(0, 0.2), (40, 0.4)],
+    ]
+    runs = [{"curve": [{"seconds": s, "score": x} for s, x in curve]} for curve in curves]
+    slower = [{"curve": [{"seconds": 3 * s, "score": x - 0.01} for s, x in curves[0]]}]
+    compared = thresholds.Comparison(runs, slower, "TRL", (0.3, 0.4, 0.5))
+    points = [(p.ours, p.peer) for p in compared.points]
+    assert points[0] == pytest.approx((5.0, 3 * 5.5))
+    assert points[1] == pytest.approx((10.0, 3 * (20 + 10 * 11 / 20)))
+    assert points[2] == (pytest.approx(30.0), float("inf"))
+    assert compared.range == "3.3 to 7.7 times at any score from .30 to .40"
+    assert compared.missed == "never reached by TRL: .50"
 
 
 @pytest.mark.slow

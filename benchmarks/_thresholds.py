@@ -1,0 +1,272 @@
+"""Time to a score, at every score: the seconds of two sides, and the range of their ratio.
+
+    python benchmarks/_thresholds.py
+
+writes the section of benchmarks/README.md and the figure again, from the runs that are kept, and
+prints the ranges that README.md and docs/performance.md quote. A time is that of the first
+crossing, linear between evaluations, and the median over seeds. A side whose median run stays
+below a score does not reach it. One score says little, because scores swing by their standard
+error: ranges are over all scores that both sides reach, the smallest ratio first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+from typing import Any
+
+import _measure
+from _runs import (
+    HERE,
+    RUNS,
+    SIDES,
+    best_of,
+    read_runs,
+    reference_runs,
+    time_or_length,
+    time_to_goal,
+    with_speeds,
+)
+from _sums import Side
+
+BEGIN = "<!-- The section is written by benchmarks/_thresholds.py. -->"
+END = "<!-- End of the section. -->"
+PURE = HERE / "runs" / "pure_compute.jsonl"
+FIGURE = HERE.parent / "docs" / "reference_run.png"
+SCORES = tuple(i / 100 for i in range(30, 51))
+"""Scores of the reference run."""
+PURE_SCORES = tuple(i / 100 for i in range(50, 91))
+"""Scores of pure compute, whose runs of the search end soon after .90."""
+SHOWN = 5
+"""Every so many scores have a row in the table."""
+SEEDS = 3
+NAMES = {"asynchronous": "asynchronous", "synchronous": "synchronous", "trl": "TRL 1.16"}
+COLORS = {"asynchronous": "#1f77b4", "synchronous": "#2ca02c", "trl": "#d62728"}
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Median seconds to a score, of ours and of the peer; inf where it is not reached."""
+
+    score: float
+    ours: float
+    peer: float
+
+    @property
+    def ratio(self) -> float:
+        return self.peer / self.ours
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our runs and those of a peer, one for each seed, at every score."""
+
+    ours: Sequence[Run]
+    peer: Sequence[Run]
+    peer_is: str = "TRL"
+    scores: Sequence[float] = SCORES
+
+    @property
+    def points(self) -> list[Point]:
+        points = []
+        for score in self.scores:
+            own = median(time_to_goal(run, score) for run in self.ours)
+            other = median(time_to_goal(run, score) for run in self.peer)
+            points.append(Point(score, own, other))
+        return points
+
+    @property
+    def reached(self) -> list[Point]:
+        """Return the points at scores that both sides reach."""
+        return [p for p in self.points if max(p.ours, p.peer) < inf]
+
+    @property
+    def least(self) -> Point:
+        """Return the point with the smallest ratio."""
+        return min(self.reached, key=lambda p: p.ratio)
+
+    @property
+    def range(self) -> str:
+        """Return the smallest and the largest ratio, and the scores that they are from."""
+        largest = max(p.ratio for p in self.reached)
+        first, last = self.reached[0].score, self.reached[-1].score
+        ratios = f"{self.least.ratio:.1f} to {largest:.1f} times"
+        return f"{ratios} at any score from {show(first)} to {show(last)}"
+
+    @property
+    def missed(self) -> str:
+        """Return the scores that a side does not reach, as a sentence; empty if it reaches all."""
+        told = []
+        for side, times in (
+            ("us", [(p.score, p.ours) for p in self.points]),
+            (self.peer_is, [(p.score, p.peer) for p in self.points]),
+        ):
+            never = [show(score) for score, seconds in times if seconds == inf]
+            if never:
+                told.append(f"never reached by {side}: {', '.join(never)}")
+        return "; ".join(told)
+
+
+def show(score: float) -> str:
+    return f"{score:.2f}".removeprefix("0")
+
+
+def chosen(side: Side, lora: bool = False, latency: float | None = None) -> list[Run]:
+    """Return a side's runs of the reference run at its best rate, if there are any."""
+    own = reference_runs(read_runs(RUNS), side, lora, latency)
+    if not any(run["seed"] == 0 for run in own):
+        return []
+    best = best_of(own)
+    return [run for run in own if best.is_of(run)]
+
+
+def seeded() -> dict[tuple[str, str], list[Run]]:
+    """Return the runs of pure compute that have all seeds, by side and objective."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in read_runs(PURE):
+        groups.setdefault((run["side"], str(run["rate"]), *run["options"]), []).append(run)
+    found = {}
+    for runs in groups.values():
+        if len(runs) >= SEEDS:
+            objective = "dr_grpo" if "objective=dr_grpo" in runs[0]["options"] else "tb"
+            found[runs[0]["side"], objective] = runs
+    return found
+
+
+def comparisons() -> dict[str, list[Comparison]]:
+    """Return all comparisons, by what was run: with TRL, and with our synchronous side."""
+    found: dict[str, list[Comparison]] = {}
+    for title, lora, latency in (
+        ("All weights", False, None),
+        ("All weights, rewards of 1 s", False, 1.0),
+        ("LoRA", True, None),
+    ):
+        ours = chosen("asynchronous", lora, latency)
+        pairs = [
+            Comparison(ours, chosen("trl", lora, latency)),
+            Comparison(ours, chosen("synchronous", lora, latency), "synchronous"),
+        ]
+        found[title] = [c for c in pairs if c.ours and c.peer]
+    pure = seeded()
+    ours = pure.get(("asynchronous", "tb"), [])
+    pairs = [
+        Comparison(ours, pure.get(("trl", "tb"), []), "TRL", PURE_SCORES),
+        Comparison(ours, pure.get(("synchronous", "tb"), []), "synchronous", PURE_SCORES),
+    ]
+    found["Pure compute"] = [c for c in pairs if c.ours and c.peer]
+    return {title: pairs for title, pairs in found.items() if pairs}
+
+
+def samples_a_second(runs: Sequence[Run]) -> float:
+    """Return the different samples that are trained on in a second, the median over runs."""
+    speeds = []
+    for run in runs:
+        first, last = run["points"][0], run["points"][-1]
+        samples = last["samples"] - first["samples"]
+        speeds.append(samples / (last["seconds"] - first["seconds"]))
+    return median(speeds)
+
+
+def row(name: str, compared: Comparison, note: str, goal: str | None = None) -> _measure.Row:
+    """Return the row of a comparison, at the score with the smallest ratio."""
+    score = compared.least.score
+    ours = [time_or_length(run, score) for run in compared.ours]
+    peer = [time_or_length(run, score) for run in compared.peer]
+    more = f"; to {show(score)}, the least favourable: {compared.range}"
+    if compared.missed:
+        more += f", {compared.missed}"
+    told = with_speeds(note + more, compared.ours, compared.peer)
+    peer_is = compared.peer_is
+    return _measure.row(name, ours, "s", peer, peer_is=peer_is, goal=goal, fewer=True, **told)
+
+
+def section() -> str:
+    """Return the section of benchmarks/README.md: a table for each setting, and its ranges."""
+    parts = []
+    for title, pairs in comparisons().items():
+        shown = pairs[0].points[::SHOWN]
+        seeds = len(pairs[0].ours)
+        head = [title, *(show(p.score) for p in shown)]
+        rows = [head, ["---", *["---:"] * len(shown)]]
+        rows.append(["asynchronous, s", *(seconds(p.ours) for p in shown)])
+        told = ["One seed." if seeds == 1 else f"Medians of {seeds} seeds."]
+        for pair in pairs:
+            shown = pair.points[::SHOWN]
+            ratios = [f"{p.ratio:.1f}" if p.ratio < inf else "" for p in shown]
+            rows.append([f"{pair.peer_is}, s", *(seconds(p.peer) for p in shown)])
+            rows.append([f"{pair.peer_is} / asynchronous", *ratios])
+            told.append(
+                f"{pair.peer_is[0].upper()}{pair.peer_is[1:]} / asynchronous: {pair.range},"
+            )
+            told.append(f"the smallest at {show(pair.least.score)}.")
+            if pair.missed:
+                told.append(f"{pair.missed[0].upper()}{pair.missed[1:]}.")
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts.append(f"{table}\n\n{' '.join(told)}")
+    return "\n\n".join(parts)
+
+
+def seconds(value: float) -> str:
+    return "never" if value == inf else f"{value:.1f}"
+
+
+def page_with(text: str) -> str:
+    """Return benchmarks/README.md with its section replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{section()}\n\n{END}{after}"
+
+
+def draw() -> None:
+    """Draw the curves of each side's best rate, without latency and with 1 s."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs = read_runs(RUNS)
+    measured = {run["latency"] for run in runs}
+    titles = {None: "rewards at once", 1.0: "1 s of latency for each reward"}
+    panels = {latency: title for latency, title in titles.items() if latency in measured}
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(1.5 + 4 * len(panels), 3.6), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    axes = grid[0]
+    for axis, (latency, title) in zip(axes, panels.items(), strict=True):
+        for side in SIDES:
+            if not reference_runs(runs, side, lora=False, latency=latency):
+                continue
+            for i, run in enumerate(chosen(side, latency=latency)):
+                times = [point["seconds"] for point in run["curve"]]
+                scores = [point["score"] for point in run["curve"]]
+                label = NAMES[side] if i == 0 else None
+                axis.plot(times, scores, color=COLORS[side], label=label, marker=".", lw=1.3)
+        ours, peer = (chosen(side, latency=latency) for side in (SIDES[0], SIDES[2]))
+        told = f"\nTRL / asynchronous: {Comparison(ours, peer).range}" if ours and peer else ""
+        axis.set_title(title + told, fontsize=9)
+        axis.set(xlabel="seconds of training")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out sampled accuracy")
+    axes[0].legend(loc="lower right")
+    figure.savefig(FIGURE, dpi=130)
+    pyplot.close(figure)
+
+
+def write() -> None:
+    """Write section and figure again, and print the ranges."""
+    _measure.PAGE.write_text(page_with(_measure.PAGE.read_text()))
+    draw()
+    for title, pairs in comparisons().items():
+        for pair in pairs:
+            told = f"{title}: {pair.peer_is} / asynchronous: {pair.range}"
+            print("; ".join(filter(None, (told, pair.missed))))
+    for side in SIDES:
+        print(f"{side}: {samples_a_second(chosen(side)):.0f} samples a second")
+
+
+if __name__ == "__main__":
+    write()
