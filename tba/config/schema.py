@@ -228,11 +228,11 @@ class Config(Tables):
 
         A long window would let the trainer use up its allowance on a few samples while an
         evaluation holds the searchers. It is as long as two searches of each searcher last, which
-        may arrive at once: at least 8 steps, at most 50.
+        may arrive at once: at least 20 steps, at most 50.
         """
         searches = 2 * self.runtime.most_searchers * self.runtime.prompts_per_task
         batches = searches * self.sampling.samples / self.trainer.batch_size
-        return ceil(min(50, max(8, self.runtime.max_reuse * batches)))
+        return ceil(min(50, max(20, self.runtime.max_reuse * batches)))
 
     def nested(self) -> dict[str, Any]:
         """Return the config as plain tables, without keys that are None: TOML has no such value."""

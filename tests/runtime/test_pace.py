@@ -80,7 +80,7 @@ def test_a_limit_survives_the_stored_config(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "steps"),
-    [([], 8), (["trainer.batch_size=40"], 32), (["runtime.searchers=8"], 50)],
+    [([], 20), (["trainer.batch_size=40"], 32), (["runtime.searchers=8"], 50)],
 )
 def test_a_window_is_as_long_as_what_arrives_at_once(settings: list[str], steps: int) -> None:
     assert load(None, ["sampling.samples=20", *settings]).reuse_window == steps
