@@ -34,14 +34,14 @@ SETTINGS = (
     "engine.answers=['1','2','3','4','5','6']", "engine.latency=0.05", "engine.own_reference=true",
 )  # fmt: skip
 MOMENTS = {
-    "forward": (4, 12),
+    "forward": (6, 12),
     "backward": (3, 9),
     "optimizer": (3, 9),
     "publication": (3, 5),
     "saving": (3, 5),
     "loading": (1, 1),
 }
-"""Calls in which a rank is killed, at each moment."""
+"""Calls in which a rank is killed, at each moment: after the first checkpoint."""
 
 
 @dataclass
