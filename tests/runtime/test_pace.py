@@ -33,7 +33,7 @@ from tba.weights import Weights
 
 NEW = [(0, 0)]
 
-WINDOW = 8
+WINDOW = 20
 """Steps of the window if a search of each searcher fills a batch, as in these runs."""
 
 
