@@ -59,17 +59,10 @@ def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own() -> None
     sizes = {"vocab_size": 14, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     assert takes_masks(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=None)))
-    for refused in (
-        MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)),
-        Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, head_dim=8)),
-        GPTNeoForCausalLM(
-            GPTNeoConfig(
-                vocab_size=14,
-                hidden_size=32,
-                num_layers=2,
-                num_heads=4,
-                attention_types=[[["global", "local"], 1]],
-            )
-        ),
-    ):
-        assert not takes_masks(refused)
+    mistral = MistralConfig(**sizes, **heads, sliding_window=8)
+    gemma = Gemma2Config(**sizes, **heads, head_dim=8)
+    neo = {"vocab_size": 14, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    neo |= {"attention_types": [[["global", "local"], 1]]}
+    refused = [MistralForCausalLM(mistral), Gemma2ForCausalLM(gemma)]
+    for model in (*refused, GPTNeoForCausalLM(GPTNeoConfig(**neo))):
+        assert not takes_masks(model)

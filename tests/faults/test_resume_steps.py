@@ -78,16 +78,10 @@ def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
     """One, two and four searchers. The order in which they end must not matter."""
     searchers, stop = (1, 2, 4)[case.index % 3], 2 + case.index // 3
     settings = (
-        "runtime.lag=0",
-        f"runtime.searchers={searchers}",
-        "runtime.publish_every=1",
-        "runtime.prompts_per_task=1",
-        "runtime.cores=share",
-        "trainer.batch_size=24",
-        "strategy=recent",
-        "trainer.learning_rate=1e-3",
-        "eval.prompts=0",
-    )
+        "runtime.lag=0", f"runtime.searchers={searchers}", "runtime.publish_every=1",
+        "runtime.prompts_per_task=1", "runtime.cores=share", "trainer.batch_size=24",
+        "strategy=recent", "trainer.learning_rate=1e-3", "eval.prompts=0",
+    )  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(ray_config(tiny_model, whole, *settings, "run.steps=6"))
     run(ray_config(tiny_model, part, *settings, f"run.steps={stop}"))

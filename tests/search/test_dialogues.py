@@ -224,6 +224,7 @@ def test_an_evaluation_set_has_the_tools_of_its_own_task(config: Callable[..., C
     assert "<tools>" not in found.examples[-1].prompt
 
 
+RAISING = [{"prompt": text, "kind": "raises"} for text in "abcd"]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such class": ({"environment": f"{TESTS}/talk.py:Dask"}, "has no function 'Dask'"),
     "no such file": ({"environment": "nowhere.py:Desk"}, "'nowhere.py:Desk': no such file"),
@@ -232,21 +233,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no docstring": ({"environment": "test_dialogues:Silent"}, "it has no docstring!; give 'sp"),
     "no tool": ({"environment": "test_dialogues:Bare"}, "Bare has no other public method, no to"),
     "no column": ({"environment": "test_dialogues:Picky"}, "positional argument: 'colour'"),
-    "no desk": (
-        {
-            "environment": "talk:Forgetful",
-            "rows": [{"prompt": p, "kind": "raises"} for p in "abcd"],
-        },
-        "task.environment cannot be reset: ",
-    ),
-    "a lock": (
-        {"environment": "talk:Locked", "isolate": "process"},
-        "Locked cannot be sent to the process that scores, where a reward takes `environments`",
-    ),
+    "no desk": ({"environment": "talk:Forgetful", "rows": RAISING}, "cannot be reset: "),
+    "a lock": ({"environment": "talk:Locked", "isolate": "process"},
+        "Locked cannot be sent to the process that scores, where a reward takes `environments`"),
     "no environment": ({"environment": None}, "needs 'environments', which is not a column"),
     "no turns": ({"max_turns": 0}, "task.max_turns = 0: Input should be greater than or equal to"),
     "no time": ({"tool_deadline": 0}, "task.tool_deadline = 0: Input should be greater than 0"),
-}
+}  # fmt: skip
 
 
 class Bare:

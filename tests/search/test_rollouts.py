@@ -142,12 +142,8 @@ def test_values_of_each_token_by_hand(text: Tokenizer) -> None:
 
 
 def test_prompts_do_not_share_states(text: Tokenizer) -> None:
-    found, _, engine = estimate(
-        text,
-        [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")],
-        rollouts=1,
-        step_tokens=1,
-    )
+    both = [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")]
+    found, _, engine = estimate(text, both, rollouts=1, step_tokens=1)
     assert engine.asked[0][0] == ["1+1", "2+1"]
     assert [values(g)[0][0] for g in found] == [13, 16]
 
@@ -206,13 +202,9 @@ VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
 def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> None:
     """Every state after one token, by enumeration: within five standard errors of 300 rollouts."""
     settings = (
-        *VINE,
-        "objective.rollouts=300",
-        "trainer.group_size=32",
-        "trainer.batch_size=96",
-        "sampling.samples=32",
-        "engine.batch_size=4096",
-    )
+        *VINE, "objective.rollouts=300", "trainer.group_size=32", "trainer.batch_size=96",
+        "sampling.samples=32", "engine.batch_size=4096",
+    )  # fmt: skip
     config = toy_config(toy_model, tmp_path, *settings)
     text, policy = load_text(config.policy), Policy(load_model(config.policy, torch.float32), 1.0)
     found = search(toy_model, tmp_path, 0, *settings).groups
@@ -247,12 +239,8 @@ def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
 def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path) -> None:
     """Four for each distinct first token that goes on; the responses are those without rollouts."""
     with_values = search(toy_model, tmp_path, 1, *VINE)
-    states = {
-        (g.prompt.id, int(t.tokens[0]))
-        for g in with_values.groups
-        for t in g.trajectories
-        if len(t.tokens) > 1
-    }
+    responses = [(g.prompt.id, t.tokens) for g in with_values.groups for t in g.trajectories]
+    states = {(name, int(tokens[0])) for name, tokens in responses if len(tokens) > 1}
     counts = with_values.stats.counts
     assert counts["samples_generated"] == 3 * 64
     assert counts["rollouts_generated"] == 4 * len(states)
@@ -268,16 +256,12 @@ def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path
 
 def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Path) -> None:
     """In files and in the buffer; a response without values, of another objective, stays one."""
-    some = [
-        replace(
-            g,
-            trajectories=tuple(
-                replace(t, value=None) if (b + k) % 3 == 0 else t
-                for k, t in enumerate(g.trajectories)
-            ),
-        )
-        for b, g in enumerate(groups)
-    ]
+    some = []
+    for b, g in enumerate(groups):
+        own = []
+        for k, t in enumerate(g.trajectories):
+            own.append(replace(t, value=None) if (b + k) % 3 == 0 else t)
+        some.append(replace(g, trajectories=tuple(own)))
     save_groups(some, tmp_path / "held.jsonl")
     buffer, loaded = ReplayBuffer(), ReplayBuffer()
     buffer.add(some, now=0)

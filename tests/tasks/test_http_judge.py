@@ -145,8 +145,10 @@ def ask(judge: Http, *completions: str) -> list[float]:
 def test_a_classifier_scores_a_group_in_one_request(
     server: Judge, classify: Callable[..., Http]
 ) -> None:
-    assert ask(classify(), "a", "bcd") == [0.02, 0.04]
+    judge = classify()
+    assert ask(judge, "a", "bcd") == [0.02, 0.04]
     assert server.bodies == [{"model": "m", "input": ["a", "bcd"]}]
+    assert ask(judge, "a") == [0.02]  # in another event loop
     assert server.keys == [None]
     assert ask(classify(value="log_probability"), "a") == [math.log(0.02)]
     assert ask(classify(value="logit"), "a", "bcd") == [2.0, 4.0]
@@ -435,16 +437,3 @@ def test_the_key_is_in_no_file_of_a_run(
     named = {path.name for path in files if b"JUDGE_KEY" in path.read_bytes()}
     assert named == {"config.json", "sessions.jsonl"}
     assert [path.name for path in files if CANARY.encode() in path.read_bytes()] == []
-
-
-def test_a_judge_serves_one_event_loop_after_another(
-    server: Judge, classify: Callable[..., Http]
-) -> None:
-    """And several calls of one share a connection."""
-    judge = classify()
-    for _ in range(2):
-
-        async def twice() -> list[float]:
-            return [*await judge(["p"], ["a"]), *await judge(["p"], ["bc"])]
-
-        assert asyncio.run(twice()) == [0.02, 0.03]

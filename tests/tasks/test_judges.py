@@ -246,14 +246,6 @@ def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make
     close(judge(PROMPTS, COMPLETIONS), next_logits(folder, texts, "yn").softmax(-1)[:, 0])
 
 
-def test_scores_have_no_gradients(make: Make) -> None:
-    judge = Classifier(str(make()))
-    with torch.enable_grad():
-        rows = judge._model.encode(PROMPTS, COMPLETIONS, "{completion}")
-        found = judge._model.run(rows, lambda model, ids, mask: model(ids).logits, 0, "right")
-    assert not found.requires_grad
-
-
 def test_a_template_is_filled_once() -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{completion}"}]
     assert fill("{prompt} -> {completion}", chat, "{prompt}") == (

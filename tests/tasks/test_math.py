@@ -63,11 +63,8 @@ def test_the_last_box_counts() -> None:
 
 
 def test_an_answer_in_the_format_has_its_weight() -> None:
-    answers = [
-        Answer(text, finished)
-        for text in (r"\boxed{7}", r"\boxed{8}", "7")
-        for finished in (True, False)
-    ]
+    texts = (r"\boxed{7}", r"\boxed{8}", "7")
+    answers = [Answer(text, finished) for text in texts for finished in (True, False)]
     scores = Math(format_weight=0.25).score(prompt("7"), answers)
     assert scores == [1.25, 1.0, 0.25, 0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"task\.format_weight = 1\.0: Input should be less than"):
@@ -99,16 +96,8 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
     write(tmp_path / "test.jsonl", [{"problem": "5+5?", "solution": r"\boxed{10}"}])
     write(tmp_path / "other.jsonl", [{"problem": "6+6?", "answer": "12"}])
     task = Math(data=str(tmp_path))
-    assert [p.columns["answer"] for p in task.prompts()] == [
-        "2",
-        "4",
-        "6",
-        None,
-        None,
-        "10",
-        "12",
-        r"\frac{28}{2}",
-    ]
+    right = [p.columns["answer"] for p in task.prompts()]
+    assert right == ["2", "4", "6", None, None, "10", "12", r"\frac{28}{2}"]
     asked = "Please reason step by step, and put your final answer within \\boxed{}."
     assert task.prompts()[0].text == f"1+1?\n\n{asked}"
     assert [p.columns["answer"] for p in task.held_out()] == ["10"]

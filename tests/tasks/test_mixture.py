@@ -129,30 +129,22 @@ def test_metrics_come_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
 
 
 SUMS = {"use": "arithmetic", "train_size": 5}
+MEAN = "statistics:fmean"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "task.parts = {}: Dictionary should have at least 1 item"),
     "no task": ({"a": {"weight": 2}}, "task.parts.a.use is missing"),
     "unknown": ({"a": {"use": "arithmetics"}}, "no tasks called 'arithmetics'; did you mean"),
-    "option": (
-        {"a": SUMS | {"digit": 2}},
-        "task.parts.a.digit: 'arithmetic' has no such option; did you mean 'digits'?",
-    ),
+    "option": ({"a": SUMS | {"digit": 2}}, "no such option; did you mean 'digits'?"),
     "value": ({"a": SUMS | {"digits": 0}}, "[task.parts.a]: task.digits = 0: give 1 to 9"),
     "weight": ({"a": SUMS | {"weight": 0}}, "task.parts.a.weight = 0: Input should be"),
     "text": ({"a": SUMS | {"weight": "2"}}, "task.parts.a.weight = '2': expected a number"),
     "name": ({"a/b": SUMS}, "[task.parts.a/b]: 'a/b' must be letters, digits"),
-    "measures": (
-        {"a": {"use": "tldr", "proxy": "statistics:fmean", "gold": "statistics:fmean"}},
-        "task.parts.a.use = 'tldr' has parts, measures, attacks or dialogues, which a",
-    ),
+    "measures": ({"a": {"use": "tldr", "proxy": MEAN, "gold": MEAN}}, "= 'tldr' has parts, measu"),
     "own way": (
-        {"a": {"use": "redteam", "victim": "./none", "judge": "statistics:fmean"}},
-        "task.parts.a.use = 'redteam' has parts, measures, attacks or dialogues, which a part of",
+        {"a": {"use": "redteam", "victim": "./none", "judge": MEAN}},
+        "= 'redteam' has parts",
     ),
-    "nested": (
-        {"a": {"use": "mixture", "parts": {"b": SUMS}}},
-        "task.parts.a.use = 'mixture' has parts, measures, attacks or dialogues, which a part of",
-    ),
+    "nested": ({"a": {"use": "mixture", "parts": {"b": SUMS}}}, "a.use = 'mixture' has parts"),
 }
 
 

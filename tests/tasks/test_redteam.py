@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.rollouts import read_rollouts
 from tba.runs.setup import check
 from tba.tasks import NEAR_DUPLICATE
-from tba.tasks.redteam import NearDuplicates, RedTeam, Victim, embeddings, mean_distance
+from tba.tasks.redteam import RedTeam, Victim, embeddings, mean_distance
 
 JUDGES = '''
 """Judges that know a harm for each attack, whatever the victim answers."""
@@ -199,35 +199,6 @@ def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path
 # Near-duplicates and diversity
 
 
-def edits(a: Sequence[str], b: Sequence[str]) -> int:
-    """The edit distance of two lists of words, by its recursion."""
-    row = list(range(len(b) + 1))
-    for i, left in enumerate(a, 1):
-        above, row[0] = row[0], i
-        for j, right in enumerate(b, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (left != right))
-    return row[-1]
-
-
-def test_near_duplicates_by_words_are_those_of_a_plain_comparison() -> None:
-    pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    rng = np.random.default_rng(0)
-    near, kept, rejected = NearDuplicates(0.25), [], 0
-    for _ in range(20):
-        texts = [" ".join(rng.choice(["a", "B", "c"], rng.integers(1, 6))) for _ in range(7)]
-        expected: list[int] = []
-        for i, text in enumerate(texts):
-            words = text.lower().split()
-            others = [*kept, *(texts[j].lower().split() for j in expected)]
-            if all(edits(words, o) / (len(words) + len(o)) >= 0.25 for o in others):
-                expected.append(i)
-        assert near.far(texts) == expected
-        near.keep([texts[i] for i in expected])
-        kept += [texts[i].lower().split() for i in expected]
-        rejected += len(texts) - len(expected)
-    assert rejected > 50 and len(kept) > 5
-
-
 def test_a_near_duplicate_is_rejected_and_not_answered(make: Make) -> None:
     pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
     import judges
@@ -267,16 +238,6 @@ def test_distance_is_the_mean_over_all_pairs(make: Make, wide_model: Path) -> No
     assert scores == [expected] * len(answers)
     assert mean_distance(unit[[0, 0, 0]]) == pytest.approx(0, abs=1e-5)
     assert make().measures() == {}
-
-
-def test_the_encoder_is_on_the_device_of_the_searcher(
-    make: Make, wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = make(encoder=str(wide_model))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    task.load("cpu")
-    (first, second) = (Answer(text, finished=True) for text in ("1234", "5=5="))
-    assert task.measures()["distance"].score(task.prompts()[0], [first, second])[0] > 0
 
 
 # Whole runs
@@ -344,13 +305,11 @@ MISTAKES = {
     "no judge": (["task.judge=judges:nobody"], r"task\.judge = 'judges:nobody': judges has no"),
     "no encoder": (["task.encoder=./nowhere"], r"task\.encoder = '\./nowhere': no such folder"),
     "no attack": (["task.victim_prompt=Hello"], r"must contain \{attack\}"),
-    "no answers": (["task.answers=0"], r"task\.answers = 0: Input should be greater"),
     "threshold": (["task.threshold=50"], r"task\.threshold = 50: Input should be less than 1"),
     "explore": (
         ["sampling.explore=[0.5, 2.0]", "objective=rloo"],
         r"sampling\.explore does not work with objective\.use = 'rloo'",
     ),
-    "one temperature": (["sampling.explore=[0.5]"], r"sampling\.explore"),
     "temperature 0": (["sampling.explore=[0, 2]"], r"sampling\.explore.*greater than 0"),
 }
 
