@@ -89,7 +89,7 @@ def test_the_page_shows_the_file(name: str) -> None:
 
 
 def test_the_page_shows_every_file() -> None:
-    files = [*EXAMPLES.glob("mylab/*.py"), *EXAMPLES.glob("length*"), *EXAMPLES.glob("calc*")]
+    files = [*EXAMPLES.glob("mylab/*.py"), *EXAMPLES.glob("calc*")]
     files += [EXAMPLES / "python_api.py", EXAMPLES / "pairwise_judge.py"]
     files += EXAMPLES.glob("from_trl*")
     assert {str(path.relative_to(ROOT)) for path in files} <= SHOWN.keys()
@@ -99,15 +99,6 @@ def test_the_page_shows_every_file() -> None:
 def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
     file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
     two_steps(tba.train(load(None, [*small, "reward.isolate=none", *RUNS[name], *file])))
-
-
-def test_the_example_of_a_reward_function_runs(
-    small: list[str], make_model: Callable[..., Path]
-) -> None:
-    """Its prompts are words, so that the model needs letters to tell one from another."""
-    model = make_model(vocabulary=[*VOCABULARY, *string.ascii_letters, " ", ":"])
-    config = load(EXAMPLES / "length.toml", [*small, f"policy.model={model}"])
-    two_steps(tba.train(config))
 
 
 def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,16 +162,6 @@ def test_the_tasks_rewards() -> None:
     assert [
         worth(text, [5, 2, 3], 6) for text in ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")
     ] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_the_reward_function() -> None:
-    task: Task = resolve(
-        "tasks", "task", "custom", load(EXAMPLES / "length.toml").task.options
-    ).build()
-    colour, fruit, _ = task.prompts()[:3]  # of 6 and 8 characters
-    answers = [Answer(text, True) for text in ("orange", "figs", "")]
-    assert task.score(colour, answers) == [1.0, pytest.approx(4 / 6), 0.0]
-    assert task.score(fruit, answers) == [0.75, 0.5, 0.0]
 
 
 def test_the_engine_records(tiny_model: Path, tmp_path: Path) -> None:

@@ -58,9 +58,6 @@ class VLLM(Engine):
     can_sleep: ClassVar[bool] = True
     joins_batches: ClassVar[bool] = True
     explores: ClassVar[bool] = False
-    block_size: Literal[16, 32, 64, 128] | None = None
-    """Tokens of a block of the prefix cache; default: 32 on a CPU, and vLLM's choice on a GPU. The
-    samples of a prompt share the whole blocks of it."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where the trainer computes in bf16, else fp32."""
     max_num_seqs: int = 256
@@ -210,7 +207,7 @@ class VLLM(Engine):
             # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
             "enable_chunked_prefill": False if on_cpu else None,
             "max_num_batched_tokens": max(2048, length) if on_cpu else None,
-            "block_size": 32 if self.block_size is None and on_cpu else self.block_size,
+            "block_size": 32 if on_cpu else None,
             "enable_lora": lora is not None,
             "max_lora_rank": ranks[0] if ranks else 1,
             "max_loras": 4,  # at once: requests with a fifth wait for the requests with the first

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from tba.child import MARK, kill, kill_with_parent, started_by
-from tba.search.verdicts import LONGEST, Rejected, Verdict, finished, parse_score, rejection
+from tba.search.verdicts import Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import Itemized, Task, listed, scorer_of
 
 SLICE = 0.1
@@ -171,7 +171,7 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
 def _as_json(verdict: Verdict) -> Any:
     """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
     if isinstance(verdict, Rejected):
-        return [verdict.reason, verdict.detail[-LONGEST:]]
+        return [verdict.reason, verdict.detail]
     if isinstance(verdict, Itemized):
         return {"reward": float(verdict), **vars(verdict)}
     return verdict

@@ -18,7 +18,7 @@ from tba.search.responses import Responses, Result
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
-from tba.types import Completion, Sampling, Turn
+from tba.types import Completion, Sampling, Turn, switches_of, versions_of
 
 NO_TOKENS = np.zeros(0, np.int32)
 CHARACTERS = 16
@@ -235,20 +235,17 @@ def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
 
 def joined(before: Completion, reply: np.ndarray, turn: Completion) -> Completion:
     """Return a dialogue with a reply of the environment and the next turn of the policy."""
-    start = len(before.tokens) + len(reply)
-    if not start:
+    if not len(before.tokens) + len(reply):
         return turn
-    switches = list(before.switches)
-    if turn.version != (switches[-1][1] if switches else before.version):
-        switches.append((start, turn.version))
-    switches += [(start + place, version) for place, version in turn.switches]
     earlier = np.ones(len(before.tokens), bool) if before.sampled is None else before.sampled
+    own = versions_of(before)
+    versions = np.concatenate([own, np.full(len(reply), own[-1]), versions_of(turn)])
     newest = np.ones(len(turn.tokens), bool)
     return Completion(
         tokens=np.concatenate([before.tokens, reply, turn.tokens]),
         logp=np.concatenate([before.logp, np.zeros(len(reply), np.float32), turn.logp]),
         finished=turn.finished,
         version=before.version,
-        switches=tuple(switches),
+        switches=switches_of(versions),
         sampled=np.concatenate([earlier, np.zeros(len(reply), bool), newest]),
     )

@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import struct
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,8 +78,7 @@ class Search:
 
     name: ScorerName
     timeouts: int = 0
-    """Timeouts in a row: calls during which no other call ended in time."""
-    last_reply: float = -math.inf
+    """Timeouts in a row, without a reply between them."""
 
 
 @dataclass
@@ -93,7 +91,6 @@ class Call:
     seconds: float
     alone: bool = False
     """True for the second try, during which no other call begins."""
-    began: float = 0.0
 
 
 class Scoring:
@@ -240,7 +237,6 @@ class Scoring:
         worker = self._process.ready()
         if call.search.timeouts >= TIMEOUTS:
             return NOT_TRIED
-        call.began = time.monotonic()
         reply = self._wait(call, worker.begin(call))
         return self._wait(call, reply) if call.alone else reply
 
@@ -261,12 +257,10 @@ class Scoring:
             reply = Rejected(DIED, f"the scoring process ended {error.how}")
         if not isinstance(reply, Pending):
             call.search.timeouts = 0
-            call.search.last_reply = time.monotonic()
         return reply
 
     def _timeout(self, call: Call) -> Rejected:
-        if call.search.last_reply < call.began:
-            call.search.timeouts += 1
+        call.search.timeouts += 1
         limit = f"reward.deadline = {self._deadline:g} s for each"
         if call.seconds == self._longest:
             limit += ", at most a quarter of runtime.task_deadline"
