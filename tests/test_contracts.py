@@ -27,7 +27,7 @@ from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.engines.scripted import Scripted
-from tba.engines.transformers import Transformers, choose
+from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import Loss
@@ -665,21 +665,3 @@ def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text:
         logp = reference.logp(collate_tokens([prompt], [[c.tokens for c in completions]]))[0]
         for row, c in zip(logp, completions, strict=True):
             torch.testing.assert_close(row[: len(c.logp)], torch.tensor(c.logp), atol=1e-5, rtol=0)
-
-
-def test_choose_follows_the_distribution() -> None:
-    """Evenly spaced numbers meet each token as often as its probability says, none of the rest."""
-    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0], [0.5, 0.5, -torch.inf, -torch.inf]])
-    uniform = (torch.arange(10_000) + 1).div(10_000).expand(2, -1)
-    cases = ((1.0, 1.0, None), (0.5, 1.0, None), (1.0, 0.6, None), (0.7, 1.0, 1.9))
-    for temperature, top_p, explore in cases:
-        p = (logits / temperature).softmax(-1)
-        sampling = Sampling(1, temperature, 1, top_p, explore=explore)
-        chosen, logp = choose(logits, uniform, sampling)
-        torch.testing.assert_close(logp, p.log().gather(1, chosen))  # before top-p
-        if explore is not None:
-            p = (logits / explore).softmax(-1)
-        if top_p < 1:  # 0.6 is reached by one token of the first row, by both of the second
-            p[0, [0, 2]], p[0, 3] = 0, 1
-        counted = torch.stack([(chosen == token).float().mean(1) for token in range(4)], 1)
-        torch.testing.assert_close(counted, p, atol=2e-4, rtol=0)

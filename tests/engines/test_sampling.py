@@ -22,8 +22,10 @@ from tba.search.result import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor, Searc
 from tba.search.searcher import Searcher
 from tba.types import Sampling, Trajectory
 
-LOGITS = torch.tensor([[1.0, -0.5, 0.0, 2.0, 1.5], [0.5, 0.4, -1.0, -2.0, 0.3]])
+LOGITS = torch.tensor([[1.0, -0.5, 0.0, 2.0, 1.5], [0.5, 0.4, -1.0, -torch.inf, 0.3]])
 CASES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "exploration": {"temperature": 0.7, "explore": 1.9},
     "top-k": {"top_k": 2},
     "top-k of all": {"top_k": 9},
     "top-p": {"top_p": 0.6},

@@ -149,7 +149,7 @@ def test_a_classifier_scores_a_group_in_one_request(
     assert ask(judge, "a", "bcd") == [0.02, 0.04]
     assert server.bodies == [{"model": "m", "input": ["a", "bcd"]}]
     assert ask(judge, "a") == [0.02]  # in another event loop
-    assert server.keys == [None]
+    assert server.keys == [None] * 2
     assert ask(classify(value="log_probability"), "a") == [math.log(0.02)]
     assert ask(classify(value="logit"), "a", "bcd") == [2.0, 4.0]
     assert server.bodies[-1]["use_activation"] is False
