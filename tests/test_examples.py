@@ -184,7 +184,7 @@ def test_the_pairwise_judge_shares_the_wins_of_a_group(make_model: Callable[...,
 
     folder = make_model(vocabulary=[*VOCABULARY, *string.ascii_letters, *" :\n"], context=128)
     table = {"use": "pairwise_judge:WinRate", "model": str(folder)}
-    options = load(EXAMPLES / "length.toml").task.options | {"reward": table}
+    options = {"data": str(EXAMPLES / "sums.jsonl"), "reward": table}
     task: Task = resolve("tasks", "task", "custom", options).build()
     prompt, texts = task.prompts()[0], ("red", "a car", "12")
     scores = task.score(prompt, [Answer(text, True) for text in texts])
