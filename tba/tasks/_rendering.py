@@ -110,18 +110,14 @@ class Rendering:
         prompts = []
         for i, row in enumerate(table):
             with about(f"prompt '{split}-{i}'"):
-                question = self._question(row)
+                whole = row.get(self.prompt[1:-1])
+                question = whole if isinstance(whole, list) else fill(self.prompt, row)
                 if isinstance(question, str) and question in shown:
                     continue
                 text = self._text(question, turns)
             kept = columns or [name for name in row if name != "prompt"]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
         return prompts
-
-    def _question(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """Return the template with a row's values, or its chat messages."""
-        whole = row.get(self.prompt[1:-1])
-        return whole if isinstance(whole, list) else fill(self.prompt, row)
 
     def _text(
         self, question: str | list[Message], turns: Sequence[tuple[str, str]]

@@ -480,19 +480,6 @@ def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_searc
     guard.close()
 
 
-def test_an_answer_that_hangs_after_the_group_has_raised_costs_itself() -> None:
-    def score(completions: list[str]) -> list[float]:
-        if len(completions) > 1:
-            raise RuntimeError("one at a time")
-        if completions == ["two"]:
-            time.sleep(60)
-        return [1.0]
-
-    guard = guard_of(score, deadline=0.5)
-    assert reasons(judge(guard, ["one", "two", "three"])) == [[1.0, "timeout", 1.0]]
-    guard.close()
-
-
 def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
     monkeypatch.setattr("tba.search.scoring.GRACE", 0.2)

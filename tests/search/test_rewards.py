@@ -93,12 +93,6 @@ def test_a_reward_that_is_none_costs_that_sample(
     assert reasons(verdicts) == [3.0, reason, 5.0, 4.0, 4.0]
 
 
-def test_numbers_of_any_library_are_rewards() -> None:
-    quarters = judge(lambda texts: torch.tensor([len(t) / 4 for t in texts]))
-    assert quarters == [0.75, 0.75, 1.25, 1.0, 1.0]
-    assert judge(each(lambda t: len(t) > 3)) == [0.0, 0.0, 1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("returned", [[], [1.0] * 4, [1.0] * 6])
 def test_another_number_of_rewards_costs_all(returned: list[float], kind: type[Scored]) -> None:
     verdicts = judge(lambda _: returned, kind=kind)
