@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from build import ENVIRONMENT, as_settings, goes_on, steps
+from build import ENVIRONMENT, as_settings, conserved, goes_on, steps
 from build import ray_config as config
 from suite import FULL, Case, cases, command_of, until
 
-from tba.runs.log import METRICS, read
+from tba.replay.buffer import ReplayBuffer
+from tba.runs.checkpoint import newest
+from tba.runs.log import CHECKPOINTS, METRICS, read
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"
@@ -292,3 +295,8 @@ def test_memory_is_flat_while_a_machine_comes_and_goes(tiny_model: Path, tmp_pat
     print(f"{2 * each} searchers: MB of the train loop", [round(size / 1e6) for size in used])
     assert max(used[3:]) < 1.1 * used[2]
     assert steps(folder) == [*range(1, len(steps(folder)) + 1)]
+    saved = newest(folder / CHECKPOINTS)
+    buffer = ReplayBuffer()
+    buffer.load(saved)
+    counts = json.loads((saved / "state.json").read_text())["stats"]["counts"]
+    assert conserved(buffer) and counts["samples_generated"] == buffer.counts["added"]
