@@ -8,17 +8,14 @@ import json
 import logging
 import math
 import pickle
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import Judge, Reply, share
 
 import tba
 from tba.config.plugins import JUDGES, resolve
@@ -32,100 +29,11 @@ from tba.tasks.judges.http import Http, JudgeError
 CANARY = "sk-canary-3f9b2c"
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What the server does with one request; without a body, it answers as vLLM does."""
-
-    status: int = 200
-    body: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    delay: float = 0.0
-    drop: bool = False
-    """Close the connection instead of answering."""
-    echo: bool = False
-    """Answer with the request's headers."""
-
-
-@dataclass
-class Judge:
-    """A server whose next replies are in `script`; after these, `always`."""
-
-    script: deque[Reply] = field(default_factory=deque)
-    always: Reply = Reply()
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    inside: int = 0
-    most: int = 0
-    """Requests at the same time."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    url: str = ""
-
-    def serve(self) -> ThreadingHTTPServer:
-        judge = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # connections stay open
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with judge.lock:
-                    judge.times.append(time.monotonic())
-                    judge.bodies.append(body)
-                    judge.keys.append(self.headers["Authorization"])
-                    reply = judge.script.popleft() if judge.script else judge.always
-                    judge.inside += 1
-                    judge.most = max(judge.most, judge.inside)
-                time.sleep(reply.delay)
-                with judge.lock:
-                    judge.inside -= 1
-                if reply.drop:
-                    self.close_connection = True
-                    return
-                text = vllm(body) if reply.body is None else reply.body
-                text = str(self.headers) if reply.echo else text
-                self.send_response(reply.status)
-                for name, value in reply.headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def handle(self) -> None:
-                with suppress(OSError):  # the client has given up
-                    super().handle()
-
-        return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-
-def share(text: str) -> float:
-    """What the server thinks of a text: between 0 and 1."""
-    return (1 + len(text)) / 100
-
-
-def vllm(body: dict[str, Any]) -> str:
-    """Answer as vLLM does."""
-    texts = body.get("input") or ["|".join(m["content"] for m in body["messages"])]
-    factor = 100 if body.get("use_activation") is False else 1
-    rows = [[factor * share(t)] for t in texts]
-    data = [{"index": i, "label": "x", "probs": p, "num_classes": 1} for i, p in enumerate(rows)]
-    return json.dumps({"id": "1", "model": body["model"], "data": data[::-1], "usage": {}})
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
-    judge = Judge()
-    running = judge.serve()
-    running.daemon_threads = True
-    judge.url = f"http://127.0.0.1:{running.server_address[1]}"
-    threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-    yield judge
-    running.shutdown()
-    running.server_close()
+    with Judge().serving() as judge:
+        yield judge
     gc.collect()  # a connection that was left open would be a warning, and so an error
 
 

@@ -5,72 +5,35 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from fakes import Judge, Reply
 
 from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, tell_proxy
 
-Send = Callable[[BaseHTTPRequestHandler], None]
+GZIP = {"Content-Encoding": "gzip"}
 
 
 @pytest.fixture
 def asked() -> Iterator[Callable[..., list[float]]]:
-    """Ask a server that answers with a function, for so many scores."""
-    servers = []
+    """Ask a server that answers so, for so many scores."""
+    with Judge().serving() as server:
 
-    def ask(send: Send, count: int = 1, **options: Any) -> list[float]:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                with suppress(OSError):  # the client has given up
-                    send(self)
+        def ask(reply: Reply, count: int = 1, **options: Any) -> list[float]:
+            server.always = reply
+            url = f"{server.url}/classify"
+            judge = Http(url, "m", template="{completion}", retries=0, **options)
+            texts = [str(i) for i in range(count)]
+            return asyncio.run(judge(texts, texts))
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/classify"
-        judge = Http(url, "m", template="{completion}", retries=0, **options)
-        texts = [str(i) for i in range(count)]
-        return asyncio.run(judge(texts, texts))
-
-    yield ask
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield ask
 
 
-def body(content: bytes | str, status: int = 200, **headers: str) -> Send:
-    sent = content.encode() if isinstance(content, str) else content
-
-    def send(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.end_headers()
-        handler.wfile.write(sent)
-
-    return send
-
-
-def endless(part: bytes, pause: float = 0.0) -> Send:
-    def send(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        while True:
-            handler.wfile.write(part)
-            time.sleep(pause)
-
-    return send
+def body(content: bytes | str, status: int = 200) -> Reply:
+    return Reply(status, content)
 
 
 def data(*rows: Any) -> str:
@@ -121,17 +84,22 @@ def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]
 
 
 @pytest.mark.parametrize(
-    ("send", "message"),
+    ("reply", "message"),
     [
-        (endless(b" " * 2**20), "answered with more than 4,194,304 bytes"),
+        (Reply(body=b" " * 2**20, again=0.0), "answered with more than 4,194,304 bytes"),
         (body(b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
         (body(b" " * (LARGEST + 1), 500), "answered with more than 4,194,304 bytes"),
-        (body(gzip.compress(b" "), Content_Encoding="gzip"), "answered in gzip, though it was"),
+        (
+            Reply(200, gzip.compress(b" "), {"Content-Encoding": "gzip"}),
+            "answered in gzip, though it was",
+        ),
     ],
 )
-def test_an_answer_has_a_limit(send: Send, message: str, asked: Callable[..., list[float]]) -> None:
+def test_an_answer_has_a_limit(
+    reply: Reply, message: str, asked: Callable[..., list[float]]
+) -> None:
     with pytest.raises(JudgeError, match=message):
-        asked(send)
+        asked(reply)
 
 
 @pytest.mark.parametrize("value", ["probability", "log_probability"])
@@ -146,7 +114,7 @@ def test_a_probability_is_from_0_to_1(value: str, asked: Callable[..., list[floa
 def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[float]]) -> None:
     began = time.monotonic()
     with pytest.raises(JudgeError, match="TimeoutError"):
-        asked(endless(b" ", 0.02), deadline=0.2)
+        asked(Reply(body=b" ", again=0.02), deadline=0.2)
     assert time.monotonic() - began < 5
 
 
