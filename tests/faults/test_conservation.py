@@ -31,6 +31,10 @@ def searchers() -> list[psutil.Process]:
     return started
 
 
+def restarts_of(run: Run) -> int:
+    return run.searchers.stats.counts["searchers/restarts"]
+
+
 def ended_by(
     run: Run, case: Case, kill: Callable[[int], float], ended: set[psutil.Process]
 ) -> None:
@@ -40,17 +44,13 @@ def ended_by(
         return sorted({*searchers()} - ended, key=lambda process: process.pid)
 
     until(lambda: len(running()) == 2, 120, every=0.1)
-    restarts = run.searchers.stats.counts["searchers/restarts"]
+    restarts = restarts_of(run)
     chosen = case.pick(running())
     ended.add(chosen)
     limit = kill(chosen.pid)
     began = time.monotonic()
     with case.attempt():
-        until(
-            lambda: run.searchers.stats.counts["searchers/restarts"] > restarts,
-            limit + 20,
-            every=0.02,
-        )
+        until(lambda: restarts_of(run) > restarts, limit + 20, every=0.02)
         assert case.noticed(time.monotonic() - began) < limit
 
 
@@ -63,11 +63,8 @@ def nothing_is_lost_or_doubled(run: Run) -> None:
     columns = run.buffer.columns()
     assert all(columns.count[columns.rows(p)].sum() == ANSWERS for p in columns.prompts)
     gathered = run.buffer.prompts
-    assert (
-        run.buffer.counts["added"]
-        == ANSWERS * gathered
-        == run.searchers.stats.counts["samples_generated"]
-    )
+    generated = run.searchers.stats.counts["samples_generated"]
+    assert run.buffer.counts["added"] == ANSWERS * gathered == generated
     cursor, limit = run.searchers.state().cursor, run.config.reward.quarantine
     deaths = cursor.get("deaths", {})
     aside = {name for name, count in deaths.items() if 0 < limit <= count}
@@ -114,9 +111,7 @@ def survives_ended_searchers(
     run = run_and_keep(chosen, meanwhile=attack)
     if failures:
         raise failures[0]
-    assert (
-        run.searchers.stats.counts["searchers/restarts"] >= len(ended) == kills
-    )  # a busy machine may be late itself
+    assert restarts_of(run) >= len(ended) == kills  # a busy machine may be late itself
     nothing_is_lost_or_doubled(run)
     assert case.left(len(alive(searchers()))) == 0
     steps = run.step + 20

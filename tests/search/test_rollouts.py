@@ -112,11 +112,8 @@ def test_values_by_hand(text: Tokenizer) -> None:
         text, [group(text, "1+", "123", "1245-", "7")], rollouts=2, step_tokens=2
     )
     first = [(1245 + 7) / 2, (123 + 7) / 2, (123 + 1245) / 2]
-    assert values(found) == [
-        [first[0], first[0], 121.5, 121.5],
-        [first[1], first[1], 121.5, 121.5],
-        [first[2], first[2]],
-    ]
+    later = [121.5, 121.5]
+    assert values(found) == [[first[0]] * 2 + later, [first[1]] * 2 + later, [first[2]] * 2]
     assert verdicts == [121, 122]
 
 
@@ -128,16 +125,10 @@ def test_values_of_each_token_by_hand(text: Tokenizer) -> None:
     (found,), verdicts, engine = estimate(
         text, [group(text, "1+", "12", "123", "14")], rollouts=3, step_tokens=1
     )
-    assert values(found) == [
-        [(123 + 14) / 2, 12, 122],
-        [(12 + 14) / 2, 12, 122, 1232],
-        [(12 + 123) / 2, 12, 142],
-    ]
-    assert [contexts for contexts, _, _ in engine.asked] == [
-        ["1+1"],
-        ["1+12", "1+14"],
-        ["1+123"],
-    ]  # each state once
+    first, second, third = (123 + 14) / 2, (12 + 14) / 2, (12 + 123) / 2
+    assert values(found) == [[first, 12, 122], [second, 12, 122, 1232], [third, 12, 142]]
+    contexts = [contexts for contexts, _, _ in engine.asked]
+    assert contexts == [["1+1"], ["1+12", "1+14"], ["1+123"]]  # each state once
     assert len(verdicts) == 3 * 4
 
 
@@ -153,10 +144,8 @@ def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(
 ) -> None:
     """At the same temperature and from seeds of their own."""
     _, _, engine = estimate(text, [group(text, "1+", "12345-", "1")], rollouts=4, step_tokens=2)
-    assert [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked] == [
-        (4, 3, 0.7),
-        (4, 1, 0.7),
-    ]
+    sampled = [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked]
+    assert sampled == [(4, 3, 0.7), (4, 1, 0.7)]
     seeds = [seed for _, _, seed in engine.asked]
     assert len({100, *seeds}) == 3
 
