@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from build import Scored
 from exact import MAX_TOKENS, group_of_all, toy_config
 
 from tba.config.tables import PolicyTable
@@ -16,7 +17,7 @@ from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import ValueRollouts
-from tba.prompt import Answer, Prompt
+from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.files import load_groups, save_groups
 from tba.runs.setup import check
@@ -24,7 +25,6 @@ from tba.search.result import SearchResult
 from tba.search.scoring import Scoring
 from tba.search.values import Rollouts
 from tba.search.verdicts import Rejected
-from tba.tasks import Task
 from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 
@@ -52,23 +52,9 @@ class Endings(Engine):
         return Completion(tokens, np.full(len(tokens), -1.0, np.float32), True, version=0)
 
 
-@dataclass(frozen=True)
-class Digits(Task):
-    """The reward is the answer as a number; None with a 9, or at the end 81 or 82."""
-
-    pass_reward: float | None = None
-
-    def prompts(self) -> Sequence[Prompt]:
-        return []
-
-    def held_out(self) -> Sequence[Prompt]:
-        return []
-
-    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        return [
-            None if "9" in a.text or a.text.endswith(("81", "82")) else float(a.text)
-            for a in answers
-        ]
+def number(text: str) -> float | None:
+    """Return an answer as a number; None with a 9, or at the end 81 or 82."""
+    return None if "9" in text or text.endswith(("81", "82")) else float(text)
 
 
 @pytest.fixture
@@ -94,7 +80,13 @@ def estimate(
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False, sampling=SAMPLING)
     request = ValueRollouts(rollouts, step_tokens)
-    all_of = Rollouts(engine, text, Scoring({"": Digits()}), SAMPLING, request)
+    all_of = Rollouts(
+        engine,
+        text,
+        Scoring({"": Scored(lambda texts: list(map(number, texts)))}),
+        SAMPLING,
+        request,
+    )
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
 
