@@ -80,13 +80,8 @@ def estimate(
 ) -> tuple[list[Group], list[float | Rejected], Endings]:
     engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False, sampling=SAMPLING)
     request = ValueRollouts(rollouts, step_tokens)
-    all_of = Rollouts(
-        engine,
-        text,
-        Scoring({"": Scored(lambda texts: list(map(number, texts)))}),
-        SAMPLING,
-        request,
-    )
+    scoring = Scoring({"": Scored(lambda texts: list(map(number, texts)))})
+    all_of = Rollouts(engine, text, scoring, SAMPLING, request)
     valued, verdicts = all_of.estimate(groups, seed=100)
     return valued, verdicts, engine
 
