@@ -104,12 +104,16 @@ def run(stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[R
     for kept in write_results(RUNS / stage).to_dict("records"):
         by_step = curve(read_metrics(RUNS / stage / kept["folder"]), kept["metric"])["score"]
         ended = kept["status"] == "finished"
-        row = {"stage": stage, **asdict(by_label[kept["axes"]["variant"]]), "seed": kept["seed"]}
+        row = {
+            "stage": stage,
+            **asdict(by_label[kept["axes"]["variant"]]),
+            "seed": int(kept["axes"]["run.seed"]),
+        }
         row |= {name: kept.get(name) for name in ("status", "error", "ess", "lag_mean", "seconds")}
-        row["score"] = by_step.tail(EVALUATIONS).mean() if ended else 0.0
+        row["score"] = float(by_step.tail(EVALUATIONS).mean()) if ended else 0.0
         row["drop"] = kept["drop"] if ended else None
         row["log_ratio"] = kept.get("sampled_log_ratio") if ended else None
-        row["curve"] = by_step.round(5).to_dict()
+        row["curve"] = {int(step): round(score, 5) for step, score in by_step.items()}
         rows.append(row)
     return rows
 
@@ -163,7 +167,7 @@ def search() -> list[Row]:
     return rows
 
 
-def study() -> list[Row]:
+def study() -> None:
     """Run all stages, and keep the rows after each."""
     rates = search()
     keep(rates)
@@ -173,9 +177,7 @@ def study() -> list[Row]:
     schedules = run("schedules", second, SEARCH_SEEDS)
     keep([*rates, *schedules])
     best = [ranked([*rates, *schedules], *cell)[0] for cell in cells()]
-    rows = [*rates, *schedules, *run("table", best, SEEDS)]
-    keep(rows)
-    return rows
+    keep([*rates, *schedules, *run("table", best, SEEDS)])
 
 
 def keep(rows: Sequence[Row]) -> None:
@@ -224,7 +226,7 @@ def draw(rows: Sequence[Row]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = dict(zip(OBJECTIVES, pyplot.get_cmap("tab10").colors, strict=True))
+    colors = dict(zip(OBJECTIVES, pyplot.get_cmap("tab10").colors, strict=False))
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for objective, color in colors.items():
         own = [r for r in rows if (r["stage"], r["objective"]) == ("table", objective)]
@@ -274,7 +276,9 @@ def main() -> None:
     if options.count:
         print(count())
         return
-    rows = json.loads(ROWS.read_text()) if options.draw else study()
+    if not options.draw:
+        study()
+    rows = json.loads(ROWS.read_text())
     draw(rows)
     print(table(rows))
 
