@@ -16,24 +16,31 @@ NOTATIONS = tuple(
         (r"\\[dtc]?frac\s*\{\s*([+-]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1⁄\2"),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1⁄\2"),
         # groups of thousands, and those of India; a plain space may part two numbers
-        (r"(?<=\d)(?:[,'’ʼ\u00a0\u2007\u2009\u202f]|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:[,_'’ʼ\u00a0\u2007\u2009\u202f]|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))", ""),
         (r"(?<=\d),(?=\d\d,?\d{3}(?!\d))", ""),
+        (r"(?<![\d)] )\b(?:minus|negative) (?=\$?[\d.])|(?<==) - (?=\$?[\d.])", "-"),
         (r"(?<![\w)])–(?=[$\d.])", "-"),  # elsewhere a dash means "to"
         (r"(?<![\d)])([+-])\s?(?:\\?\$|[€£¥₹₽₩₪₺])\s?(?=[\d.])", r"\1"),
         (
             r"(?<=\d)\s*(?:[×✕xX*·⋅∙]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*[{(]?([+-]?\d+)[})]?",
             r"e\1",
         ),
-        (r"(?<=[A-Za-z}])\^\{?[+-]?\d+\}?|(?<=\dm)[23]\b|(?<=\d [kcdm]m)[23]\b", ""),  # of a unit
+        (r"(?<=[A-Za-z}])\^\{?[+-]?\d+\}?", ""),  # of a unit
+        (r"(\d ?(?:[kcdm]?m|ft|in|yd|mi))[23]\b", r"\1"),
     )
 )
 NUMBER = re.compile(
     r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?(?P<digits>\d+\.?\d*|\.\d+)"
     r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
-    r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?(?P<percent>\s?(?:\\?%|per ?cent|pct))?"
+    r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?"
+    r"(?:\s?\\?(?P<factor>%|(?i:per ?cent|pct|(?:thousand|million|billion)\b)))?"
 )
+FACTORS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+"""What a word behind a number multiplies it by; all others mean percent."""
+CALCULATION = re.compile(r"(?:(?:[^\W_]|\))[+-]|[\d)] ?[*×·÷] ?)$")
+"""End of a text after which a number belongs to a calculation, or to a range such as 5-7."""
 LONGEST = 1000
-"""Most characters of a number, and the largest exponent, that are computed with."""
+"""Most characters of a number; its value has at most ten times as many digits."""
 SIGNIFICANT = 6
 """Digits with which a decimal stands for a number that no decimal is equal to."""
 
@@ -43,24 +50,24 @@ class Number:
     """A number as it is written, with the value of its digits: 18 % has 18."""
 
     value: Fraction
-    percent: bool = False
-    quotient: bool = False
-    """Whether it is written a/b, which may be a calculation."""
+    factor: Fraction = Fraction(1)
+    """What a percent sign, or a word such as million, multiplies it by."""
+    calculation: bool = False
+    """Whether it is written a/b, or behind an operator, and may be a part of a calculation."""
     unit: Fraction | None = None
     """Unit of the last digit of a decimal with six significant digits or more."""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal; a percent sign that only one has may mean nothing.
+        """Return whether two numbers are equal; a factor that only one has may mean nothing.
 
         A decimal is equal to a fraction that has no end as a decimal, such as 1/3, if it is the
         fraction, rounded to its six or more digits. Everything else is compared exactly.
         """
-        pairs = [(self.value, other.value)]
-        if self.percent and not other.percent:
-            pairs.append((self.value, other.value * 100))
-        if other.percent and not self.percent:
-            pairs.append((self.value * 100, other.value))
-        return any(a == b or self.rounds(b) or other.rounds(a) for a, b in pairs)
+        ratios = {self.factor / other.factor}
+        if 1 in (self.factor, other.factor):
+            ratios.add(Fraction(1))
+        pairs = [(self.value * ratio, other.value / ratio) for ratio in ratios]
+        return any(a == other.value or self.rounds(b) or other.rounds(a) for a, b in pairs)
 
     def rounds(self, exact: Fraction) -> bool:
         """Return whether this is a decimal that a fraction without an end is rounded to."""
@@ -113,7 +120,7 @@ def _number(match: re.Match[str]) -> Number | None:
     power = int(match["power"] or 0)
     exponent = int(match["exponent"] or 1)
     below = Fraction(match["below"] or 1)
-    if max(abs(power), abs(exponent)) > LONGEST:
+    if max(abs(power), abs(exponent) * len(digits)) > 10 * LONGEST:
         return None
     value = Fraction(digits)
     if below == 0 or (value == 0 and exponent < 0):
@@ -124,9 +131,12 @@ def _number(match: re.Match[str]) -> Number | None:
     is_decimal = (
         point and significant >= SIGNIFICANT and not match["over"] and not match["exponent"]
     )
+    is_quotient = match["over"] == "/" and match["whole"] is None
+    before = match.string[: match.start() + len(match["sign"] or "")][-4:]
+    word = (match["factor"] or "").lower()
     return Number(
         value=-value if match["sign"] == "-" else value,
-        percent=match["percent"] is not None,
-        quotient=match["over"] == "/" and match["whole"] is None,
+        factor=Fraction(FACTORS.get(word, Fraction(1, 100))) if word else Fraction(1),
+        calculation=is_quotient or CALCULATION.search(before) is not None,
         unit=Fraction(10) ** (power - len(decimals)) if is_decimal else None,
     )

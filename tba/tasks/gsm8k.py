@@ -32,7 +32,7 @@ class Gsm8k(Problems):
         given = last_number(text)
         if right is None:
             return None, has_format
-        if given is None or (given.quotient and not right.quotient):
+        if given is None or (given.calculation and not right.calculation):
             return False, has_format
         return right.equals(given), has_format
 
