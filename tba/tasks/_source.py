@@ -7,16 +7,18 @@ that it imports and the weights of a model are not seen.
 import ast
 import contextlib
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from modulefinder import ModuleFinder
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
+from numbers import Number
+from pathlib import Path, PurePath
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from tba.config.schema import Config
@@ -30,6 +32,7 @@ UNUSED = {
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key_env"),
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
+WRAPPERS: Any = (type(cache(len)), staticmethod, classmethod)
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 PACKAGE = Path(__file__).parents[1]
 
@@ -117,9 +120,9 @@ class RewardSource:
     def _used(self, value: Any, seen: dict[int, Any]) -> Any:
         """Return as JSON the code of a function from Python and what it uses; add its file.
 
-        Of an object that is neither a function nor plain data, only the class counts.
+        Of an object, its class and what it holds count; of an object of a library, its class.
         """
-        if isinstance(value, int | float | str | bytes | None):
+        if isinstance(value, str | bytes | None | Number | range | PurePath | re.Pattern):
             return repr(value)
         if id(value) in seen:
             return "seen"
@@ -131,15 +134,28 @@ class RewardSource:
             return sorted(json.dumps(self._used(item, seen)) for item in items)
         if isinstance(value, partial):
             return self._used([value.func, value.args, value.keywords], seen)
+        if isinstance(value, MethodType):
+            return self._used([value.__func__, value.__self__], seen)
+        if isinstance(value, WRAPPERS):
+            return self._used(value.__wrapped__, seen)
         if isinstance(value, CodeType):
             return self._used([value.co_code, value.co_names, value.co_consts], seen)
         named = value if isinstance(value, FunctionType | type | ModuleType) else type(value)
         module = named.__name__ if isinstance(named, ModuleType) else named.__module__
         has_file = module != "__main__" and module in sys.modules
-        if has_file:
-            self._add_module(module)
+        is_library = has_file and not self._add_module(module)
+        if isinstance(value, ModuleType):
+            return value.__name__
         if not isinstance(value, FunctionType):
-            return named.__name__
+            kind = value if isinstance(value, type) else type(value)
+            own = [vars(each) for each in kind.__mro__ if each.__module__ == "__main__"]
+            used: list[Any] = [kind.__name__]
+            used += [
+                (n, v) for each in own for n, v in each.items() if n[:2] != "__" or callable(v)
+            ]
+            if not is_library and value is not kind and kind.__dictoffset__:
+                used.append(vars(value))
+            return self._used(used, seen)
         closure = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         parts: list[Any] = [value.__name__, value.__defaults__, value.__kwdefaults__, closure]
         if not has_file:

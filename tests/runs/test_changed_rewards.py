@@ -215,6 +215,18 @@ def f(completions, **row):
     return [helper(text) + (text in words) for text in completions]
 """
 CLOSURE = "def make(x):\n    def f(completions): return [x for _ in completions]\n    return f\n"
+CLASS = """
+class Judge:
+    def __init__(self, limit): self.limit = limit
+    def score(self, completions): return [self.limit]
+    def other(self, completions): return [1.0]
+    __call__ = score
+"""
+CACHED = """
+def f(completions): return [g(1)]
+@functools.cache
+def g(x):
+"""
 MEMORY = {
     "its own code": (MAIN, MAIN.replace("(text in words)", "(text not in words)")),
     "a function that it calls": (MAIN, MAIN.replace("len(text) *", "len(text) +")),
@@ -226,6 +238,15 @@ MEMORY = {
     "a partial": (
         f"{MAIN}f = functools.partial(f, x=1)", f"{MAIN}f = functools.partial(f, x=2)",
     ),
+    "a pattern that it reads": (
+        "import re\nword = re.compile('a')\ndef f(completions): return [word.findall(completions)]",
+        "import re\nword = re.compile('b')\ndef f(completions): return [word.findall(completions)]",
+    ),
+    "a function with a cache": (f"{CACHED}    return x\n", f"{CACHED}    return x + 1\n"),
+    "what an object holds": (f"{CLASS}f = Judge(1)", f"{CLASS}f = Judge(2)"),
+    "the code of a class": (f"{CLASS}f = Judge(1)", f"{CLASS}f = Judge(1)".replace("[s", "[2 * s")),
+    "a bound method": (f"{CLASS}f = Judge(1).score", f"{CLASS}f = Judge(2).score"),
+    "another method": (f"{CLASS}f = Judge(1).score", f"{CLASS}f = Judge(1).other"),
     "a closure that is empty": (
         "def make():\n    def f(completions): return x\n    if False: x = 1\n    return f\n"
         "f = make()",
