@@ -18,7 +18,7 @@ import tba
 from tba.config.errors import choices, printable
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
 from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
-from tba.config.tables import Table
+from tba.config.tables import PLUGGED, Table
 from tba.runs.checks import (
     check_config,
     check_evaluated,
@@ -297,7 +297,7 @@ def list_plugins(
     if name is not None and name not in known:
         raise ValueError(f"no plug-in called {name!r}{choices(name, known, NAMES)}")
     for kind in KINDS:
-        chosen = [each for each in names(kind) if name in (None, kind, each)]
+        chosen = [e for e in names(kind) if PLUGGED.get(str(name), name) in (None, kind, e)]
         if chosen:
             print(f"\n{kind}")
         for each in chosen:

@@ -167,7 +167,13 @@ def test_list_tells_every_plugin_and_table(command: Command) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("tb", "beta = 0.05\n"), ("trainer", "batch_size = 160\n"), ("custom", "data = (required)\n")],
+    [
+        ("tb", "beta = 0.05\n"),
+        ("trainer", "batch_size = 160\n"),
+        ("custom", "data = (required)\n"),
+        ("objective", "  tb "),
+        ("objective", "[objective]"),
+    ],
 )
 def test_list_tells_options_and_keys(name: str, said: str, command: Command) -> None:
     assert said in command("list", name).out

@@ -1,7 +1,8 @@
-"""The first section of docs/tasks.md leads to a run."""
+"""The config of docs/tasks.md, with the reward function of the quick start, is a run's."""
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Callable
@@ -12,16 +13,19 @@ import pytest
 import tba
 from tba.config.schema import load
 
-PAGE = Path(__file__).parent.parent / "docs" / "tasks.md"
-FILE = re.compile(r"^`(\S+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parent.parent / "docs"
+CONFIG = re.compile(r"^## Your own data.*?^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REWARD = re.compile(r"^`my_rewards.py`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_files_of_the_page_are_a_run(
     make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in FILE.findall(PAGE.read_text()):
-        Path(name).write_text(text)
+    Path("sums.toml").write_text(CONFIG.findall((DOCS / "tasks.md").read_text())[0])
+    Path("my_rewards.py").write_text(REWARD.findall((DOCS / "quickstart.md").read_text())[0])
+    rows = [{"question": f"What is 2 + {i}?", "answer": str(2 + i)} for i in range(8)]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     letters = [*string.ascii_letters, *string.digits, *" +=?:"]
     model = make_model(vocabulary=["<pad>", "<eos>", *letters], context=256)
     small = ["run.steps=2", "runtime.use=local", "log.console=off", "log.tensorboard=false"]

@@ -67,8 +67,9 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     If there are more than a few, `all_of_them` says where they are listed.
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    nearest = f"; did you mean {close[0]!r}?" if close else ""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    nearest = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
     if all_of_them is not None and len(known) > FEW:
         return f"{nearest}; {all_of_them}"
     return f"{nearest}; known: {', '.join(known) or 'none'}"

@@ -18,13 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import (
-    about,
-    choices,
-    explain,
-    is_secret,
-    read_secrets,
-)
+from tba.config.errors import about, choices, explain, is_secret, read_secrets
 from tba.config.schema import NEAREST, Config, elsewhere
 from tba.config.tables import GIVEN, PLUGGED, Positive, Use
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tba.config.tables import Count, Positive, PositiveFloat, Table, key
+from tba.config.tables import Count, Finite, Positive, Table, key
 
 
 class SearcherRange(Table):
@@ -48,12 +48,12 @@ class RuntimeTable(Table):
         "sleep: the engine gives its memory up while the trainer trains (local, engine=vllm)",
     )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
-    task_deadline: PositiveFloat = key(600.0, "seconds for a task before its searcher is restarted")
-    start_deadline: PositiveFloat = key(300.0, "seconds that Ray or a searcher may take to start")
-    cluster_deadline: PositiveFloat = key(
+    task_deadline: Finite = key(600.0, "seconds for a task before its searcher is restarted")
+    start_deadline: Finite = key(300.0, "seconds that Ray or a searcher may take to start")
+    cluster_deadline: Finite = key(
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
-    gather_deadline: PositiveFloat = key(1800.0, "seconds the trainer waits for a batch of groups")
+    gather_deadline: Finite = key(1800.0, "seconds the trainer waits for a batch of groups")
     max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"

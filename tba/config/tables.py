@@ -18,6 +18,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]  # strict would refuse lists
@@ -91,7 +92,7 @@ class TaskTable(Use):
 class RunTable(Table):
     folder: str = key("", "folder to write to; empty: runs/<task>-<objective>-<time>")
     steps: Positive = key(200, "number of optimizer steps")
-    epochs: PositiveFloat | None = key(
+    epochs: Finite | None = key(
         None,
         "passes over the training prompts; sets run.steps to epochs x prompts / groups of a batch",
     )
@@ -161,7 +162,7 @@ class PolicyTable(Table):
 
 class SamplingTable(Table):
     samples: Positive = key(20, "S, responses to sample per prompt; at least trainer.group_size")
-    temperature: PositiveFloat = key(
+    temperature: Finite = key(
         1.0, "sampling temperature; all log-probs are of the distribution at this temperature"
     )
     top_p: PositiveShare = key(
@@ -230,7 +231,7 @@ class TrainerTable(Table):
     decay_steps: Count = key(0, "final steps of warmup_stable_decay; 0: a tenth of run.steps")
     min_lr_ratio: Share = key(0.0, "final share of learning_rate (cosine, warmup_stable_decay)")
     betas: Betas = key((0.9, 0.999), "betas of AdamW")
-    weight_decay: Annotated[float, Field(ge=0)] = key(0.0, "weight decay of AdamW")
+    weight_decay: NotNegative = key(0.0, "weight decay of AdamW")
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
     optimizer: Literal["adamw", "adamw_8bit"] = key(
         "adamw",
@@ -252,7 +253,7 @@ class TrainerTable(Table):
         " and of AdamW's state (ray)",
     )
     fsdp: FsdpTable | None = key(None, "how layers are divided over ranks (devices above 1)")
-    deadline: PositiveFloat = key(
+    deadline: Finite = key(
         1800.0, "seconds in which all ranks must end a step, a publication or a copy of their state"
     )
     max_restarts: Count = key(
@@ -346,7 +347,7 @@ class EvalTable(Table):
     every: Count = key(50, "evaluate every N steps; 0: only before and after training")
     prompts: Count = key(128, "number of held-out prompts; 0: no evaluation")
     samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
-    temperature: PositiveFloat = key(1.0, "temperature of the sampled answers")
+    temperature: Finite = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
     patience: Positive | None = key(
         None,
@@ -360,7 +361,7 @@ class EvalTable(Table):
     prompts_per_task: Positive = key(
         32, "held-out prompts per evaluation task; these take turns with searches (ray)"
     )
-    deadline: PositiveFloat = key(
+    deadline: Finite = key(
         1800.0, "seconds to wait for each unfinished evaluation at the end of a run (ray)"
     )
     sets: dict[str, EvalSet] = key({}, "further sets, in tables [eval.sets.NAME]: docs/tasks.md")
@@ -380,7 +381,7 @@ class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
-    deadline: PositiveFloat = key(1800.0, "seconds to write one checkpoint before the run stops")
+    deadline: Finite = key(1800.0, "seconds to write one checkpoint before the run stops")
 
 
 class LogTable(Table):

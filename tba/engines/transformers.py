@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
+from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
 from tba.engines._choice import StopStrings, choose, shortened
 from tba.models.cache import (
@@ -51,7 +52,7 @@ class Transformers(Engine):
     """
 
     longest_block: ClassVar[int] = 0
-    batch_size: int = 256
+    batch_size: Positive = 256
     """Maximum number of responses to generate at once."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where that is faster (see `policy.autocast`), else fp32."""

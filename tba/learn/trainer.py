@@ -19,11 +19,7 @@ from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, st
 from tba.learn.checks import check_lengths, warm_up
 from tba.learn.optimizer import build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
-from tba.models.cache import (
-    compile_layers,
-    enable_gradient_checkpointing,
-    takes_masks,
-)
+from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from logging import getLogger
@@ -235,7 +235,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     if pad is None or pad >= vocabulary:  # it is masked, so that any token will do
         pad = eos
     declared = _declared_eos(model_path(policy.model), config)
-    eos_ids = frozenset({eos, *(i for i in declared if i < vocabulary)})
+    eos_ids = frozenset({eos, *(i for i in declared if 0 <= i < vocabulary)})
     template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
         if name not in template:  # a template ignores what it does not know
@@ -265,11 +265,15 @@ def _declared_eos(path: str, config: Any) -> list[int]:
     from transformers import GenerationConfig
 
     declared = config.get_text_config().to_dict().get("eos_token_id")
-    with suppress(OSError):  # no generation_config.json
-        own = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
-        declared = own.eos_token_id
-    ids = declared if isinstance(declared, list) else [declared]
-    return [i for i in ids if i is not None]
+    with _explained(path, f"generation_config.json of policy.model = {path!r}"):
+        try:
+            own = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
+            declared = own.eos_token_id
+        except OSError:
+            if Path(path, "generation_config.json").is_file():
+                raise
+        ids = declared if isinstance(declared, list) else [declared]
+        return [int(i) for i in ids if i is not None]
 
 
 def sources(path: str, remote_code: bool = False) -> dict[str, bool]:

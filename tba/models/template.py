@@ -44,8 +44,14 @@ def render(
     text or a list of parts, unless the template shows only the other. ValueError if it cannot
     show the chat at all.
     """
-    if not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError("a message is no table with `role` and `content`")
+    for message in messages:
+        match message:
+            case {"role": "assistant"} | {"role": str(), "content": str() | list()}:
+                continue
+        told = reprlib.repr(message)
+        raise ValueError(f"a message is no table with `role` and `content` as text: {told}")
+    if messages[-1] == {"role": "assistant", "content": ""}:  # a turn that is not begun
+        messages = messages[:-1]
     plain = not any(isinstance(m.get("content"), list) for m in messages)
     texts = list(map(_as_text, messages))
     parts = list(map(_as_parts, messages))

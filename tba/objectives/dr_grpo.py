@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from tba.config.tables import PositiveFloat
+from tba.config.tables import NotNegative, PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, centred, penalised
 from tba.types import Batch
 
@@ -19,7 +19,7 @@ class DrGrpo(Objective):
     """
 
     uses_behavior = True
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""

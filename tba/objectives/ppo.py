@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.config.tables import PositiveFloat, Share
+from tba.config.tables import NotNegative, PositiveFloat, Share
 from tba.objectives import (
     Head,
     Loss,
@@ -36,7 +36,7 @@ class Ppo(Objective):
     """
 
     uses_behavior = True
-    beta: float = 0.05
+    beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""

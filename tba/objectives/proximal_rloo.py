@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from tba.config.tables import PositiveFloat
+from tba.config.tables import NotNegative, PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, clipped, leave_one_out, log_ratio, ratio
 from tba.types import Batch
 
@@ -17,7 +17,7 @@ class ProximalRloo(Objective):
     """
 
     uses_behavior = True
-    beta: float = 0.05
+    beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from tba.config.tables import PositiveFloat
+from tba.config.tables import NotNegative, PositiveFloat
 from tba.objectives import Importance, Loss, Objective, PerToken, importance, leave_one_out, total
 from tba.types import Batch
 
@@ -19,7 +19,7 @@ class Rloo(Objective):
     Back to Basics (arXiv 2402.14740), equation 7.
     """
 
-    beta: float = 0.05
+    beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     importance: Importance = "none"
     """Importance weights per token, per response, or none."""

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.config.tables import Positive, PositiveFloat
+from tba.config.tables import NotNegative, Positive, PositiveFloat
 from tba.objectives import Loss, Objective, PerToken, ValueRollouts, penalised, whitened
 from tba.types import Batch
 
@@ -26,7 +26,7 @@ class VinePpo(Objective):
     """
 
     uses_behavior = True
-    beta: float = 1e-4
+    beta: NotNegative = 1e-4
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""

@@ -63,8 +63,8 @@ def _absolute(key: str, value: Any) -> Any:
     if not file.endswith(".py"):
         file = value
         colon = function = ""
-    is_written_like_a_path = "/" in file or "." in file or key.endswith(("model", "data", "from"))
-    if not is_written_like_a_path or len(file.encode()) > LONGEST_NAME:
+    is_written = re.search(r"\w[/.]|[/.]\w", file) or key.endswith(("model", "data", "from"))
+    if not is_written or len(file.encode()) > LONGEST_NAME:
         return value
     path = Path(file).expanduser()
     return f"{path.absolute()}{colon}{function}" if path.exists() else value

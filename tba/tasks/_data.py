@@ -4,9 +4,11 @@ import codecs
 import csv
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,8 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 
 def _of_numpy(value: Any) -> Any:
     """Return a scalar or an array of numpy as plain values; TypeError for anything else."""
+    if isinstance(value, Exception):  # of a value that Python cannot hold
+        raise TypeError(str(value))
     is_numpy = isinstance(value, np.generic | np.ndarray)
     if is_numpy and value.dtype.kind in "biufUO":  # a date would become a number
         return value.tolist()
@@ -148,7 +152,7 @@ def _from_file(path: Path) -> Rows:
         raise ValueError(f"line {line} is not UTF-8 ({error.reason}); save it as UTF-8") from error
     if path.suffix == ".csv":
         return _from_csv(text)
-    rows: Rows = json.loads(text) if text.lstrip().startswith("[") else _from_lines(text)
+    rows: Rows = _from_json(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")
     return rows
@@ -159,27 +163,51 @@ def _from_lines(text: str) -> Rows:
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): texts may have U+2028
         if line.strip():
             with about(f"line {number}"):
-                rows.append(json.loads(line))
+                rows.append(_from_json(line))
     return rows
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; ValueError if it has a name twice."""
+    if len(table := dict(pairs)) < len(pairs):
+        check_names([name for name, _ in pairs])
+    return table
+
+
+def _integer(digits: str) -> int | Decimal:
+    return int(digits) if len(digits) < 4000 else Decimal(digits)  # Python's limit is 4300
+
+
+_from_json = json.JSONDecoder(object_pairs_hook=_table, parse_int=_integer).decode
 
 
 def from_arrow(table: Any) -> Rows:
     """Return the rows of an Arrow table, without decoding images and the like."""
     check_names(table.column_names)
-    return list(table.to_pylist())
+    columns = [map(_value, column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _value(scalar: Any) -> Any:
+    """Return a value of Arrow, or the error if Python cannot hold it, such as the year 10000."""
+    try:
+        return scalar.as_py()
+    except (ValueError, ArithmeticError) as error:
+        return error
 
 
 def _from_csv(text: str) -> Rows:
     """Read CSV as Python's `csv` does: values are text. The header shows what separates them."""
     csv.field_size_limit(sys.maxsize)  # else a value has at most 131,072 characters
     text = text.lstrip("\r\n")
-    header = text.partition("\n")[0]
+    unquoted = re.sub(r'"[^"]*"', "", text[: 2**16])
+    header = re.split("[\r\n]", unquoted, maxsplit=1)[0]
     separator = next((mark for mark in ",;\t" if mark in header), ",")
     lines = csv.DictReader(StringIO(text, newline=""), delimiter=separator, strict=True)
-    names = lines.fieldnames or []
-    check_names([name for name in names if name])
     rows: Rows = []
     try:
+        names = lines.fieldnames or []
+        check_names([name for name in names if name])
         for row in lines:
             if None in row or None in row.values():
                 raise csv.Error(f"row {len(rows)} has not {len(names)} values, one for each column")

@@ -148,9 +148,9 @@ class Splits(Rendering, Task):
     """A hub name, or a folder with a file for each split."""
     held_out_data: str | None = None
     """Hub name, folder or file with another held-out split."""
-    train_size: int | None = None
+    train_size: Positive | None = None
     """Maximum number of training rows: the first ones; default: all."""
-    held_out_size: int | None = None
+    held_out_size: Count | None = None
     """Maximum number of held-out rows: the first ones; default: all."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from tba.config.tables import GIVEN, Positive, PositiveFloat
+from tba.config.tables import GIVEN, Finite, Positive
 from tba.tasks import Program
 from tba.tasks._data import Rows, rows
 from tba.tasks.custom import ADVICE, Custom
@@ -35,7 +35,7 @@ class Agent(Custom):
     """The program, written `file.py:function` or `package.module:function`."""
     python: str | None = None
     """Python interpreter of the program; default: this one."""
-    deadline: PositiveFloat = 300.0
+    deadline: Finite = 300.0
     """Seconds of a session; the sample is rejected after that."""
     concurrency: Positive = 64
     """Sessions at once in a searcher."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Prompt
 from tba.tasks import Task
 
@@ -23,11 +24,11 @@ class Arithmetic(Task):
 
     digits: int = 3
     """Digits of each number."""
-    train_size: int = 20_000
+    train_size: Positive = 20_000
     """Sums to train on."""
-    held_out_size: int = 512
+    held_out_size: Count = 512
     """Sums to evaluate on."""
-    seed: int = 0
+    seed: Count = 0
     """Seed of the sums."""
     pass_reward: float = 1.0
     """Least reward of a correct answer."""

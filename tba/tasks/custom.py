@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from tba.config.errors import masked, read_secrets
 from tba.config.plugins import JUDGES, check_options, resolve
-from tba.config.tables import GIVEN, Count, Positive, PositiveFloat, Use
+from tba.config.tables import GIVEN, Count, Finite, Positive, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Prepares, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, require, rows
@@ -117,7 +117,7 @@ class Custom(Rendering, Task):
     """Class in TRL's convention, or function that returns an instance, written as for `reward`."""
     max_turns: Positive = 8
     """Most turns of the policy in a dialogue with the environment."""
-    tool_deadline: PositiveFloat = 10.0
+    tool_deadline: Finite = 10.0
     """Seconds for a call of a tool, after which the policy reads an error."""
     passed: Functions | None = field(default=None, metadata=GIVEN, repr=False)
     """Reward functions that were passed from Python, in place of `reward`."""
@@ -340,7 +340,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class called `name`."""
     where, _, function = name.rpartition(":")
     origin = f"{key} = {name!r}"
-    if not where:
+    if not (where.endswith(".py") or all(map(str.isidentifier, where.split(".")))):
         judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
         is_model = "/" in name and not name.endswith(".py")
         raise ValueError(f"{origin}: {ADVICE}{judge if is_model else ''}")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tba.config.errors import choices
-from tba.config.tables import Count
+from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Prompt
 from tba.tasks import Task
 from tba.tasks._rendering import Rendering
@@ -30,7 +30,7 @@ class ReasoningGym(Rendering, Task):
     """Name of the generator, such as `chain_sum`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the generator, such as `max_digits`, in a table."""
-    size: int = 5000
+    size: Positive = 5000
     """Questions to generate, the held-out ones included."""
     held_out_size: Count = 256
     """Questions to evaluate on: the first ones."""

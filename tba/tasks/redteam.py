@@ -16,15 +16,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from tba.config.tables import (
-    Count,
-    Fraction,
-    PolicyTable,
-    Positive,
-    PositiveFloat,
-    PositiveShare,
-    Use,
-)
+from tba.config.tables import Count, Finite, Fraction, PolicyTable, Positive, PositiveShare, Use
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import NEAR_DUPLICATE, Scorer, Scores, Task, WrongLength, call
@@ -76,7 +68,7 @@ class RedTeam(Task):
     """Send the attack as a user's message."""
     victim_max_tokens: Positive = 30
     """Maximum length of an answer of the victim."""
-    victim_temperature: PositiveFloat = 0.7
+    victim_temperature: Finite = 0.7
     """Sampling temperature of the victim."""
     victim_top_p: PositiveShare = 0.92
     """Nucleus sampling of the victim."""

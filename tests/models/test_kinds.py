@@ -140,6 +140,17 @@ def test_a_config_that_does_not_fit_is_refused(
     assert re.search(told, refusal(variant(tiny_model, tmp_path, **config)))
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "</s>"}'])
+def test_a_generation_config_that_cannot_be_read_is_told(
+    tiny_model: Path, tmp_path: Path, content: str
+) -> None:
+    model = variant(tiny_model, tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    assert refusal(model).startswith("generation_config.json of policy.model = ")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1]}')
+    assert load_text(PolicyTable(model=model)).eos_ids == {1}
+
+
 @pytest.mark.parametrize(
     "name",
     ["t5", "bart", "bert", "xlm-roberta", "gemma3", "llava", "qwen2_vl", "qwen3_next", "vit"],

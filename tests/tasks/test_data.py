@@ -89,7 +89,14 @@ def test_csv_with_an_index_and_empty_lines(tmp_path: Path) -> None:
     assert rows("task.data", source, "train") == [{"prompt": "a"}, {"prompt": "b"}]
 
 
+def test_the_header_shows_the_separator_outside_of_quotes(tmp_path: Path) -> None:
+    for text in ('"prompt,\n long";answer\na,b;c\n', '"prompt,\n long";answer\ra,b;c\r'):
+        source = write_text(tmp_path / "a.csv", text)
+        assert rows("task.data", source, "train") == [{"prompt,\n long": "a,b", "answer": "c"}]
+
+
 CSV = {
+    "names": ('"prompt"x,answer\na,b\n', "up to line 1: ',' expected after '\"'"),
     "too few": ("prompt,answer\na,b\nc\n", "up to line 3: row 1 has not 2 values"),
     "too many": ("prompt,answer\na,b,c\n", "up to line 2: row 0 has not 2 values"),
     "equal": ("prompt,answer,answer\na,b,c\n", "2 columns are called 'answer'; rename"),
@@ -143,6 +150,8 @@ WRONG = {
     "blank": ("a.jsonl", "\n\n", "has no rows"),
     "empty list": ("a.json", "[]", "has no rows"),
     "broken": ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "be read: line 2: Expecting value"),
+    "names": ("a.jsonl", '{"prompt": "1"}\n{"prompt": "1", "prompt": "2"}\n',
+        "line 2: 2 columns are called 'prompt'; rename all but one"),
     "nested too deeply": ("a.jsonl", DEEP, "cannot be read: maximum recursion depth"),
     "not rows": ("a.jsonl", '"prompt"\n', "every row must be a table"),
     "not UTF-8": ("a.jsonl", b"\xfc", "line 1 is not UTF-8 (invalid start byte)"),
@@ -182,6 +191,9 @@ ODD: dict[str, tuple[pyarrow.Table, str]] = {
     "bytes": (arrow([None, b"x"], pyarrow.binary()), "bytes"),
     "decimal": (arrow([None, Decimal("0.50")], pyarrow.decimal128(5, 2)), "Decimal"),
     "duration": (arrow([1, 2], pyarrow.duration("ns")), "timedelta|Timedelta"),
+    "far timestamp": (arrow([None, 10**15], pyarrow.timestamp("ms")), "out of range"),
+    "far date": (arrow([None, 10**8], pyarrow.date32()), "out of range"),
+    "long duration": (arrow([None, 2**62], pyarrow.duration("s")), "too large"),
     "nested": (arrow([[{"x": b"y"}], []], pyarrow.list_(pyarrow.struct({"x": pyarrow.binary()}))),
                "bytes"),
 }  # fmt: skip
@@ -204,6 +216,11 @@ def test_a_column_that_json_cannot_hold_is_left_out(
     for option in ({"prompt": "{odd}"}, {"prompt_column": "odd"}, {"answer_column": "odd"}):
         with pytest.raises(ValueError, match=r"has no column 'odd'; it has prompt\."):
             Custom(data=source, reward=f"{reward}:f", **option).prompts()
+
+
+def test_digits_that_no_one_reads_do_no_harm(tmp_path: Path) -> None:
+    source = write_text(tmp_path / "a.jsonl", f'{{"prompt": "a", "odd": {"1" * 5000}}}')
+    assert rows("task.data", source, "train") == [{"prompt": "a"}]
 
 
 MEMORY: dict[str, list[Any]] = {

@@ -204,7 +204,7 @@ def test_a_result_may_hold_eos() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=10, deadline=None)
-@given(begun=st.sampled_from(["Let me think:", "a ", "\n1.", "assistant", "x\ny"]))
+@given(begun=st.sampled_from(["", "Let me think:", "a ", "\n1.", "assistant", "x\ny"]))
 def test_a_last_message_of_the_policy_is_continued(name: str, begun: str) -> None:
     text = READERS[name].text
     asked = [{"role": "user", "content": "Hi"}]
@@ -279,16 +279,22 @@ WRONG: dict[str, tuple[Any, str]] = {
     "image": ([{"role": "user", "content": [{"type": "image"}]}], "is no text: {'type': 'image'}"),
     "text": (["Hi"], "a message is no table"),
     "words": ([{"role": "user", "content": ["Hi"]}], "is no text: 'Hi'"),
-    "none": ([{"role": "user", "content": None}], "the tokenizer's chat template refuses it"),
+    "none": ([{"role": "user", "content": None}], "is no table with `role` and `content`"),
+    "number": ([{"role": "user", "content": 5}], "`content` as text: {'content': 5, 'role': 'us"),
+    "other names": (
+        [{"from": "human", "value": "Hi"}],
+        "as text: {'from': 'human', 'value': 'Hi'}",
+    ),
     "begun": ([{"role": "assistant", "content": None}], "chat template refuses it: continue_final"),
     "empty": ([], "is empty"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_messages_that_cannot_be_shown_are_refused_by_row(case: str) -> None:
+@pytest.mark.parametrize("template", [CHATML, TEXT_ONLY["shown"]])
+def test_messages_that_cannot_be_shown_are_refused_by_row(case: str, template: str) -> None:
     messages, told = WRONG[case]
-    text = READERS["ChatML"].text
+    text = text_with(template, ["</s>"], [])
     with pytest.raises(ValueError, match=r"^prompt 'train-7'") as error:
         text.encode(Prompt("train-7", messages))
     assert told in str(error.value) and "\n" not in str(error.value)

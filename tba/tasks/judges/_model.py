@@ -12,13 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.tables import PolicyTable
 from tba.models import model_path
-from tba.models.pretrained import (
-    check_files,
-    computes_in_bf16,
-    context,
-    load_files,
-    load_weighted,
-)
+from tba.models.pretrained import check_files, computes_in_bf16, context, load_files, load_weighted
 from tba.models.template import limited
 from tba.tasks.judges import Judge, Text, conversation, fill
 

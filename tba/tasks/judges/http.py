@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from tba.config.tables import Count, Positive, PositiveFloat
+from tba.config.tables import Count, Finite, Positive
 from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 
@@ -94,7 +94,7 @@ class Http(Judge):
     """What the score is; for logit, the server must know vLLM's `use_activation`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key. The key is written nowhere."""
-    deadline: PositiveFloat = 10.0
+    deadline: Finite = 10.0
     """Seconds for each request."""
     retries: Count = 4
     """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
