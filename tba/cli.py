@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
 import tba
-from tba.config.errors import choices, printable
+from tba.config.errors import check_secrets, choices, printable
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
 from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
 from tba.config.tables import PLUGGED, Table
@@ -408,6 +408,7 @@ def _refuse_dashes(settings: list[str]) -> None:
         name, equals, value = given.lstrip("-").partition("=")
         name = name.replace("-", "_")
         value = value if equals else following
+        check_secrets(name, value)  # first: no error quotes one
         if "." in name:
             raise ValueError(f"{given}: settings have no dashes; type `{name}={value}`")
         command: Any = get_command(app)

@@ -372,7 +372,7 @@ class EvalTable(Table):
         if most > self.samples:
             raise ValueError(
                 f"eval.k = {list(self.k)} needs {most} answers per prompt, but"
-                f" eval.samples = {self.samples}; set eval.samples={most} or more"
+                f" eval.samples = {self.samples}; set eval.samples={most}, or eval.k={self.samples}"
             )
         return self
 

@@ -22,7 +22,10 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
 """A box without braces, up to the end of the formula, as some solutions of MATH have it."""
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
-TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\}")
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+MARK = re.compile(r"(?<=\d)_\{?(\d+)\}?|\b([ap])\.?m\b", re.IGNORECASE)
+"""The base of a number, or the half of a day: math-verify passes over both."""
 NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
 """A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
 PERCENT = re.compile(r"\\?%\s*$")
@@ -55,6 +58,10 @@ def equal(gold: str, answer: str) -> bool | None:
         raise RuntimeError(
             "math-verify only works in the main thread of a process; set reward.isolate=process"
         )
+    texts = [" ".join(TEXT.sub(r"\1", text).split()) for text in (gold, answer)]
+    marks = ["".join(map("".join, MARK.findall(text.lower()))) for text in texts]
+    if texts[0] == texts[1] or (all(marks) and marks[0] != marks[1]):
+        return texts[0] == texts[1]
     right = whole_number(gold)
     given = whole_number(answer)
     if right is not None and given is not None:
@@ -82,7 +89,7 @@ def _compare(gold: str, answer: str, seconds: int) -> bool | None:
     pair = []
     times = [time.monotonic()]
     for text in (gold, answer):
-        exact = DECIMAL.sub(_fraction, text)
+        exact = DECIMAL.sub(_fraction, REPEATING.sub(_repeated, text))
         pair.append(parse(f"\\boxed{{{exact}}}", boxed, parsing_timeout=seconds))
         times.append(time.monotonic())
     digits = 30 + len(gold) + len(answer)
@@ -122,6 +129,13 @@ def _fraction(decimal: re.Match[str]) -> str:
     """Return a decimal as a fraction in LaTeX."""
     whole, decimals = decimal.groups()
     return f"\\frac{{{whole}{decimals}}}{{1{'0' * len(decimals)}}}"
+
+
+def _repeated(decimal: re.Match[str]) -> str:
+    """Return a decimal whose last digits repeat without end as a fraction in LaTeX."""
+    start = "".join(decimal.groups()[:2])
+    value = int(start + decimal[3]) - int(start or 0)
+    return f"\\frac{{{value}}}{{{'9' * len(decimal[3])}{'0' * len(decimal[2])}}}"
 
 
 @cache

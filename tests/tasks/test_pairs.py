@@ -122,6 +122,7 @@ MATH: dict[str, tuple[Answers, Answers]] = {
             r"\frac{1}{2}": [".50"], "2.5": [r"2\frac{1}{2}", "2½"], "1.5": ["1 1/2"],
             "0.1": [r"\frac{1}{10}"], "0.75": [r"\frac{1.5}{2}"], r"0.1\pi": [r"\frac{\pi}{10}"],
             "(0.1,0.2)": [r"(\frac{1}{10},\frac{1}{5})"], "x^2+0.5": [r"x^2+\frac{1}{2}"],
+            r"0.\overline{3}": [r"\frac{1}{3}"], r"\frac{7}{6}": [r"1.1\overline{6}", r"1.1\bar 6"],
             "[0.5,1)": [r"\left[\frac12,1\right)"], "3+4i": ["3+4.0i"],
             "6.02e23": [r"6.02\times10^{23}"],
         },
@@ -235,10 +236,15 @@ MATH: dict[str, tuple[Answers, Answers]] = {
         {r"90^\circ": [r"45^\circ"]},
     ),
     "text": (
-        {r"\text{Evelyn}": [r"\text{Evelyn}", "Evelyn"], r"\text{(C)}": ["C"], "204_5": ["204_5"]},
+        {
+            r"\text{Evelyn}": [r"\text{Evelyn}", "Evelyn"], r"\text{(C)}": ["C"],
+            "204_5": ["204_5", "204_{5}", "204"],
+            r"\text{June 20}": ["June 20"], r"6\text{ PM}": ["6", r"6\text{ p.m.}"],
+        },
         {
             r"\text{Evelyn}": [r"\text{Carla}"], r"\text{even}": [r"\text{odd}"],
-            r"\text{Yes}": [r"\text{No}"], "C": ["D"], "204_5": ["203_5"],
+            r"\text{Yes}": [r"\text{No}"], "C": ["D"], "204_5": ["203_5", "204_6"],
+            r"6\text{ p.m.}": [r"6\text{ a.m.}", "6 AM"],
         },
     ),
 }  # fmt: skip
