@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 from exact import toy_config
+from suite import alive
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -44,9 +46,10 @@ from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint
 from tba.runs.checkpoint import Checkpoints, Progress
-from tba.runs.generations import generations
+from tba.runs.generations import files_of, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.runs.setup import RunSetup, check
+from tba.runs.summary import Summary
 from tba.search.prompts import Cursor, PromptStream, SearchState
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
@@ -54,7 +57,7 @@ from tba.search.verdicts import Rejected, Verdict
 from tba.selections import Selection
 from tba.tasks import Task
 from tba.tasks.custom import Custom
-from tba.types import Batch, Group, Sampling, Trajectory
+from tba.types import Batch, Group, Sampling, Trajectory, collate
 from tba.weights import Direct, Probe, Weights, published, trained
 
 
@@ -150,18 +153,25 @@ def file_names(folder: Path) -> list[str]:
 
 def answered(prompt: Prompt, right: int, answers: int) -> Group:
     logp = -np.ones(1, np.float32)
-    found = tuple(
+    found = [
         Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True)
         for k in range(answers)
-    )
-    return Group(prompt, np.array([1], np.int32), found)
+    ]
+    return Group(prompt, np.array([1], np.int32), tuple(found))
 
 
-def ended(config: Config) -> Run:
-    """Carry out a run and return it, closed."""
-    with open_run(config) as run:
-        run.train()
-    return run
+def stopped(config: Config, step: int, resume: Path | None = None) -> Summary:
+    """Carry out a session that is stopped after a step."""
+    with open_run(config, resume) as run:
+        log: Callable[..., None] = run.log
+
+        def logged(*arguments: Any) -> None:
+            log(*arguments)
+            run.stop.requested = run.step == step
+
+        run.log = logged  # type: ignore[method-assign]
+        run.stop.requested = run.step == step
+        return run.train()
 
 
 def first_policy(config: Config) -> Policy:
@@ -274,11 +284,7 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
 
 def newest_files(folder: Path) -> dict[str, bytes]:
     generation = checkpoint.newest(folder / "checkpoints")
-    return {
-        str(p.relative_to(generation)): p.read_bytes()
-        for p in sorted(generation.rglob("*"))
-        if p.is_file()
-    }
+    return {name: path.read_bytes() for name, path in files_of(generation).items()}
 
 
 def replayed(folder: Path) -> list[tuple[Any, ...]]:
@@ -311,11 +317,7 @@ def resumes_exactly(model: Path, folder: Path, *settings: str) -> None:
     run(config(model, folder / "whole", *settings))
     run(config(model, folder / "part", *settings, "checkpoint.every=5"))
     for generation in checkpoint.generations(folder / "part" / "checkpoints")[1:]:
-        for path in sorted(
-            generation.rglob("*"), reverse=True
-        ):  # as if it had been killed after step 5
-            path.unlink() if path.is_file() else path.rmdir()
-        generation.rmdir()
+        shutil.rmtree(generation)  # as if it had been killed after step 5
     run(_config([], folder / "part"), folder / "part")
     end_alike(folder / "whole", folder / "part")
 
@@ -337,11 +339,8 @@ def end_alike(whole: Path, part: Path) -> None:
 
 def as_settings(config: Config) -> list[str]:
     """The whole config as `table.key=value`."""
-    return [
-        f"{table}.{name}={json.dumps(value)}"
-        for table, values in config.nested().items()
-        for name, value in values.items()
-    ]
+    tables = config.nested().items()
+    return [f"{table}.{key}={json.dumps(v)}" for table, own in tables for key, v in own.items()]
 
 
 RANK = 4
@@ -429,10 +428,6 @@ def run_and_keep(
     return run
 
 
-def shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir()}
-
-
 def copies() -> int:
     """Return how many copies of weights this process keeps."""
     files = set()
@@ -460,19 +455,13 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def nothing_is_left() -> Iterator[list[psutil.Process]]:
     """After the block, no process that it lists and no shared memory of it exists for long."""
-    before, processes = shared_memory(), []
+    shared, processes = Path("/dev/shm"), []
+    before = set(shared.iterdir())
     yield processes
     assert processes
-    assert wait_until(lambda: not any(map(runs, processes)), 10), list(filter(runs, processes))
+    assert wait_until(lambda: not alive(processes), 10), alive(processes)
     # other programs may make files meanwhile, which they remove soon
-    assert wait_until(lambda: shared_memory() <= before, 60), shared_memory() - before
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it has ended in between
-        return False
+    assert wait_until(lambda: {*shared.iterdir()} <= before, 60), {*shared.iterdir()} - before
 
 
 def children(pid: int | None = None) -> list[psutil.Process]:
@@ -501,6 +490,23 @@ def random_groups(
         some = [one() for _ in range(samples)]
         groups.append(group(f"p{rng.integers(prompts)}", *some, reference=reference))
     return groups
+
+
+def random_batch(seed: int, groups: int, samples: int, longest: int) -> Batch:
+    """Groups of responses of 1 to `longest` tokens, some of which are alike."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for b in range(groups):
+        trajectories = []
+        for _ in range(samples):
+            n = int(rng.integers(1, longest + 1))
+            logps = -rng.random((2, n), np.float32)
+            tokens = rng.integers(2, 14, n).astype(np.int32)
+            trajectories.append(Trajectory(tokens, *logps, float(rng.random()), 0, True))
+        trajectories[-1] = trajectories[0]
+        prompt = rng.integers(2, 14, int(rng.integers(1, 9))).astype(np.int32)
+        made.append(Group(Prompt(str(b), "?"), prompt, tuple(trajectories)))
+    return collate(made)
 
 
 def first_tokens(group: Group) -> list[int]:

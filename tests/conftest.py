@@ -139,24 +139,15 @@ def groups() -> list[Group]:
         tokens[-1] = tokens[-1] if k == 0 else VOCABULARY.index(EOS)
         behavior, ref = (-rng.exponential(size=length).astype(np.float32) for _ in range(2))
         value = np.linspace(-1, k, length, dtype=np.float32)
-        return Trajectory(
-            tokens,
-            behavior,
-            ref,
-            reward=float(rng.normal()),
-            version=int(rng.integers(7)),
-            finished=k > 0,
-            value=value,
-        )
+        reward, version = float(rng.normal()), int(rng.integers(7))
+        return Trajectory(tokens, behavior, ref, reward, version, finished=k > 0, value=value)
 
-    prompts = [
-        Prompt(f"prompt-{b}", text, {"answer": str(b)}) for b, text in enumerate(("1+", "7", "2="))
-    ]
-    tokens = [np.array([VOCABULARY.index(c) for c in p.text], np.int32) for p in prompts]
-    return [
-        Group(p, t, tuple(trajectory(k, n) for k, n in enumerate(lengths)))
-        for p, t, lengths in zip(prompts, tokens, LENGTHS, strict=True)
-    ]
+    groups = []
+    for b, (text, lengths) in enumerate(zip(("1+", "7", "2="), LENGTHS, strict=True)):
+        tokens = np.array([VOCABULARY.index(c) for c in text], np.int32)
+        some = tuple(trajectory(k, n) for k, n in enumerate(lengths))
+        groups.append(Group(Prompt(f"prompt-{b}", text, {"answer": str(b)}), tokens, some))
+    return groups
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -47,29 +47,14 @@ class Delayed:
 
 def toy_config(model: Path, folder: Path, *settings: str) -> Config:
     """A local run on the toy."""
-    return load(
-        None,
-        [
-            f"policy.model={model}",
-            f"run.folder={folder}",
-            "run.steps=250",
-            "runtime.use=local",
-            "runtime.prompts_per_task=3",
-            "task=toy.Toy",
-            f"sampling.max_tokens={MAX_TOKENS}",
-            "sampling.samples=64",
-            "trainer.batch_size=192",
-            "trainer.group_size=64",
-            "trainer.learning_rate=2e-3",
-            "trainer.schedule=linear",
-            "eval.prompts=0",
-            "checkpoint.every=0",
-            "log.console=off",
-            "reward.isolate=none",
-            "log.tensorboard=false",
-            *settings,
-        ],
-    )
+    own = [
+        f"policy.model={model}", f"run.folder={folder}", "run.steps=250", "runtime.use=local",
+        "runtime.prompts_per_task=3", "task=toy.Toy", f"sampling.max_tokens={MAX_TOKENS}",
+        "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64",
+        "trainer.learning_rate=2e-3", "trainer.schedule=linear", "eval.prompts=0",
+        "checkpoint.every=0", "log.console=off", "reward.isolate=none", "log.tensorboard=false",
+    ]  # fmt: skip
+    return load(None, [*own, *settings])
 
 
 def completed(*responses: list[int]) -> list[Completion]:
@@ -103,16 +88,9 @@ def group_of_all(
     ]
     group = Group(prompt, text.encode(prompt), tuple(blank))
     logp = log_probs(reference, group)
-    return Group(
-        prompt,
-        group.prompt_tokens,
-        tuple(
-            Trajectory(
-                t.tokens, t.behavior_logp, row[: len(t.tokens)].numpy(), t.reward, 0, t.finished
-            )
-            for t, row in zip(blank, logp, strict=True)
-        ),
-    )
+    pairs = zip(blank, logp, strict=True)
+    whole = [replace(t, ref_logp=row[: len(t.tokens)].numpy()) for t, row in pairs]
+    return replace(group, trajectories=tuple(whole))
 
 
 @torch.no_grad()
@@ -176,18 +154,10 @@ def save_model(folder: Path, layers: int = 2) -> Path:
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.12,
-    )
+        vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, max_position_embeddings=16, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, initializer_range=0.12,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -12,19 +12,15 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+NUMBER = {"n": {"type": "integer", "description": "a number"}}
 DOUBLE = {
     "type": "function",
     "function": {
-        "name": "double",
-        "description": "Double a number.",
-        "parameters": {
-            "type": "object",
-            "properties": {"n": {"type": "integer", "description": "a number"}},
-            "required": ["n"],
-        },
+        "name": "double", "description": "Double a number.",
+        "parameters": {"type": "object", "properties": NUMBER, "required": ["n"]},
         "return": {"type": "integer"},
     },
-}
+}  # fmt: skip
 
 
 def ask(base_url: str, messages: list[Any], **options: Any) -> dict[str, Any]:

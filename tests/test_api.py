@@ -54,7 +54,7 @@ def at_most(limit: int) -> Callable[..., list[float]]:
 
 
 def constant(value: float) -> Callable[..., list[float]]:
-    return lambda completions: [value] * len(completions)
+    return lambda completions, **columns: [value] * len(completions)
 
 
 def holding_a_lock() -> Callable[..., list[float]]:
@@ -70,12 +70,8 @@ def stored_task(folder: Path) -> dict[str, Any]:
 def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
     """The result has the summary, and metrics.jsonl as tables."""
     folder = tmp_path / "run"
-    result = tba.train(
-        config(tiny_model, folder),
-        data=ROWS,
-        reward=lambda completions, **columns: [2.5] * len(completions),
-        held_out_data=EVALUATED,
-    )
+    given: dict[str, Any] = {"data": ROWS, "held_out_data": EVALUATED, "reward": constant(2.5)}
+    result = tba.train(config(tiny_model, folder), **given)
     assert (result.summary.finished, result.summary.steps, result.folder) == (True, 2, folder)
     rows = read(folder / METRICS)
     steps = [row for row in rows if "loss" in row]
@@ -186,15 +182,11 @@ def test_only_the_data_or_only_the_reward_is_in_memory(
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    one = config(
-        tiny_model, tmp_path / "one", f"task.data={data}", "task=custom", "task.held_out_size=2"
-    )
+    own = ("task=custom", "task.held_out_size=2")
+    one = config(tiny_model, tmp_path / "one", f"task.data={data}", *own)
     assert tba.train(one, reward=constant(4.0)).metrics()["reward"].tolist() == [4.0, 4.0]
     assert stored_task(tmp_path / "one")["data"] == str(data)
-    two = config(
-        tiny_model, tmp_path / "two", "task=custom", "task.held_out_size=2",
-        "task.reward=test_api:length",
-    )  # fmt: skip
+    two = config(tiny_model, tmp_path / "two", *own, "task.reward=test_api:length")
     assert tba.train(two, data=ROWS).metrics()["reward"].min() > 0
 
 
@@ -273,24 +265,19 @@ def test_such_a_run_is_exported_and_reported(trained: Path, tmp_path: Path) -> N
 
 REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "both": (
-        ["task=custom", "task.data=rows.jsonl"],
-        {"data": ROWS, "reward": length},
+        ["task=custom", "task.data=rows.jsonl"], {"data": ROWS, "reward": length},
         "both task.data = 'rows.jsonl' and data= are given; drop one",
     ),
     "another task": (
-        ["task=arithmetic"],
-        {"data": ROWS, "reward": length},
+        ["task=arithmetic"], {"data": ROWS, "reward": length},
         "task.use = 'arithmetic' has data and rewards of its own; set task.use=custom",
     ),
     "no reward": ([], {"data": ROWS}, "task.reward is missing; write package.module:function"),
     "no data": (
-        [],
-        {"reward": length, "held_out_data": None},
-        "task.data is missing: 'custom' needs it",
+        [], {"reward": length, "held_out_data": None}, "task.data is missing: 'custom' needs it",
     ),
     "no prompt": (
-        [],
-        {"data": [{"question": "1"}], "reward": length},
+        [], {"data": [{"question": "1"}], "reward": length},
         "data.jsonl' has no column 'prompt'; it has question",
     ),
     "no rows": ([], {"data": [], "reward": length}, "data= has no rows"),
@@ -304,37 +291,31 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
         "task.reward: <lambda> needs 'when', which is not a column of task.data",
     ),
     "a file": (
-        [],
-        {"data": "rows.jsonl", "reward": length},
+        [], {"data": "rows.jsonl", "reward": length},
         "data= is of type str; pass a list of dicts, a DataFrame or one split",
     ),
     "a name": (
-        [],
-        {"data": ROWS, "reward": "test_api:length"},
+        [], {"data": ROWS, "reward": "test_api:length"},
         "'test_api:length', which is not a function; for package.module:function",
     ),
     "no column": (
-        [],
-        {"data": ROWS, "reward": lambda completions, level: []},
+        [], {"data": ROWS, "reward": lambda completions, level: []},
         "task.reward: <lambda> needs 'level', which is not a column of task.data",
     ),
     "weights": (
-        ["task=custom", "task.reward_weights=[1.0]"],
-        {"data": ROWS, "reward": [length, length]},
+        ["task=custom", "task.reward_weights=[1.0]"], {"data": ROWS, "reward": [length, length]},
         "task.reward_weights has 1 numbers for 2 reward functions",
     ),
     "cannot be sent": (
-        ["runtime.use=ray"],
-        {"data": ROWS, "reward": [length, holding_a_lock()]},
+        ["runtime.use=ray"], {"data": ROWS, "reward": [length, holding_a_lock()]},
         "reward= test_api.holding_a_lock.<locals>.<lambda> cannot be sent to another process:"
         " cannot pickle '_thread.lock' object",
     ),
     "cannot be sent from a local run": (
-        ["reward.isolate=process"],
-        {"data": ROWS, "reward": holding_a_lock()},
+        ["reward.isolate=process"], {"data": ROWS, "reward": holding_a_lock()},
         "inside the function, or set runtime.use=local and reward.isolate=none",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -370,14 +351,8 @@ def test_a_local_run_needs_no_pickling(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_rows_may_be_a_data_set_or_a_data_frame() -> None:
-    frame = pandas.DataFrame(
-        {
-            "prompt": ["1+1=", "2+2="],
-            "level": pandas.array([1, 2], dtype="int32"),
-            "share": [0.5, None],
-            "answer": ["2", None],
-        }
-    )
+    frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "level": [1, 2]})
+    frame = frame.astype({"level": "int32"}).assign(share=[0.5, None], answer=["2", None])
     rows = [
         {"prompt": "1+1=", "level": 1, "share": 0.5, "answer": "2"},
         {"prompt": "2+2=", "level": 2, "share": None, "answer": None},

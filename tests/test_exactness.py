@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import talk
 import torch
-from build import ended, first_policy, pack
+from build import first_policy, pack, run_and_keep
 from exact import (
     BETA,
     MAX_TOKENS,
@@ -41,7 +41,7 @@ def by_tb(model: Path, folder: Path, *settings: str) -> Config:
 
 def distance_after_run(config: Config) -> float:
     """Return the total variation between the final policy of a run and the optimum."""
-    run = ended(config)
+    run = run_and_keep(config)
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
@@ -64,7 +64,7 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(
     tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
     settings = (*explore, *tempered, "run.steps=200")
     config = by_tb(shallow_toy_model, tmp_path / "run", *settings)
-    run = ended(config)
+    run = run_and_keep(config)
     distances = []
     for one in enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text):
         target = (one.reference.log() / 2 + one.reward / BETA) / 1.25

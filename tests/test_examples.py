@@ -42,20 +42,16 @@ SHOWN = dict(
 
 RUNS: dict[str, list[str]] = {
     "objective": [
-        "objective=mylab.huber_tb.HuberTB",
-        "objective.beta={start=0.2, end=0.1, steps=2}",
-        "task.train_size=20",
+        "objective=mylab.huber_tb.HuberTB", "objective.beta={start=0.2, end=0.1, steps=2}",
     ],
-    "strategy": ["strategy=mylab.shortest_first.ShortestFirst", "task.train_size=20"],
-    "selection": ["selection=mylab.short_prompts_first.ShortPromptsFirst", "task.train_size=20"],
+    "strategy": ["strategy=mylab.shortest_first.ShortestFirst"],
+    "selection": ["selection=mylab.short_prompts_first.ShortPromptsFirst"],
     "task": [
-        "task=mylab.countdown_task.Countdown",
-        "task.prompt={numbers}={target}",
-        "task.train_size=20",
+        "task=mylab.countdown_task.Countdown", "task.prompt={numbers}={target}",
         "task.held_out_size=3",
     ],
-    "engine": ["engine=mylab.recording_engine.Recording", "task.train_size=20"],
-}
+    "engine": ["engine=mylab.recording_engine.Recording"],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +94,8 @@ def test_the_page_shows_every_file() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
     file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
-    two_steps(tba.train(load(None, [*small, "reward.isolate=none", *RUNS[name], *file])))
+    own = ["reward.isolate=none", "task.train_size=20", *RUNS[name], *file]
+    two_steps(tba.train(load(None, [*small, *own])))
 
 
 def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:

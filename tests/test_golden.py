@@ -38,15 +38,8 @@ OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coe
 
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
-    tba.assemble.run(
-        toy_config(
-            toy_model,
-            tmp_path / "run",
-            *SETTINGS,
-            f"objective={objective}",
-            *OPTIONS.get(objective, ()),
-        )
-    )
+    own = (f"objective={objective}", *OPTIONS.get(objective, ()))
+    tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, *own))
     rows = read(tmp_path / "run" / METRICS)
     found = {name: [float(f"{row[name]:.7g}") for row in rows] for name in CURVES}
     assert all(len(curve) == STEPS for curve in found.values())

@@ -11,41 +11,6 @@ import pytest
 
 from tba.launch import batch_file
 
-GOLDEN = """#!/bin/bash
-#SBATCH --job-name=tba
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
-#SBATCH --gpus-per-node=8
-
-set -euo pipefail
-cd -- FOLDER
-export PATH=PROGRAMS:"$PATH"
-
-# a job with a time limit is asked to save and stop 5 minutes before it
-left=0
-if [ -n "${SLURM_JOB_END_TIME:-}" ]; then
-    left=$((SLURM_JOB_END_TIME - $(date +%s) - 300))
-fi
-train=(timeout --signal=TERM "$((left > 0 ? left : 0))" tba train)
-run=runs/first
-if [ -d "$run/checkpoints" ]; then  # submitted again, or requeued
-    train+=(--resume "$run" trainer.learning_rate=1e-4)
-else
-    train+=(FOLDER/run.toml run.folder=runs/first trainer.learning_rate=1e-4)
-fi
-
-# Ray accepts nobody who does not have the token of this job
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
-RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | cut -d' ' -f1)
-address=$address:$((20000 + SLURM_JOB_ID % 10000))
-
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --kill-on-bad-exit=0 \\
-    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-gpus 8 \\
-    -- "${train[@]}" runtime.address="$address"
-"""
 SRUN = """#!/bin/bash
 case "$*" in
 *hostname*) echo 10.0.0.7 10.0.0.8 ;;
@@ -76,13 +41,15 @@ def test_the_file_of_several_machines(tmp_path: Path, monkeypatch: pytest.Monkey
     config = tmp_path / "run.toml"
     config.write_text('[run]\nfolder = "runs/first"\n')
     text = batch_file(Path("run.toml"), ["trainer.learning_rate=1e-4"], nodes=2, gpus=8)
-    programs = str(Path(sys.executable).parent)
-    assert text.replace(str(tmp_path), "FOLDER").replace(programs, "PROGRAMS") == GOLDEN
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8"} <= {*text.splitlines()}
+    assert f"cd -- {tmp_path}\nexport PATH={Path(sys.executable).parent}:" in text
+    assert "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     shown = started(text, tmp_path)
     assert shown[:3] == ["--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
     ray, run = shown[3 : shown.index("--")], shown[shown.index("--") + 1 :]
     assert ray[:4] == ["ray", "symmetric-run", "--address", "10.0.0.7:20123"]
+    assert ray[4:] == ["--min-nodes", "2", "--num-gpus", "8"]
     assert run[3:] == [
         "tba", "train", str(config), "run.folder=runs/first", "trainer.learning_rate=1e-4",
         "runtime.address=10.0.0.7:20123",

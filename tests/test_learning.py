@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from build import ended, first_policy
+from build import first_policy, run_and_keep
 from exact import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
@@ -30,7 +30,7 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
     config = toy_config(
         model, folder / "run", *SMALL, *settings, f"sampling.max_tokens={max_tokens}"
     )
-    run = ended(config)
+    run = run_and_keep(config)
     return enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text, max_tokens)
 
 

@@ -80,15 +80,13 @@ def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
     parameters = list(own.policy.parameters())
     count = sum(p.numel() for p in parameters)
     states = own.optimizer.state.values()
-    assert {
+    held = {
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
         "AdamW's moments": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
         "copy for publishing": own.send(1).parcel.nbytes,  # in fp32, what is sent is the copy
-    } == {
-        name: IN_MEMORY[name] * count
-        for name in ("weights", "gradients", "AdamW's moments", "copy for publishing")
     }
+    assert held == {name: IN_MEMORY[name] * count for name in held}
     halved = trainer(MODEL, "policy.autocast=bf16").send(1).parcel
     assert halved.nbytes == IN_MEMORY["weights as they are sent"] * count
 
@@ -210,10 +208,7 @@ def test_the_sums_beside_measurements() -> None:
     lora = rows["LoRA peak memory"]
     expected = {
         "full fine-tuning, one pass": (16 * own.all + four + copies + base, lora["peer"] * 1e9),
-        "LoRA, one pass": (
-            own.frozen + 16 * own.adapters + four + base,
-            lora["value"] * 1e9,
-        ),
+        "LoRA, one pass": (own.frozen + 16 * own.adapters + four + base, lora["value"] * 1e9),
         "full fine-tuning, two groups in a pass": (
             16 * own.all + kept(*shape, *(2 * n for n in one)) + copies + base,
             rows["training step, peak memory"]["value"] * 1e9,

@@ -3,62 +3,45 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+
+from tba.runtime.deadline import bind_ray
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("scripts", "studies", "examples", "benchmarks")
 SCRIPTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
-def source_of(module: str, beside: Path) -> Path | None:
-    """Return the file of a module of this project: in the package, or beside a script."""
-    for base in (ROOT, beside):
-        path = base.joinpath(*module.split("."))
-        for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-            if file.is_file():
-                return file
-    return None
-
-
-@cache
-def names_in(file: Path) -> set[str]:
-    """Return what can be imported from a file: the names that it binds, and its submodules."""
-    names = set()
-    if file.name == "__init__.py":
-        names = {path.stem for path in file.parent.iterdir() if path.suffix in ("", ".py")}
-    todo: list[ast.AST] = list(ast.parse(file.read_text(encoding="utf-8")).body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            todo += ast.iter_child_nodes(node)
-    return names
+def exists(module: str, name: str, beside: Path) -> bool:
+    """Return whether a module of the package, or one beside a script, has a name."""
+    neighbour = beside / f"{module}.py"
+    if neighbour.is_file():
+        binds = rf"^(?:def |class )?{name}\b"
+        return re.search(binds, neighbour.read_text("utf-8"), re.MULTILINE) is not None
+    if module.partition(".")[0] != "tba":
+        return True
+    bind_ray(None)
+    try:
+        resolve_name(f"{module}.{name}")
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def missing_in(text: str, beside: Path) -> Iterator[str]:
-    """Yield the modules and names of this project that a text imports and that do not exist."""
+    """Yield the names of this project that a text imports and that do not exist."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            imported = {alias.name: set[str]() for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported = {node.module: {alias.name for alias in node.names}}
-        else:
-            continue
-        for module, names in imported.items():
-            file = source_of(module, beside)
-            if file is not None:
-                yield from (f"{module}.{name}" for name in sorted(names - names_in(file)))
-            elif module.partition(".")[0] == "tba":
-                yield module
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                parent, _, name = alias.name.rpartition(".")
+                if not exists(module or parent, name, beside):
+                    yield f"{module or parent}.{name}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

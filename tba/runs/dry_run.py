@@ -14,7 +14,6 @@ from tba.config.errors import size
 from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.tables import Use
-from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import computes_in_bf16
 from tba.prompt import Answer, Prompt
@@ -25,7 +24,7 @@ from tba.runs.log import Replay
 from tba.runs.memory import Machine, Needs, this_machine
 from tba.runs.setup import RunSetup, check
 from tba.runs.stored import choose_resumed
-from tba.runtime.placement import places_on_one_machine
+from tba.runtime.placement import device_here
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
 from tba.search.scoring import Scoring, ScoringProcess
@@ -75,7 +74,7 @@ def dry_run(
         lines += _held(setup)
     if planned is None:
         # loads the policy, and compares its log-probs at the length of the longest sequence
-        trainer = setup.trainer(places_on_one_machine(setup.config.runtime)[0].device)
+        trainer = setup.trainer(device_here())
         _, task = setup.task.part(setup.prompts[0])
         lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
     else:
@@ -96,7 +95,7 @@ def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
 def _held(setup: RunSetup) -> list[str]:
     """Hold one session, and return its calls, its tokens, its reward and its seconds."""
     started = time.perf_counter()
-    device = places_on_one_machine(setup.config.runtime)[0].device
+    device = device_here()
     bf16 = computes_in_bf16(setup.config.policy, device)
     with closing(setup.search_setup().build(device, bf16)) as searcher:
         held = time.perf_counter()
@@ -236,7 +235,6 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
 
 def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
     """Return the seconds of a forward and backward pass over random responses."""
-    policy = Policy(trainer.model, temperature=1.0, autocast=trainer.computes_in_bf16)
     rng = np.random.default_rng(0)
     seconds = 0.0
     vocabulary = trainer.model.config.get_text_config().vocab_size
@@ -244,6 +242,6 @@ def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) 
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
         began = time.perf_counter()
-        policy.logp(batch).sum().backward()
+        trainer.policy.logp(batch).sum().backward()
         seconds = time.perf_counter() - began
     return seconds

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import HfApi, ModelCardData, RepoUrl, constants, get_token
 from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
-from torch import Tensor
 
 from tba.config.plugins import resolve
 from tba.config.schema import Config
@@ -33,7 +32,7 @@ from tba.runs.generations import step_of
 from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative_paths
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
-from tba.runtime.placement import gpu_count
+from tba.runtime.placement import device_here
 from tba.search.agents import Endpoint, live_session
 from tba.search.chat import shown
 from tba.search.evaluate import evaluate_held_out
@@ -112,19 +111,15 @@ def evaluate_run(
     if reference and step is not None:
         raise ValueError("--reference evaluates the model before training; leave out --step")
     config = stored_config(run, settings)
-    model = config.policy.model
-    tensors = None
-    changed = None
-    version = 0
-    with nullcontext() if reference else chosen(run, step) as generation:
+    if reference:
         parts = _checked(config, completions)
-        if generation is not None:
-            model = str(generation / MODEL)
-            tensors = _tensors(generation)
-            version = step_of(generation)
-            changed = read_weights(generation / REFERENCE)
-    scores = _evaluate(parts, completions, tensors, version, changed)
-    return {"run": str(run), "model": model, "prompts": len(parts.held_out), **scores}
+        return {"run": str(run), **_evaluate(parts, config.policy.model, completions)}
+    with chosen(run, step) as generation:
+        parts = _checked(config, completions)
+        weights = _weights(generation, parts.config)
+        changed = read_weights(generation / REFERENCE)
+    model = str(generation / MODEL)
+    return {"run": str(run), **_evaluate(parts, model, completions, weights, changed)}
 
 
 def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:
@@ -135,9 +130,8 @@ def evaluate_model(model: str, config: Config, completions: Path | None = None) 
     check_evaluated(model, config)
     policy = config.policy.model_copy(update={"model": model, "lora": None})
     parts = _checked(config.model_copy(update={"policy": policy}), completions)
-    scores = _evaluate(parts, completions)
-    kept = {name: v for name, v in scores.items() if not name.endswith("_log_ratio")}
-    return {"model": model, "prompts": len(parts.held_out), **kept}
+    told = _evaluate(parts, model, completions)
+    return {name: value for name, value in told.items() if not name.endswith("_log_ratio")}
 
 
 def _checked(config: Config, completions: Path | None) -> RunSetup:
@@ -153,13 +147,16 @@ def _checked(config: Config, completions: Path | None) -> RunSetup:
 
 def _evaluate(
     parts: RunSetup,
+    model: str,
     completions: Path | None,
-    tensors: Mapping[str, Tensor] | None = None,
-    version: int = 0,
+    weights: Weights | None = None,
     reference: Weights | None = None,
-) -> dict[str, float]:
-    """Evaluate these weights, or policy.model's own; append all answers to `completions`."""
-    device = "cuda:0" if gpu_count() else "cpu"
+) -> dict[str, Any]:
+    """Return the scores of these weights of a `model`, or of policy.model's own.
+
+    All answers are appended to `completions`.
+    """
+    device = device_here()
     bf16 = computes_in_bf16(parts.config.policy, device)
 
     def write(answers: Sequence[EvaluatedAnswer]) -> None:
@@ -168,28 +165,25 @@ def _evaluate(
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
 
     with closing(parts.search_setup().build(device, bf16)) as searcher:
-        if tensors is not None:
-            rounded = engine_in_bf16(parts.config.engine, bf16)
-            searcher.engine.load_weights(_weights(tensors, version, rounded))
+        if weights is not None:
+            searcher.engine.load_weights(weights)
         if reference is not None:
             searcher.reference.load_weights(reference)
-        return evaluate_held_out(searcher, write).scores
+        scores = evaluate_held_out(searcher, write).scores
+    return {"model": model, "prompts": len(parts.held_out), **scores}
 
 
-def _tensors(generation: Path) -> dict[str, Tensor]:
-    """Return the weights in a checkpoint by name."""
-    return {name: stored.read() for name, stored in stored_model(generation).items()}
-
-
-def _weights(tensors: Mapping[str, Tensor], version: int, bf16: bool) -> Weights:
-    """Return weights for an engine in this process."""
-    weights: Weights = Direct().send(version, published(tensors, bf16), None).parcel
+def _weights(generation: Path, config: Config) -> Weights:
+    """Return the weights in a checkpoint for an engine in this process."""
+    tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
+    bf16 = engine_in_bf16(config.engine, computes_in_bf16(config.policy, device_here()))
+    weights: Weights = Direct().send(step_of(generation), published(tensors, bf16), None).parcel
     return weights
 
 
 def serve(config: Config, run: Path | None, step: int | str | None, port: int) -> None:
     """Serve a model, or a run's checkpoint, as one session that never ends; print each call."""
-    device = "cuda:0" if gpu_count() else "cpu"
+    device = device_here()
     bf16 = computes_in_bf16(config.policy, device)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
     sampling = Sampling(**config.sampling.model_dump(exclude={"explore", "explore_share"}))
@@ -197,8 +191,7 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
     engine: Engine = plugin.build(config.policy, text, device, bf16, sampling)
     if run is not None:
         with chosen(run, step) as generation:
-            rounded = engine_in_bf16(config.engine, bf16)
-            engine.load_weights(_weights(_tensors(generation), step_of(generation), rounded))
+            engine.load_weights(_weights(generation, config))
     session = Session("append")
     endpoint = Endpoint(engine, text, port=port)
     url = endpoint.begin(live_session(session, sampling, config.run.seed, 0, sys.maxsize))

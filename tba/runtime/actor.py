@@ -1,6 +1,5 @@
 """Searcher in a process of its own."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 from tba.engines import SearchError, SharedLock
 from tba.prompt import Prompt
 from tba.runtime.cluster import check_seen
-from tba.runtime.placement import Place, reuse_memory
+from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
@@ -42,10 +41,7 @@ class SearcherActor:
         receive: Callable[[Sent], Weights],
         newest: Sent | None,
     ):
-        sys.path[:] = path + [p for p in sys.path if p not in path]
-        place.take()
-        if place.device == "cpu":
-            reuse_memory()
+        place.begin(path)
         self._place = place
         self._receive = receive
         self._wrong: SearchError | None = None  # every later call raises it

@@ -47,6 +47,13 @@ class Place:
         parts = [self.cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
         return [Place(self.device, part or self.cores) for part in parts]
 
+    def begin(self, path: Sequence[str]) -> None:
+        """Prepare a new process, which finds modules on this path, and take the place."""
+        sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
+        self.take()
+        if self.device == "cpu":
+            reuse_memory()
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Take the place inside the block, and give all cores back after it."""
@@ -86,6 +93,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def device_here() -> str:
+    """Return the device of this process: the first GPU that it sees, as Ray hides the others."""
+    return "cuda:0" if gpu_count() else "cpu"
+
+
 def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Return the trainer's cores and those of each searcher on one machine.
 
@@ -101,14 +113,10 @@ def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[
 
 
 def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
-    """Return the trainer's place and each searcher's on this machine.
-
-    A process uses the first GPU that it sees: Ray hides the others.
-    """
+    """Return the trainer's place and each searcher's on this machine."""
     cores = available_cores() if settings.cores == "divide" else []
-    device = "cuda:0" if gpu_count() else "cpu"
     (own, others) = divide(cores, settings.most_searchers)
-    return Place(device, own), [Place(device, part) for part in others]
+    return Place(device_here(), own), [Place(device_here(), part) for part in others]
 
 
 def share(kind: str, total: int, trainer: int, searchers: int) -> tuple[int, float]:

@@ -33,7 +33,7 @@ from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
-from tba.runtime.placement import Place, reuse_memory
+from tba.runtime.placement import Place
 from tba.types import Batch
 from tba.weights import Direct, Probe, Sent, Transport
 
@@ -62,10 +62,7 @@ class RankActor:
     """A rank: a trainer of its part of each tensor, in a process of its own."""
 
     def __init__(self, place: Place, path: list[str], folders: Mapping[str, str]):
-        sys.path[:] = path + [p for p in sys.path if p not in path]
-        place.take()
-        if place.device == "cpu":
-            reuse_memory()
+        place.begin(path)
         self._place = place
         self._folders = folders
         self._trainer: SingleTrainer
@@ -166,28 +163,17 @@ class ShardedTrainer:
         self._settings = setup.settings
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
-        rank: Any = ray.remote(**groups)(RankActor)
-
-        def create() -> list[Any]:
-            return [
-                rank.options(**slot.options).remote(slot.place, sys.path, folders) for slot in slots
-            ]
-
-        def meet() -> list[Any]:
-            return [self._ranks[0].open_port.remote()]
-
-        def load() -> list[Any]:
-            deadline = setup.settings.deadline
-            return [
-                actor.start.remote(setup, transport, host, port, deadline, rank)
-                for rank, actor in enumerate(self._ranks)
-            ]
-
-        self._ranks = calls("create ranks", create)
+        create: Any = ray.remote(**groups)(RankActor)
+        self._ranks = calls(
+            "create ranks",
+            lambda: [create.options(**s.options).remote(s.place, sys.path, folders) for s in slots],
+        )
+        given = start, "runtime.start_deadline", ENDED_BY_USER
         try:
-            given = start, "runtime.start_deadline", ENDED_BY_USER
-            (host, port) = self._wait(meet, "start", *given)[0]
-            self._facts: Facts = self._wait(load, "start", *given)[0]
+            ((host, port),) = self._wait([self._ranks[0].open_port.remote], "start", *given)
+            loaded = setup, transport, host, port, setup.settings.deadline
+            begin = [partial(a.start.remote, *loaded, rank) for rank, a in enumerate(self._ranks)]
+            self._facts: Facts = self._wait(begin, "start", *given)[0]
         except BaseException:
             self.close()
             raise
@@ -228,10 +214,7 @@ class ShardedTrainer:
 
     def save(self, folder: Path) -> Callable[[], None]:
         self._call("save", "copy their state", folder)
-
-        def begin() -> list[Any]:
-            group = {"concurrency_group": WRITING}
-            return [actor.write.options(**group).remote() for actor in self._ranks]
+        begin = [a.write.options(concurrency_group=WRITING).remote for a in self._ranks]
 
         def write() -> None:
             # Checkpoints has the deadline; a full disk is no fault of the rank
@@ -245,36 +228,30 @@ class ShardedTrainer:
     def close(self) -> None:
         """End all ranks."""
 
-        def end() -> None:
-            for actor in self._ranks:
-                ray.kill(actor)
-
-        self._calls.attempt(self._calls.deadline, end)
+        self._calls.attempt(self._calls.deadline, lambda: [*map(ray.kill, self._ranks)])
 
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""
 
-        def begin() -> list[Any]:
-            return [getattr(actor, method).remote(*arguments) for actor in self._ranks]
-
+        begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
         return self._wait(begin, what, self._settings.deadline, "trainer.deadline", passed)
 
     def _wait(
         self,
-        begin: Callable[[], list[Any]],
+        begin: Sequence[Callable[[], Any]],
         what: str,
         seconds: float,
         setting: str,
         passed: Errors,
     ) -> list[Any]:
-        """Return the results of calls that `begin` makes to ranks, which have so many seconds.
+        """Begin calls to ranks, which have so many seconds, and return their results.
 
         TrainerLost, and all ranks end, if one has none; errors that are `passed` on end no rank.
         """
         until = time.monotonic() + seconds
         results: dict[int, Any] = {}
         try:
-            begun = waiting = self._calls("call ranks", begin)
+            begun = waiting = self._calls("call ranks", lambda: [call() for call in begin])
             while waiting:
                 left = min(1.0, until - time.monotonic())
                 if left <= 0:

@@ -223,9 +223,8 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
     config = load(path, ["objective.beta.end=0.006"])
     assert config.objective.options == {"beta": {"start": 0.014, "end": 0.006, "steps": 500}}
     objective = resolve("objectives", "objective", config.objective.use, config.objective.options)
-    assert [objective.at(step).beta for step in (0, 250, 500, 900)] == pytest.approx(
-        [0.014, 0.010, 0.006, 0.006]
-    )
+    betas = [objective.at(step).beta for step in (0, 250, 500, 900)]
+    assert betas == pytest.approx([0.014, 0.010, 0.006, 0.006])
     with pytest.raises(ValueError, match="beta is a value, not a table"):
         load(None, ["objective.beta=0.1", "objective.beta.end=0.006"])
     with pytest.raises(ValueError, match="pair is a value, not a table"):
@@ -234,12 +233,8 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
 
 def test_a_config_is_frozen() -> None:
     config = load()
-    for table, key in (
-        (config, "run"),
-        (config.run, "steps"),
-        (config.objective, "use"),
-        (config.objective, "beta"),
-    ):
+    of_tables = {"run": config, "steps": config.run}
+    for key, table in (of_tables | dict.fromkeys(("use", "beta"), config.objective)).items():
         with pytest.raises(ValidationError, match="frozen"):
             setattr(table, key, 1)
 

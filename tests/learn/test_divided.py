@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import make, trainer
+from build import make, random_batch, trainer
 from pair import (
     STILL,
     Pair,
@@ -25,33 +25,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tba.learn import plan, state
-from tba.prompt import Prompt
-from tba.types import Batch, Group, Trajectory, collate
-
-
-def random_batch(seed: int, groups: int, samples: int, longest: int) -> Batch:
-    """Groups of responses of 1 to `longest` tokens, some of which are alike."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for b in range(groups):
-        trajectories = []
-        for _ in range(samples):
-            n = int(rng.integers(1, longest + 1))
-            logps = -rng.random((2, n), np.float32)
-            trajectories.append(
-                Trajectory(
-                    tokens=rng.integers(2, 14, n).astype(np.int32),
-                    behavior_logp=logps[0],
-                    ref_logp=logps[1],
-                    reward=float(rng.random()),
-                    version=0,
-                    finished=True,
-                )
-            )
-        trajectories[-1] = trajectories[0]
-        prompt = rng.integers(2, 14, int(rng.integers(1, 9))).astype(np.int32)
-        made.append(Group(Prompt(str(b), "?"), prompt, tuple(trajectories)))
-    return collate(made)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

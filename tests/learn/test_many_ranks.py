@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from build import trainer
+from build import random_batch, trainer
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,9 +24,7 @@ from tba.config.schema import load
 from tba.config.tables import FsdpTable
 from tba.learn import plan
 from tba.models.sharding import shard
-from tba.prompt import Prompt
 from tba.runs.memory import Needs, planned_machine
-from tba.types import Batch, Group, Trajectory, collate
 
 RANKS = 64
 RANK = 3
@@ -59,29 +56,13 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def batch_of(groups: int) -> Batch:
-    rng = np.random.default_rng(0)
-    made = []
-    for b in range(groups):
-        trajectories = []
-        for _ in range(3):
-            n = int(rng.integers(1, 9))
-            tokens = rng.integers(2, 14, n).astype(np.int32)
-            logps = -rng.random((2, n), np.float32)
-            reward = float(rng.random())
-            trajectories.append(Trajectory(tokens, logps[0], logps[1], reward, 0, True))
-        prompt = rng.integers(2, 14, 5).astype(np.int32)
-        made.append(Group(Prompt(str(b), "?"), prompt, tuple(trajectories)))
-    return collate(made)
-
-
 def test_a_step_of_one_rank_of_64(model: Path, alone: None) -> None:
     t = trainer(model, "policy.attention=sdpa")
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}
     shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
     t = replace(t, rank=RANK, ranks=RANKS)
-    batch = batch_of(GROUPS)
+    batch = random_batch(0, GROUPS, samples=3, longest=8)
     slots = plan.slots(batch, t.setup.settings.token_budget, RANKS, True, t.can_pack)
     assert sorted(b for slot in slots for own in slot.groups for b in own) == [*range(GROUPS)]
     assert all(len(slot.groups) == RANKS for slot in slots)

@@ -31,9 +31,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
     policy.model.zero_grad()
-    (
-        policy.logp(batch) * torch.arange(1.0, batch.mask.numel() + 1).view(batch.mask.shape)
-    ).sum().backward()
+    factors = torch.arange(1.0, batch.mask.numel() + 1).view(batch.mask.shape)
+    (policy.logp(batch) * factors).sum().backward()
     return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -58,27 +57,17 @@ def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
 def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
     """One response at a time, no padding, straight from the model."""
     model = make(family)
-    out = Policy(model, 0.7)(batch)
-    logp, entropy = out.logp, out.entropy
-    for b in range(len(batch)):
-        for k in range(batch.samples):
-            prompt, answer = (
-                batch.prompt_tokens[b][batch.prompt_mask[b]],
-                batch.tokens[b, k][batch.mask[b, k]],
-            )
-            every = torch.log_softmax(
-                model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
-                / 0.7,
-                -1,
-            )
-            n = len(answer)
-            torch.testing.assert_close(
-                logp[b, k, :n], every.gather(1, answer[:, None])[:, 0], atol=1e-5, rtol=1e-5
-            )
-            torch.testing.assert_close(
-                entropy[b, k, :n], -(every.exp() * every).sum(-1), atol=1e-5, rtol=1e-5
-            )
-            assert not logp[b, k, n:].any()
+    logp, entropy, *_ = Policy(model, 0.7)(batch)
+    for b, k in np.ndindex(*logp.shape[:2]):
+        prompt = batch.prompt_tokens[b][batch.prompt_mask[b]]
+        answer = batch.tokens[b, k][batch.mask[b, k]]
+        logits = model(input_ids=torch.cat([prompt, answer])[None]).logits
+        every = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+        n = len(answer)
+        found = logp[b, k, :n], entropy[b, k, :n]
+        own = every.gather(1, answer[:, None])[:, 0], -(every.exp() * every).sum(-1)
+        torch.testing.assert_close(found, own, atol=1e-5, rtol=1e-5)
+        assert not logp[b, k, n:].any()
 
 
 @pytest.mark.parametrize("blocks", [14 * 3, 14 * 7, 2**20], ids=["one", "two", "all"])
@@ -178,12 +167,9 @@ def test_padding_tokens_have_no_influence(batch: Batch) -> None:
 def test_one_token_responses(batch: Batch) -> None:
     one = batch.groups([0]).slice(slice(1, 2)).groups([0])
     assert one.tokens.shape == (1, 1, 1)
-    torch.testing.assert_close(
-        Policy(make("llama"), 1.0).logp(one),
-        Policy(make("llama"), 1.0).logp(batch)[:1, 1:2, :1],
-        atol=1e-6,
-        rtol=0,
-    )
+    policy = Policy(make("llama"), 1.0)
+    expected = policy.logp(batch)[:1, 1:2, :1]
+    torch.testing.assert_close(policy.logp(one), expected, atol=1e-6, rtol=0)
 
 
 CHANGED_LOGITS = {
@@ -227,12 +213,8 @@ def test_another_change_of_the_logits_is_refused() -> None:
 
 def test_bf16_autocast_is_close(batch: Batch) -> None:
     model = make("llama")
-    torch.testing.assert_close(
-        Policy(model, 1.0, autocast=True).logp(batch),
-        Policy(model, 1.0).logp(batch),
-        atol=0.05,
-        rtol=0.05,
-    )
+    close, exact = (Policy(model, 1.0, autocast=bf16).logp(batch) for bf16 in (True, False))
+    torch.testing.assert_close(close, exact, atol=0.05, rtol=0.05)
 
 
 def test_every_part_runs_inside_the_one_forward(batch: Batch) -> None:
@@ -271,9 +253,8 @@ def test_responses_of_a_group_that_are_alike_run_once(
         torch.manual_seed(0)
         policy = Policy(model, 0.7, share_prompt=share_prompt, head=Head("response", 0.01))
     results, heads = [], []
-    model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, args: heads.append(len(args[0]))
-    )
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, args: heads.append(len(args[0])))
     for every in (False, True):
         if every:
             each = torch.arange(5).expand(2, 5)
@@ -307,6 +288,5 @@ def test_padding_is_counted_as_it_is_run(batch: Batch, way: str) -> None:
     )
     output = policy(batch)
     assert output.tokens == sum(sizes) and len(sizes) == (1 if way == "packed" else 2)
-    assert output.tokens - output.padding == int(
-        batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum()
-    )
+    real = batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum()
+    assert output.tokens - output.padding == int(real)

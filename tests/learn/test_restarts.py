@@ -33,16 +33,9 @@ def session(rng: np.random.Generator, *marks: str) -> Trajectory:
     tokens = rng.integers(3, 12, len(marks)).astype(np.int32)
     sampled = np.array([mark == S for mark in marks])
     logp = np.where(sampled, -rng.random(len(marks)), 0.0).astype(np.float32)
-    return Trajectory(
-        tokens=tokens,
-        behavior_logp=logp,
-        ref_logp=logp,
-        reward=float(rng.random()),
-        version=0,
-        finished=True,
-        sampled=sampled,
-        restarts=tuple(i for i, mark in enumerate(marks) if mark == R),
-    )
+    restarts = tuple(i for i, mark in enumerate(marks) if mark == R)
+    reward = float(rng.random())
+    return Trajectory(tokens, logp, logp, reward, 0, True, sampled=sampled, restarts=restarts)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import tba.learn.policy
 import tba.runs.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
-from tba.learn import NotFinite, WrongReference, plan
+from tba.learn import WrongReference, plan
 from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
@@ -170,10 +170,7 @@ class Wrong(Objective):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (
-            "a loss of each response",
-            r"loss has shape \(3, 4\); it must be \(3,\), a number for each group",
-        ),
+        ("a loss of each response", r"loss has shape \(3, 4\); .* \(3,\), a number for each group"),
         ("a single loss", r"loss has shape \(\); it must be \(3,\)"),
         ("no metrics", r"returned Tensor; it must return \(loss, metrics\)"),
         ("a metric of each response", r"mine has shape \(3, 4\)"),
@@ -188,29 +185,6 @@ def test_an_objective_that_would_be_averaged_wrongly_is_refused(
         t.step(batch, 0)
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("field", ["reward", "ref_logp", "behavior_logp"])
-def test_nothing_moves_when_the_batch_is_not_finite(
-    tiny_model: Path, batch: Batch, field: str, wrong: float
-) -> None:
-    t = trainer(tiny_model)
-    before = parameters(t)
-    value = getattr(batch, field).clone()
-    value.view(-1)[0] = wrong
-    with pytest.raises(NotFinite, match=f"step 0: {field} of the batch is not finite"):
-        t.step(replace(batch, **{field: value}), 0)
-    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
-    assert not t.optimizer.state
-
-
-def test_nothing_moves_when_the_loss_is_not_finite(tiny_model: Path, batch: Batch) -> None:
-    t = trainer(tiny_model)
-    before = parameters(t)
-    with pytest.raises(NotFinite, match="loss"):
-        t.step(replace(batch, reward=batch.reward * 1e30), 0)
-    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
-
-
 def test_a_batch_needs_groups_of_one_size(groups: list[Group]) -> None:
     short = replace(groups[0], trajectories=groups[0].trajectories[:2])
     with pytest.raises(ValueError, match="unequal size"):
@@ -223,15 +197,10 @@ def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) ->
         return [t.step(batch, step)["learning_rate"] * 100 for step in range(10)]
 
     assert rates() == pytest.approx([1.0] * 10)
-    assert rates("trainer.schedule=linear", "trainer.warmup_steps=2") == pytest.approx(
-        [0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
-    )
-    stable = rates(
-        "trainer.schedule=warmup_stable_decay",
-        "trainer.warmup_steps=2",
-        "trainer.decay_steps=4",
-        "trainer.min_lr_ratio=0.5",
-    )
+    linear = rates("trainer.schedule=linear", "trainer.warmup_steps=2")
+    assert linear == pytest.approx([0, 0.5, *(n / 8 for n in range(8, 0, -1))])
+    own = ("trainer.warmup_steps=2", "trainer.decay_steps=4", "trainer.min_lr_ratio=0.5")
+    stable = rates("trainer.schedule=warmup_stable_decay", *own)
     assert stable[:6] == pytest.approx([0, 0.5, *[1.0] * 4])  # warm-up begins at 0
     assert 0.5 <= stable[-1] < stable[-2] < 1
     cosine = rates("trainer.schedule=cosine")
@@ -248,19 +217,14 @@ def test_a_decay_of_a_tenth_must_fit_as_well() -> None:
 
 def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> None:
     """With beta falling, the same policy's loss changes as the formula says."""
-    t = trainer(
-        tiny_model,
-        "objective.beta={start=1.0, end=0.2, steps=4, cut_step=3, cut_to=0.05}",
-        "trainer.learning_rate=1e-30",
-    )
-    losses = [t.step(batch, step)["loss"] for step in range(4)]
-    fixed = [
-        trainer(tiny_model, f"objective.beta={b}", "trainer.learning_rate=1e-30").step(batch, 0)[
-            "loss"
-        ]
-        for b in (1.0, 0.8, 0.6, 0.05)
-    ]
-    assert losses == pytest.approx(fixed, rel=1e-5)
+
+    def losses(beta: str, steps: int) -> list[float]:
+        t = trainer(tiny_model, f"objective.beta={beta}", "trainer.learning_rate=1e-30")
+        return [t.step(batch, step)["loss"] for step in range(steps)]
+
+    falling = losses("{start=1.0, end=0.2, steps=4, cut_step=3, cut_to=0.05}", 4)
+    fixed = [losses(beta, 1)[0] for beta in ("1.0", "0.8", "0.6", "0.05")]
+    assert falling == pytest.approx(fixed, rel=1e-5)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -280,24 +244,6 @@ def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> Non
     gap = engine.load_weights(t.send(version=5).parcel)
     assert gap < (0.05 if bf16 else 1e-5)
     assert engine.version == 5
-
-
-def test_weights_of_another_model_are_refused_whole(tiny_model: Path) -> None:
-    t = trainer(tiny_model)
-    weights = t.send(version=1).parcel
-    before = parameters(t)
-    first = next(iter(weights.arrays))
-    broken = {n: (a + 1 if n == first else a[..., :-1]) for n, a in weights.arrays.items()}
-    with pytest.raises(ValueError, match="another model"):
-        load_weights(t.policy.model, replace(weights, arrays=broken))
-    with pytest.raises(ValueError, match="another model"):
-        load_weights(
-            t.policy.model,
-            replace(
-                weights, arrays={n: np.array(a) for n, a in weights.arrays.items() if n != first}
-            ),
-        )
-    assert all(torch.equal(p, q) for p, q in zip(before, parameters(t), strict=True))
 
 
 class Copies(TorchDispatchMode):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import LORA, RANK, ended, first_policy, make, small
+from build import LORA, RANK, first_policy, make, run_and_keep, small
 from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -82,9 +82,8 @@ def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path
     files = {path.name for path in (tmp_path / "saved" / "model").iterdir()}
     assert files == {ADAPTER, SETTINGS}
     saved = read_adapter(tmp_path / "saved" / "model")
-    assert {name: t.numpy().tobytes() for name, t in saved.items()} == {
-        name: array.tobytes() for name, array in arrays.items()
-    }
+    assert saved.keys() == arrays.keys()
+    assert all(np.array_equal(saved[name], array) for name, array in arrays.items())
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -186,11 +185,8 @@ def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> N
         return [[(c.tokens.tobytes(), c.logp.tobytes()) for c in group] for group in completions]
 
     def scored() -> list[bytes]:
-        return [
-            row.tobytes()
-            for group in searcher.reference.logp(prompts, responses)[0]
-            for row in group
-        ]
+        logp, _ = searcher.reference.logp(prompts, responses)
+        return [row.tobytes() for group in logp for row in group]
 
     alone, reference = [generated(seed) for seed in range(8)], scored()
     with ThreadPoolExecutor(3) as threads:
@@ -211,7 +207,7 @@ def test_adapters_learn(runtime: str, shallow_toy_model: Path, tmp_path: Path) -
     )  # fmt: skip
     small = ("sampling.samples=16", "trainer.batch_size=48", "trainer.group_size=16")
     config = toy_config(shallow_toy_model, tmp_path / "run", *LORA, *small, *settings)
-    done = ended(config)
+    done = run_and_keep(config)
     answers = enumerate_answers(done.trainer.policy, first_policy(config), done.parts.text)
     before = fmean((one.reference * one.reward).sum().item() for one in answers)
     assert before < 0.05
@@ -237,13 +233,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         first, second = (load_file(end / file) for end in ends)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_run_keeps_its_adapter_settings(toy_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(small(toy_model, folder, "run.steps=1"))
-    with pytest.raises(ValueError, match=r"policy\.lora = .*'r': 2.* but the run has .*'r': 4"):
-        run(_config(["policy.lora.r=2"], folder), folder)
 
 
 @pytest.mark.parametrize("extra", [(), WHOLE])
@@ -279,10 +268,8 @@ def test_an_adapter_to_start_from_is_the_reference(
     trainer, searcher = run_parts.trainer("cpu"), run_parts.search_setup().build("cpu", False)
     groups = searcher.search(run_parts.prompts[:3], seed=0).groups
     batch = collate(groups)
-    torch.testing.assert_close(
-        trainer.policy.logp(batch).detach(), batch.ref_logp, atol=1e-5, rtol=0
-    )
-    torch.testing.assert_close(batch.behavior_logp, batch.ref_logp, atol=1e-5, rtol=0)
+    for logp in (trainer.policy.logp(batch).detach(), batch.behavior_logp):
+        torch.testing.assert_close(logp, batch.ref_logp, atol=1e-5, rtol=0)
     weights = trainer.send(version=1).parcel
     moved = {name: array + np.float32(0.1) for name, array in weights.arrays.items()}
     searcher.engine.load_weights(replace(weights, arrays=moved))

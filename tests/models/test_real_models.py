@@ -25,13 +25,8 @@ def needs(*paths: Path) -> pytest.MarkDecorator:
 
 
 def tba(*arguments: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", "tba.cli", *arguments],
-        check=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    ).stdout
+    command = [sys.executable, "-m", "tba.cli", *arguments]
+    return subprocess.check_output(command, text=True, cwd=ROOT)
 
 
 @needs(MODELS / "smollm2", GSM8K)
@@ -70,18 +65,12 @@ def test_stories_become_happier(tmp_path: Path) -> None:
     """Mean held-out sentiment rises by many standard errors, at a bounded KL."""
     pytest.importorskip("vaderSentiment", reason="pip install 'tba[sentiment]'")
     run = tmp_path / "run"
-    tba(
-        "train",
-        "experiments/stories_sentiment.toml",
-        f"policy.model={MODELS / 'stories15m'}",
-        f"run.folder={run}",
-    )
+    own = (f"policy.model={MODELS / 'stories15m'}", f"run.folder={run}")
+    tba("train", "experiments/stories_sentiment.toml", *own)
     summary = json.loads((run / "summary.json").read_text())
     first, last = summary["eval/first"], summary["eval/last"]
-    assert (
-        last["sampled_reward"] - first["sampled_reward"]
-        > 5 * (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
-    )
+    error = (first["stderr"] ** 2 + last["stderr"] ** 2) ** 0.5
+    assert last["sampled_reward"] - first["sampled_reward"] > 5 * error
     rows = [r for r in read(run / "metrics.jsonl") if "kl" in r]
     assert max(r["log_ratio"] for r in rows[-20:]) < 40
     told = [r for r in read(run / SAMPLES) if r["kind"] == "eval"]

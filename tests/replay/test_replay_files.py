@@ -10,8 +10,6 @@ import pytest
 from build import first_tokens, group, random_groups, trajectory
 
 from tba.replay.buffer import ReplayBuffer
-from tba.strategies.mixture import Mixture
-from tba.types import Group
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,26 +29,6 @@ def loaded(folder: Path) -> ReplayBuffer:
     buffer = ReplayBuffer(per_prompt=4, capacity=15)
     buffer.load(folder)
     return buffer
-
-
-def test_loads_what_it_saved(tmp_path: Path) -> None:
-    """And goes on in the same way: evictions, duplicates, draws."""
-    rng = np.random.default_rng(2)
-    buffer = ReplayBuffer(per_prompt=4, capacity=15)
-    for now in range(9):
-        buffer.add(random_groups(rng, 2, reference=now // 4), now)
-    buffer.save(tmp_path)()
-    other = loaded(tmp_path)
-    assert (other.counts, content(other)) == (buffer.counts, content(buffer))
-    drawn: list[list[Group]] = []
-    for one in (buffer, other):
-        rng = np.random.default_rng(3)
-        for now in range(9, 15):
-            one.add(random_groups(rng, 3, reference=2), now)
-        drawn.append(one.sample(4, 3, Mixture(), 14, rng))
-    assert (other.counts, content(other)) == (buffer.counts, content(buffer))
-    assert [g.prompt for g in drawn[0]] == [g.prompt for g in drawn[1]]
-    assert list(map(first_tokens, drawn[0])) == list(map(first_tokens, drawn[1]))
 
 
 def test_a_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
@@ -76,14 +54,6 @@ def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path: Path) 
     fewer.add([group("a", trajectory(6))], now=1)
     assert first_tokens(fewer.groups()[0]) == [4, 5, 6]
     assert fewer.counts["evicted_per_prompt"] == 3
-
-
-def test_an_empty_buffer_can_be_saved(tmp_path: Path) -> None:
-    ReplayBuffer().save(tmp_path)()
-    empty = loaded(tmp_path)
-    assert len(empty) == 0
-    empty.add([group("a", trajectory(1))], 0)
-    assert len(empty) == 1
 
 
 def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from build import config, replayed
+from build import config, replayed, stopped
 
-from tba.assemble import open_run, run
+from tba.assemble import run
 from tba.cli import _config
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
@@ -369,20 +368,6 @@ def test_dialogues_can_only_be_dropped(tiny_model: Path, user: Path) -> None:
     with pytest.raises(ValueError, match="--rescore: the stored samples have value estimates"):
         run(_config(["run.steps=3"], folder), folder, "rescore")
     assert run(_config(["run.steps=3"], folder), folder, "drop").finished
-
-
-def stopped(settings: Any, step: int, folder: Path | None = None) -> None:
-    """Carry out a session that is stopped after a step."""
-    with open_run(settings, folder) as opened:
-        log: Callable[..., None] = opened.log
-
-        def logged(*arguments: Any) -> None:
-            log(*arguments)
-            opened.stop.requested = opened.step == step
-
-        opened.log = logged  # type: ignore[method-assign]
-        opened.stop.requested = opened.step == step
-        opened.train()
 
 
 def test_the_config_of_a_run_is_that_of_the_newest_session_with_a_step(

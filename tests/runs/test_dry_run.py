@@ -142,16 +142,6 @@ def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Pat
     ]
 
 
-def test_plain_text_for_want_of_a_template_is_noted_once(config: Make) -> None:
-    asked = {**config("length").task.model_dump(), "chat": "auto"}
-    tables, told = dry_run(config(task=asked))
-    assert [line for line in told if "template" in line] == [
-        "note: task.chat = auto: prompts are used as plain text, because the tokenizer has no chat"
-        " template"
-    ]
-    assert tables["task"]["chat"] == "off"
-
-
 WARNED = {
     "broken": r"\(raised\): .*could not convert string to float",
     "hangs": r"\(timeout\): scoring of 2 answers did not return within 0\.5 s",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from build import config
@@ -16,11 +14,6 @@ from tba.cli import _config
 from tba.runs.generations import damage, generations, recover
 
 SMALL = ("eval.prompts=0", "checkpoint.keep=1")
-
-
-def killed(*_: Any) -> None:
-    """Stand in for a function at whose call the process is killed."""
-    raise OSError("killed")
 
 
 def test_a_kill_while_a_generation_is_saved_again_loses_nothing(
@@ -44,25 +37,6 @@ def test_a_kill_while_a_generation_is_saved_again_loses_nothing(
     assert generation.name == "step-00000004" and damage(generation) == {}
     assert run(_config(["run.steps=5"], folder), folder).steps == 5
     assert names(checkpoints) == ["step-00000005"]
-
-
-def test_a_run_killed_in_its_first_save_says_how_to_start_again(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    chosen = config(tiny_model, folder, "run.steps=2", *SMALL)
-    with monkeypatch.context() as patch:
-        patch.setattr("tba.runs.checkpoint.sha256_of", killed)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(chosen)
-    assert names(folder / "checkpoints") == [".step-00000002"]
-    remove = re.escape(f"`rm -r {folder}`")
-    with pytest.raises(ValueError, match=f"nothing to resume; .*remove its folder .{remove}"):
-        run(_config([], folder), folder)
-    with pytest.raises(ValueError, match=f"holds a run already; .* remove it .{remove}"):
-        run(chosen)
-    shutil.rmtree(folder)
-    assert run(chosen).finished
 
 
 def test_unfinished_saves_are_removed_and_files_of_others_are_left_alone(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from build import stopped
 
 import tba
 from tba.config.schema import Config, load
@@ -91,15 +92,7 @@ def test_a_run_that_was_stopped_keeps_its_patience(tmp_path: Path) -> None:
     own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
     folder = tmp_path / "run"
     config = load(None, [*SMALL, *own, "run.steps=30", f"run.folder={folder}"])
-    with tba.open_run(config) as run:
-        step = run.trainer.step
-
-        def stopping(*arguments: object) -> dict[str, float]:
-            run.stop.requested = run.step == 3
-            return step(*arguments)  # type: ignore[arg-type]
-
-        run.trainer.step = stopping  # type: ignore[method-assign]
-        assert not run.train().finished
+    assert not stopped(config, 4).finished
     assert tba.train(load(folder), folder).summary.steps == 6
 
 

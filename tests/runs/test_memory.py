@@ -113,15 +113,8 @@ def test_ranks_that_lack_the_memory_are_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a process starts, also on resuming with another number of ranks."""
-    data = {"use": "arithmetic"}
-    config = load(
-        {
-            "policy": {"model": str(tiny_model)},
-            "task": data,
-            "trainer": {"devices": 2, "batch_size": 160},
-            "sampling": {"max_tokens": 4},
-        }
-    )
+    settings = ["trainer.devices=2", "trainer.batch_size=160", "sampling.max_tokens=4"]
+    config = load(None, [f"policy.model={tiny_model}", "task=arithmetic", *settings])
     numbers = sum(p.numel() for p in load_empty_model(config.policy).parameters())
     enough = 16 * numbers
     monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough))

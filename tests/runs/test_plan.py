@@ -125,17 +125,10 @@ def test_seconds_a_step_are_those_of_measured_runs(
     rows = [row for row in read(tmp_path / "run" / METRICS) if "step_time" in row]
     measured = (rows[-1]["time"] - rows[3]["time"]) / (len(rows) - 4)
     training = sum(row["step_time"] for row in rows[4:]) / len(rows[4:])
-    rates = Rates(
-        decode=2 * 4 * TOKENS / LATENCY,
-        train=config.trainer.batch_size * TOKENS / training,
-        prompt=9,
-        response=TOKENS,
-        judge=0,
-        network=1,
-    )
+    train = config.trainer.batch_size * TOKENS / training
+    rates = Rates(2 * 4 * TOKENS / LATENCY, train, prompt=9, response=TOKENS, judge=0, network=1)
     expected = forecast(with_defaults(config), rates, 0, config.runtime.most_searchers)
     assert measured == pytest.approx(expected.step, rel=0.2)
-    again, origin = rates_of(
-        Needs.of(with_defaults(config), Machine(0, 0, 1e12), 9), {}, tmp_path / "run"
-    )
+    needs = Needs.of(with_defaults(config), Machine(0, 0, 1e12), 9)
+    again, origin = rates_of(needs, {}, tmp_path / "run")
     assert again.response == TOKENS and origin["decode"] == "measured"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build import config
+from build import config, stopped
 
-from tba.assemble import open_run, run
+from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load
 from tba.replay.buffer import STEPS, ReplayBuffer
@@ -246,15 +246,8 @@ def test_a_stopped_run_keeps_no_warning_made_from_few_steps(
     folder = tmp_path / "stopped"
     whole = run(config(tiny_model, tmp_path / "whole", *settings, "run.steps=12")).warnings
     assert len(whole) == 3
-    with open_run(config(tiny_model, folder, *settings, "run.steps=12")) as opened:
-        log = opened.log
-
-        def logged(metrics: dict[str, float], groups: list[Group]) -> None:
-            log(metrics, groups)
-            opened.stop.requested = opened.step == stop
-
-        opened.log = logged  # type: ignore[method-assign]
-        assert len(opened.train().warnings) == 1  # no warm-up
+    short = config(tiny_model, folder, *settings, "run.steps=12")
+    assert len(stopped(short, stop).warnings) == 1  # no warm-up
     assert list(read_warnings(folder)) == ["warmup"]
     assert run(_config([], folder), folder).warnings == whole
 

@@ -9,7 +9,7 @@ from build import config
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
-from tba.engines import EngineError, logp_gap_limit
+from tba.engines import logp_gap_limit
 from tba.runs import checkpoint
 from tba.runs.log import METRICS, read
 from tba.search.searcher import LogpGapError
@@ -60,18 +60,6 @@ def test_the_weights_of_a_resumed_run_are_verified(
         open_run(longer, resume=tmp_path / "run"),
     ):
         pass
-
-
-def test_a_faulty_engine_ends_a_local_run_with_a_checkpoint(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    given = wrong(tiny_model, tmp_path, "fakes.Faulty", failing=(6,))
-    with open_run(given) as opened, pytest.raises(EngineError, match="out of memory"):
-        opened.train()
-    saved = checkpoint.newest(opened.folder / "checkpoints")
-    assert saved.name == f"step-{opened.step:08d}" != "step-00000000"
-    assert len(list((tmp_path / "calls-closed").iterdir())) == 1
-    assert run(given, resume=opened.folder).finished
 
 
 def test_the_limit_follows_the_coarser_of_both_sides() -> None:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from exact import toy_config
-from suite import until
 
 from tba.config.runtime import RuntimeTable, SearcherRange
 from tba.engines import EngineError, SearchError
@@ -285,41 +283,6 @@ def one_ends(refs: list[Call]) -> list[Call]:
     time.sleep(0.01)
     searches = [ref for ref in refs if len(ref.arguments) == 4]
     return sorted(searches, key=lambda ref: ref.slot.place.cores)[:1]
-
-
-def test_a_storm_of_restarts_disturbs_nobody_and_ends_the_run(
-    opens: Opens, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two searchers fails at every search. While it waits, the other one delivers."""
-    monkeypatch.setattr(ray_module, "Pool", partial(Pool, clock=clock))
-
-    def received(ref: Call) -> SearchResult:
-        if ref.slot.place.cores == (0,):
-            raise EngineError("out of memory")
-        return found(ref)
-
-    settings = ("runtime.max_restarts=3", "reward.quarantine=0", "task=toy.Ones", "task.size=20000")
-    searchers = opens(one_ends, received, *settings, searchers=2)
-    gathered: list[str] = []
-
-    def restarted(times: int) -> bool:
-        return searchers.stats.counts["searchers/restarts"] == times
-
-    for restarts in (2, 3):
-        until(partial(restarted, restarts), SECONDS)
-        gathered += [group.prompt.id for group in searchers.gather(30)]
-        assert (
-            searchers.stats.counts["searchers/restarts"] == restarts
-            and len(searchers._pool.handles) == 1
-        )
-        clock.now += 2.0 ** (restarts - 2)
-    until(lambda: searchers._failure is not None, SECONDS)
-    with pytest.raises(EngineError, match=r"out of memory.* after runtime\.max_restarts = 3 rest"):
-        searchers.gather(30)
-    cursor = searchers.state().cursor
-    assert len(gathered) == len(set(gathered)) >= 60
-    assert not set(gathered) & set(cursor["outstanding"])
-    assert cursor["state"]["chosen"] == len(gathered) + len(cursor["outstanding"])
 
 
 def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(

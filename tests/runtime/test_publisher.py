@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from build import pack, trainer
 from fakes import Given
+from suite import until
 
 from tba.engines import SearchError
 from tba.learn.publish import answer, probe_tokens, sequences_of
@@ -41,17 +41,10 @@ class Post:
         self.versions.append(sent.version)
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_what_waits_is_replaced_by_what_is_newer() -> None:
     post, source = Post(), Given(ready=threading.Event())
     post.publisher.publish(source, 1)
-    until(lambda: post.publisher._sending_since is not None)
+    until(lambda: post.publisher._sending_since is not None, SECONDS)
     for version in range(2, 7):
         post.publisher.publish(source, version)
     source.ready.set()
@@ -80,7 +73,7 @@ def test_every_wait_has_a_deadline() -> None:
     post.publisher.publish(source, 1)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline = 0\.01 s; raise"):
         post.publisher.finish()
-    until(lambda: time.monotonic() - (post.publisher._sending_since or math.inf) > 0.01)
+    until(lambda: time.monotonic() - (post.publisher._sending_since or math.inf) > 0.01, SECONDS)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline"):
         post.publisher.publish(source, 2)
     source.ready.set()

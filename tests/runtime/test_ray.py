@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from build import (
     as_settings,
     children,
     conserved,
-    copies,
     nothing_is_left,
     run_and_keep,
     wait_until,
 )
 from build import ray_config as config
-from fakes import Given
 
 from tba.assemble import open_run
 from tba.prompt import Prompt
@@ -112,42 +109,6 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
         again = evaluate_run(tmp_path / "run", [], reference)
         for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_log_ratio"):
             assert scores[name] == pytest.approx(again[name], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_starting_searcher_holds_one_version_and_then_runs_searches_at_once(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """The engine starts when it may; it generates only for two callers at a time."""
-    started = tmp_path / "started"
-    settings = ("engine=fakes.Meeting", f"engine.path={started}", "eval.prompts=0")
-    with open_run(config(tiny_model, tmp_path / "run", *settings)) as run:
-        large = {"parameter": np.zeros(2**18, np.float32)}  # too large to travel inside a call
-        transport = run.trainer.transport
-        for version in range(1, 31):
-            run.searchers.publish(Given(large, transport=transport), version)
-        # the newest, the one that is sent, and the one that the searcher starts with
-        assert wait_until(lambda: copies() <= 3, 20)
-        started.touch()
-        deadline = time.monotonic() + 60
-        newest = 0
-        while newest < 30 and time.monotonic() < deadline:
-            for group in run.searchers.gather(at_least=1):
-                newest = max(newest, *(t.version for t in group.trajectories))
-        assert newest == 30
-        stats = run.searchers.stats
-        assert (
-            stats.counts["samples_generated"] > 0
-            and stats.counts["sync/bytes"] >= large["parameter"].nbytes
-        )
-        assert wait_until(
-            lambda: stats.publish_seconds > 0 and 0 < stats.latest.get("sync/adopted", 0) < 60, 20
-        )
-        run.searchers.publish(Given(error="no memory"), 31)  # an error in the background
-        with pytest.raises(RuntimeError, match=r"weights could not be published .*: no memory"):
-            run.searchers.gather(at_least=1000)
-        with pytest.raises(RuntimeError, match=r"no memory"):
-            run.searchers.publish(Given(), 32)
 
 
 def test_search_and_learning_take_turns(

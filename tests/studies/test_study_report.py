@@ -60,12 +60,9 @@ def write_run(path: Path, trial: Trial, failed: bool) -> None:
     )
     rows = [{"step": 0, "time": 0.0, "eval/sampled_pass@1": score(trial, 0)}]
     for step in range(1, (STEPS // 2 if failed else STEPS) + 1):
-        rows.append(
-            {
-                "step": step, "time": step / 2, "samples_trained": 8 * step,
-                "samples_generated": 10 * step, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0,
-            }
-        )  # fmt: skip
+        counts = {"samples_trained": 8 * step, "samples_generated": 10 * step}
+        row = {"step": step, "time": step / 2, "kl": step / 50 + seed, "off_policy/lag_mean": 2.0}
+        rows.append(row | counts)
         if step % 10 == 0:
             rows.append({"step": step, "time": step / 2, "eval/sampled_pass@1": score(trial, step)})
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -74,19 +71,10 @@ def write_run(path: Path, trial: Trial, failed: bool) -> None:
             "steps": STEPS, "seconds": 20.0 + seed, "samples_generated": 400,
             "samples_trained": 320, "lag_mean": 2.0,
         }  # fmt: skip
-        (path / "summary.json").write_text(
-            json.dumps(
-                {
-                    "finished": True,
-                    **totals,
-                    "eval/last": {
-                        "sampled_pass@1": score(trial, STEPS),
-                        "sampled_log_ratio": 0.77 + seed,
-                        "step": STEPS,
-                    },
-                }
-            )
-        )
+        last = {"step": STEPS, "sampled_pass@1": score(trial, STEPS)}
+        last["sampled_log_ratio"] = 0.77 + seed
+        summary = {"finished": True, **totals, "eval/last": last}
+        (path / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not pending:
             write_run(study.path(trial), trial, failed)
         error = "NotFinite: step 21: loss nan" if failed else None
-        runs.append(
-            replace(
-                trial,
-                status="pending" if pending else "failed" if failed else "finished",
-                error=error,
-            )
-        )
+        status: Any = "pending" if pending else "failed" if failed else "finished"
+        runs.append(replace(trial, status=status, error=error))
     Ledger("pairs", None, runs).write(here)
     return here
 

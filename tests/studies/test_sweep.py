@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from suite import until
 from toy import Ones
 
 from tba.child import Child
@@ -81,13 +82,6 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read(run / "metrics.jsonl") if "loss" in row]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A study with a run that finishes and one that raises an error."""
@@ -145,9 +139,9 @@ def test_a_killed_sweep_leaves_no_run_behind_and_the_next_one_continues_it(
     code += "sweep(Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment) as process:
-        wait_for(lambda: len(losses(run)) >= 5)
+        until(lambda: len(losses(run)) >= 5, 120)
         process.kill()
-    wait_for(lambda: list(run.glob("checkpoints/step-*")))
+    until(lambda: list(run.glob("checkpoints/step-*")), 120)
     assert 5 <= len(losses(run)) < STEPS
     assert sweep(path) == 0
     assert losses(run) == losses(read_study(carried_out).folder / "all" / "sound")
@@ -225,8 +219,8 @@ def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
     study = read_study(path)
 
     def stop() -> None:
-        wait_for((study.folder / "all" / "waiting").exists)
-        wait_for(lambda: statuses(study)["seed=7"] == "finished")
+        until((study.folder / "all" / "waiting").exists, 120)
+        until(lambda: statuses(study)["seed=7"] == "finished", 120)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stopping = threading.Thread(target=stop)
