@@ -13,6 +13,7 @@ import tba
 from tba.assemble import run
 from tba.cli import _config, evaluate, export, train
 from tba.config.schema import load
+from tba.runs.checks import placed
 from tba.runs.log import CONFIG, SUMMARY, with_relative_paths
 
 CONFIG_TOML = """
@@ -127,3 +128,15 @@ def test_a_dry_run_refuses_to_resume_what_is_further(started: Path) -> None:
     run(_config(["run.steps=2"], started), started)
     with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
         train(["run.steps=1"], dry_run=True, resume=started)
+
+
+def test_texts_that_are_no_paths_stay_as_they_are(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full stop is a folder, too."""
+    monkeypatch.chdir(home)
+    texts = {"use": "more.py:half", "end": ".", "up": "..", "unit": "m/s", "rows": "./rows.jsonl"}
+    settings = [f"task.reward.{name}={text}" for name, text in texts.items()]
+    options = placed(load(None, [*settings, "task=custom", "task.system_prompt=."])).task.options
+    assert options["system_prompt"] == "."
+    assert options["reward"] == {**texts, "rows": str(home / "rows.jsonl")}
