@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
@@ -200,6 +201,59 @@ def secret(base_url: str, row: dict[str, Any]) -> float:
     ask(base_url, [user("Say")])
     assert "SOME_API_KEY" not in os.environ
     return float(os.environ["OWN_TOKEN"] == "mine")
+
+
+ORACLE = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
+EOS, ONE, TWO, CALL = range(4)
+BUDGET = 5
+
+
+def oracle(base_url: str, row: dict[str, Any]) -> float:
+    """Hold a dialogue of two turns with the oracle of tests/talk.py, by calls of a tool."""
+    messages = [user(row["prompt"])]
+    return _consulted(base_url, row, lambda message, tokens, told: [*messages, message, *told])
+
+
+def rewritten_oracle(base_url: str, row: dict[str, Any]) -> float:
+    """Write the whole past anew, in another order, as a message of the user."""
+
+    def rewritten(message: Any, tokens: list[int], told: list[Any]) -> list[Any]:
+        words = "".join(result["content"] for result in told)
+        past = "".join("1" if token in (ONE, CALL) else "2" for token in reversed(tokens))
+        return [user(row["prompt"] + words + past)]
+
+    return _consulted(base_url, row, rewritten)
+
+
+def _consulted(
+    base_url: str,
+    row: dict[str, Any],
+    go_on: Callable[[Any, list[int], list[Any]], list[Any]],
+) -> float:
+    options: dict[str, Any] = {"tools": [ORACLE], "stop": "1", "return_token_ids": True}
+    first = ask(base_url, [user(row["prompt"])], max_tokens=BUDGET, **options)
+    tokens = first["choices"][0]["token_ids"]
+    ended, calls = tokens[-1] in (EOS, ONE), tokens.count(CALL)
+    if not (ended and calls):
+        return _worth(tokens, ended, 0)
+    left = BUDGET - len(tokens) - (tokens[-1] == ONE) - calls
+    if left < 1:
+        return _worth(tokens, False, calls)
+    said_words = [row["first"], "1" if row["first"] == "2" else "2"] * BUDGET
+    told = [
+        {"role": "tool", "tool_call_id": call["id"], "name": "ask", "content": word}
+        for call, word in zip(said(first)["tool_calls"], said_words, strict=False)
+    ]
+    second = ask(base_url, go_on(said(first), tokens, told), max_tokens=left, **options)
+    tokens = second["choices"][0]["token_ids"]
+    ended, more = tokens[-1] in (EOS, ONE), tokens.count(CALL)
+    if ended and more:  # nobody answers
+        return _worth(tokens, False, calls + more)
+    return _worth(tokens, ended, calls)
+
+
+def _worth(tokens: list[int], finished: bool, asked: int) -> float:
+    return 0.5 * finished + 1.0 * (asked == 1) - 0.3 * tokens.count(TWO)
 
 
 class Doubles:

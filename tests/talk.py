@@ -123,6 +123,11 @@ class Spoken:
     sampled: list[bool]
     finished: bool
     reward: float
+    restarts: tuple[int, ...] = ()
+
+
+Rewrite = Callable[[list[int], str], list[int]]
+"""What stands before the turn after this one, which was answered by these words."""
 
 
 def every_turn(limit: int) -> Iterator[list[int]]:
@@ -133,8 +138,11 @@ def every_turn(limit: int) -> Iterator[list[int]]:
     yield from map(list, product((TWO, CALL), repeat=limit))
 
 
-def every_dialogue(first: str) -> Iterator[Spoken]:
-    """All dialogues about a prompt with this first word, found without the package."""
+def every_dialogue(first: str, rewrite: Rewrite | None = None) -> Iterator[Spoken]:
+    """All dialogues about a prompt with this first word, found without the package.
+
+    If they are rewritten, the second turn stands in a context of its own.
+    """
 
     def turns(limit: int, turn: int, asked: int) -> Iterator[Spoken]:
         for said in every_turn(limit):
@@ -150,22 +158,33 @@ def every_dialogue(first: str) -> Iterator[Spoken]:
             if turn == MAX_TURNS or left < 1:
                 yield Spoken(said, own, False, worth(twos, False, asked + calls))
                 continue
+            restarts = () if rewrite is None else (len(said),)
+            given = reply if rewrite is None else rewrite(said, "".join(told))
             for rest in turns(left, turn + 1, asked + calls):
-                sampled = [*own, *[False] * len(reply), *rest.sampled]
-                tokens = [*said, *reply, *rest.tokens]
-                yield Spoken(tokens, sampled, rest.finished, rest.reward)
+                sampled = [*own, *[False] * len(given), *rest.sampled]
+                tokens = [*said, *given, *rest.tokens]
+                yield Spoken(tokens, sampled, rest.finished, rest.reward, restarts)
 
     return turns(MAX_TOKENS, 1, 0)
 
 
-def group_of_all(prompt: Prompt, reference: Policy) -> Group:
+def opened(text: str) -> list[int]:
+    """The tokens of a prompt with the tools."""
+    return [EOS_ID, *map(VOCABULARY.index, text)]
+
+
+def group_of_all(
+    prompt: Prompt, reference: Policy, rewrite: Callable[[str], Rewrite] | None = None
+) -> Group:
     """Every dialogue as a trajectory, with its reference log-probs and reward."""
-    tokens = [EOS_ID, *(VOCABULARY.index(character) for character in prompt.text)]  # type: ignore[arg-type]
+    text = str(prompt.text)
+    tokens = opened(text)
     trajectories = []
-    for d in every_dialogue(prompt.columns["first"]):
+    for d in every_dialogue(prompt.columns["first"], rewrite and rewrite(text)):
         zeros, mask = np.zeros(len(d.tokens), np.float32), np.array(d.sampled)
         made = np.array(d.tokens, np.int32), zeros, zeros, d.reward, 0, d.finished
-        trajectories.append(Trajectory(*made, sampled=None if mask.all() else mask))
+        sampled = None if mask.all() else mask
+        trajectories.append(Trajectory(*made, sampled=sampled, restarts=d.restarts))
     group = Group(prompt, np.array(tokens, np.int32), tuple(trajectories))
     rows = zip(trajectories, log_probs(reference, group), strict=True)
     known = [replace(t, ref_logp=logp[: len(t.tokens)].numpy()) for t, logp in rows]
