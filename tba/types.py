@@ -80,6 +80,20 @@ class Completion:
         """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
         return _marks(self.sampled, self.restarts)
 
+    def rewarded(self, reward: float, ref_logp: Float32[np.ndarray, " T"]) -> "Trajectory":
+        """Return it with its reward, and its log-probs under the reference."""
+        return Trajectory(
+            tokens=self.tokens,
+            behavior_logp=self.logp,
+            ref_logp=ref_logp,
+            reward=reward,
+            version=self.version,
+            finished=self.finished,
+            sampled=self.sampled,
+            switches=self.switches,
+            restarts=self.restarts,
+        )
+
 
 @dataclass(frozen=True)
 class Trajectory:

@@ -67,7 +67,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
             if key not in groups:
                 shown = Prompt(f"rollouts-{name}", text.prompt(prompt))
                 groups[key] = Group(shown, prompt, ())
-            trajectory = _trajectory(completion, reward)
+            trajectory = completion.rewarded(reward, completion.logp)
             own = groups[key].trajectories
             groups[key] = replace(groups[key], trajectories=(*own, *[trajectory] * times))
     if broken:
@@ -212,19 +212,6 @@ def _of_tokens(row: Mapping[str, Any]) -> tuple[np.ndarray, Completion]:
         restarts=tuple(np.flatnonzero(marks == RESTART).tolist()),
     )
     return prompt, completion
-
-
-def _trajectory(completion: Completion, reward: float) -> Trajectory:
-    return Trajectory(
-        tokens=completion.tokens,
-        behavior_logp=completion.logp,
-        ref_logp=completion.logp,
-        reward=reward,
-        version=0,
-        finished=completion.finished,
-        sampled=completion.sampled,
-        restarts=completion.restarts,
-    )
 
 
 def _completion(t: Trajectory) -> Completion:

@@ -28,7 +28,7 @@ from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Program
 from tba.tasks._memory import Functions, build_task
-from tba.types import Group, Sampling, Trajectory
+from tba.types import Group, Sampling
 from tba.weights import Weights
 
 LONGEST_CALL = 0.25
@@ -290,19 +290,7 @@ class Searcher:
         logp, version = self.reference.logp(tokens, completions)
         groups = []
         for (i, samples), rows in zip(rewarded.items(), logp, strict=True):
-            trajectories = []
-            for (c, reward), ref_logp in zip(samples, rows, strict=True):
-                trajectory = Trajectory(
-                    tokens=c.tokens,
-                    behavior_logp=c.logp,
-                    ref_logp=ref_logp,
-                    reward=float(reward),
-                    version=c.version,
-                    finished=c.finished,
-                    sampled=c.sampled,
-                    switches=c.switches,
-                    restarts=c.restarts,
-                )
-                trajectories.append(trajectory)
-            groups.append(Group(prompts[i], responses.prompts[i], tuple(trajectories), version))
+            referred = zip(samples, rows, strict=True)
+            own = [c.rewarded(float(v), ref_logp) for (c, v), ref_logp in referred]
+            groups.append(Group(prompts[i], responses.prompts[i], tuple(own), version))
         return groups

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tba.config.tables import GIVEN, Finite, Positive
 from tba.tasks import Program
-from tba.tasks._data import Rows, rows
+from tba.tasks._data import Rows
 from tba.tasks.custom import ADVICE, Custom
 
 SHOWN = 200
@@ -93,9 +93,10 @@ class Agent(Custom):
         found = shutil.which(Path(self.python).expanduser())
         return None if found is None else str(Path(found).absolute())
 
-    def _read(self, key: str, source: str, split: str) -> Rows:
+    def _table(self, key: str, source: str, split: str) -> Rows:
+        """Return the rows; the row itself is the prompt of one that has none."""
         table = []
-        for row in rows(key, source, split, self.subset):
+        for row in super()._table(key, source, split):
             shown = json.dumps(row, default=str)[:SHOWN]
-            table.append({**row, "prompt": row.get(self.prompt_column, shown)})
+            table.append({self.prompt_column: shown, **row})
         return table

@@ -247,13 +247,16 @@ class Custom(Rendering, Task):
         They have the question as `prompt` and the answer as `answer`, too.
         """
         origin = f"{key} = {source!r}"
-        table = rows(key, source, split, self.subset)
+        table = self._table(key, source, split)
         for name, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
             if column != name:
                 require(origin, table, [column])
                 table = [{**row, name: row[column]} for row in table]
         require(origin, table, columns_of(self.prompt))
         return table
+
+    def _table(self, key: str, source: str, split: str) -> Rows:
+        return rows(key, source, split, self.subset)
 
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[str]) -> None:

@@ -111,6 +111,23 @@ def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(
     assert shown(text, Completion(plain.tokens, plain.ref_logp, True, 0), ()) == "No"
 
 
+def test_the_chats_of_the_page_are_trained_on(model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
+    logged = page.partition("## Logged rollouts")[2]
+    chats, settings = (
+        logged.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("json", "toml")
+    )
+    (tmp_path / "chats.jsonl").write_text(chats)
+    (tmp_path / "chats.toml").write_text(settings)
+    small = [
+        f"policy.model={model}", f"replay.rollouts={tmp_path}/chats.jsonl", "run.steps=2",
+        f"run.folder={tmp_path}/run", "trainer.batch_size=2", "trainer.group_size=2",
+        "log.console=off", "log.tensorboard=false",
+    ]  # fmt: skip
+    summary = run(load(str(tmp_path / "chats.toml"), small))
+    assert summary is not None and summary["samples_trained"] == 4
+
+
 def test_broken_rows_are_counted_and_named(
     text: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
