@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import traceback
@@ -33,6 +34,7 @@ def main(end: int, rollout: str, max_memory: float | None) -> None:
     connection = socket.socket(fileno=end)
     try:
         function = _load(rollout)
+        target_of = _targets(function)
         data = resource.getrlimit(resource.RLIMIT_DATA)[1]
         if max_memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (int(max_memory * 1e9), data))
@@ -40,10 +42,12 @@ def main(end: int, rollout: str, max_memory: float | None) -> None:
         _send(connection, {"failed": traceback.format_exc()[-LONGEST:]})
         return
     _send(connection, {"started": os.getpid()})
-    asyncio.run(_serve(connection, function))
+    asyncio.run(_serve(connection, function, target_of))
 
 
-async def _serve(connection: socket.socket, function: Callable[..., Any]) -> None:
+async def _serve(
+    connection: socket.socket, function: Callable[..., Any], target_of: Callable[[str], Any]
+) -> None:
     loop = asyncio.get_running_loop()
     arriving: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     threading.Thread(target=_read, args=[connection, loop, arriving], daemon=True).start()
@@ -51,12 +55,28 @@ async def _serve(connection: socket.socket, function: Callable[..., Any]) -> Non
     while (message := await arriving.get()) is not None:
         number = message["session"]
         if "row" in message:
-            held = _hold(connection, function, number, message["base_url"], message["row"])
+            target = target_of(message["base_url"])
+            held = _hold(connection, function, number, target, message["row"])
             tasks[number] = loop.create_task(held)
         elif number in tasks:
             tasks.pop(number).cancel()
         tasks = {n: task for n, task in tasks.items() if not task.done()}
     os._exit(0)  # with threads that hang
+
+
+def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
+    """Return what makes a program's first argument: a session's address, or a client for it."""
+    if next(iter(inspect.signature(function).parameters), "") != "client":
+        return str
+    import openai
+
+    secure = ssl.create_default_context()  # it takes longer than all else of a client
+
+    def client(base_url: str) -> Any:
+        connections = openai.DefaultAsyncHttpxClient(verify=secure)
+        return openai.AsyncOpenAI(base_url=base_url, api_key="none", http_client=connections)
+
+    return client
 
 
 def _read(
@@ -74,17 +94,12 @@ async def _hold(
     connection: socket.socket,
     function: Callable[..., Any],
     number: int,
-    base_url: str,
+    target: Any,
     row: dict[str, Any],
 ) -> None:
     """Run the program once, and send what it returns or raises."""
     result: dict[str, Any] = {"session": number}
     try:
-        target: Any = base_url
-        if next(iter(inspect.signature(function).parameters)) == "client":
-            import openai
-
-            target = openai.AsyncOpenAI(base_url=base_url, api_key="none")
         if inspect.iscoroutinefunction(function):
             returned = await function(target, row)
         else:

@@ -226,17 +226,19 @@ class Endpoint:
     async def _sampled(self, live: Live, asked: Request, number: int) -> tuple[Asked, Completion]:
         """Return the tokens of a request, and the policy's reply."""
         sampling = asked.sampling(live.sampling, self._fixed)
-        context = await asyncio.to_thread(self._asked, live.session, asked)
-        tokens = context.context
-        room = self._text.context - len(tokens)
-        if room < 1:
-            raise _TooLongError(
-                f"the messages have {len(tokens)} tokens, and the model's context has"
-                f" {self._text.context}; shorten them"
-            )
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        with self.turns.expect():
+            context = await asyncio.to_thread(self._asked, live.session, asked)
+            tokens = context.context
+            room = self._text.context - len(tokens)
+            if room < 1:
+                raise _TooLongError(
+                    f"the messages have {len(tokens)} tokens, and the model's context has"
+                    f" {self._text.context}; shorten them"
+                )
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            reply = self.turns.sample(Turn(tokens, sampling, live.seed(number)))
         try:
-            return context, await self.turns.sample(Turn(tokens, sampling, live.seed(number)))
+            return context, await reply
         except Exception as error:
             self.failure = error
             raise asyncio.CancelledError from error

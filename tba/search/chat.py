@@ -153,8 +153,12 @@ class Chat:
 
     @property
     def _own_form(self) -> bool:
-        """True if the tokenizer says how calls are read; older versions of transformers cannot."""
-        return vars(self.text.tokenizer).get("response_template") is not None
+        """True if the tokenizer says how calls are read; older versions of transformers cannot.
+
+        Where the template describes no tools, they are called as `ABOUT` says.
+        """
+        is_read = vars(self.text.tokenizer).get("response_template") is not None
+        return is_read and (self.describes_tools or not self.schemas)
 
     @property
     def _writes_another_form(self) -> bool:
@@ -183,10 +187,24 @@ class Chat:
 
     def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
         """Return what the template puts after a turn of the policy in a dialogue."""
-        dialogue = [*before, {"role": "assistant", "content": TURN}, *results]
-        # without calls; some templates refuse a turn without content
-        plain = [_without_calls(m) if m["role"] == "assistant" else m for m in dialogue]
-        _, shown, after = self._rendered(self._as_shown(plain)).rpartition(TURN)
+        turn: Message = {"role": "assistant", "content": TURN}
+        names = [m.get("name", "f") for m in results if m["role"] == "tool"]
+        if names and self._needs_calls:
+            calls = [_as_function({"name": name, "arguments": {"x": TURN}}) for name in names]
+            turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return self._after(before, turn, results)
+
+    @cached_property
+    def _needs_calls(self) -> bool:
+        """True if the template shows the result of a tool only after its call."""
+        result = {"role": "tool", "name": "f", "content": "?"}
+        return "?" not in self._after(QUESTION, {"role": "assistant", "content": TURN}, [result])
+
+    def _after(self, before: Sequence[Message], turn: Message, results: Sequence[Message]) -> str:
+        """Return what the template puts after TURN, which stands in this turn."""
+        # earlier turns without calls; some templates refuse a turn without content
+        plain = [_without_calls(m) if m["role"] == "assistant" else m for m in before]
+        _, shown, after = self._rendered(self._as_shown([*plain, turn, *results])).rpartition(TURN)
         return after if shown else ""
 
     def _as_shown(self, messages: Sequence[Message]) -> list[Message]:

@@ -8,8 +8,9 @@ chat template writes after the reply. A request that matches none begins a new c
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import numpy as np
 
 from tba.models.template import text_of
 from tba.prompt import Message
-from tba.search.chat import CALL, Chat
+from tba.search.chat import Chat
 from tba.types import Completion, Turn, switches_of, versions_of
 
 History = Literal["append", "template"]
@@ -26,6 +27,8 @@ History = Literal["append", "template"]
 
 AT_ONCE = 1024
 """Most turns that an engine samples at once, where they join a running batch."""
+TOKENISING = 0.1
+"""Most seconds that a batch waits for turns that have arrived, and are being tokenised."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change what it says."""
 
@@ -64,7 +67,7 @@ class Exchange:
     keys: tuple[str, ...]
     """The keys of the request's messages and of the reply."""
     spoken: str
-    """Text of the reply before its first call of a tool."""
+    """Text of the reply, with its special tokens but for the one that ends it."""
 
     @cached_property
     def path(self) -> list["Exchange"]:
@@ -82,7 +85,7 @@ class Session:
 
     def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> Asked:
         """Return the tokens of a request. ValueError if the chat template cannot show it."""
-        shown = tuple(map(readable, messages))
+        shown = tuple(with_names(list(map(readable, messages))))
         keys = tuple(map(key_of, shown))
         rendered = ""
         if self.history == "template":
@@ -98,7 +101,9 @@ class Session:
 
     def add(self, asked: Asked, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
         """Record a reply that the program receives."""
-        spoken = CALL.sub("", asked.chat.text.decode(turn.tokens))
+        ended = int(turn.tokens[-1]) in asked.chat.text.eos_ids
+        written = turn.tokens[: len(turn.tokens) - ended]
+        spoken = asked.chat.text.tokenizer.decode(written.tolist())
         exchange = Exchange(asked, turn, (*asked.keys, key_of(readable(reply))), spoken)
         self.exchanges.append(exchange)
         return exchange
@@ -150,13 +155,14 @@ class Session:
                 version = int(own[-1])
                 length += len(given) + len(turn.tokens)
         every = np.concatenate(versions)
+        own_tokens = np.concatenate(sampled)
         return Completion(
             tokens=np.concatenate(tokens),
             logp=np.concatenate(logp).astype(np.float32),
             finished=self.exchanges[-1].turn.finished,
             version=int(every[0]),
             switches=switches_of(every),
-            sampled=np.concatenate(sampled),
+            sampled=None if own_tokens.all() else own_tokens,
             restarts=tuple(restarts),
         )
 
@@ -202,7 +208,8 @@ class Turns:
     ) -> None:
         """`complete` samples turns; `joins_batches` is as of an engine."""
         self._run = complete
-        self._changed = threading.Condition()  # guards what is waiting
+        self._changed = threading.Condition()  # guards what is waiting and expected
+        self._expected = 0
         self._waiting: list[tuple[Turn, Future[Completion]]] = []
         self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if joins_batches else None
 
@@ -210,18 +217,31 @@ class Turns:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def sample(self, turn: Turn) -> Completion:
+    @contextmanager
+    def expect(self) -> Iterator[None]:
+        """Let the next batch wait while the tokens of a turn that has arrived are made."""
+        with self._changed:
+            self._expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._expected -= 1
+                self._changed.notify()
+
+    def sample(self, turn: Turn) -> "asyncio.Future[Completion]":
         """Return the completion of a turn. Cancelling drops it, unless it is being sampled."""
         future: Future[Completion] = Future()
         with self._changed:
             self._waiting.append((turn, future))
             self._changed.notify()
-        return await asyncio.wrap_future(future)
+        return asyncio.wrap_future(future)
 
     def work(self, seconds: float) -> None:
         """Sample the turns that are waiting; wait so long for the first one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting, seconds)
+            self._changed.wait_for(lambda: not self._expected, TOKENISING)
             taken = self._waiting
             self._waiting = []
         wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
@@ -260,6 +280,15 @@ def readable(message: Mapping[str, Any]) -> Message:
     else:
         plain.pop("tool_calls", None)
     return plain
+
+
+def with_names(messages: Sequence[Message]) -> Iterator[Message]:
+    """Return messages in which results of tools have the name of the tool that was called."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id", ""))
+        yield message if name is None else {"name": name, **message}
 
 
 def key_of(message: Message) -> str:

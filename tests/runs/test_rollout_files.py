@@ -125,7 +125,7 @@ def test_the_chats_of_the_page_are_trained_on(model: Path, tmp_path: Path) -> No
         "log.console=off", "log.tensorboard=false",
     ]  # fmt: skip
     summary = run(load(str(tmp_path / "chats.toml"), small))
-    assert summary is not None and summary["samples_trained"] == 4
+    assert summary is not None and summary.samples_trained == 4
 
 
 def test_broken_rows_are_counted_and_named(

@@ -1,0 +1,144 @@
+"""Which earlier reply a request goes on from, whatever a program does to its messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PAD
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from talk import SIMPLE, call, dialogue_model
+
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import Tokenizer, load_text
+from tba.models.template import text_of
+from tba.search.chat import Chat
+from tba.search.session import Exchange, History, Session, squeezed
+from tba.search.wire import Request, message_of
+from tba.types import Completion
+
+__all__ = ["dialogue_model"]  # a fixture
+
+FORGETFUL = SIMPLE.replace(
+    "{{ m.content }}",
+    "{{ m.content.split('z')[-1] if m.role == 'assistant' and not loop.last else m.content }}",
+)
+"""Drops thoughts of earlier turns, up to a z."""
+TOOL = {"type": "function", "function": {"name": "double", "parameters": {"type": "object"}}}
+REPLIES = st.tuples(
+    st.sampled_from(["", "z", "a z"]), st.sampled_from(["1", " 1", "2\n", "1 2"]),
+    st.sampled_from(["", call("double", n=1), call("double", n=2)]), st.booleans(),
+)  # fmt: skip
+"""Thoughts, an answer, a call, and whether the policy ends its turn itself."""
+EDITS = st.sampled_from(
+    ["none", "shown otherwise", "shown otherwise", "word", "argument", "role", "removed", "swapped"]
+)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 9), EDITS, st.integers(0, 9), REPLIES), min_size=2, max_size=7
+)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Tokenizer:
+    return load_text(PolicyTable(model=str(model)))
+
+
+def meaning(messages: list[Any]) -> list[Any]:
+    """Return what messages say, found without the package."""
+    said = []
+    for m in messages:
+        content = m.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        calls = [
+            (c["function"]["name"], json.loads(c["function"]["arguments"]))
+            for c in m.get("tool_calls") or []
+        ]
+        said.append((m["role"], content.strip() if m["role"] == "assistant" else content, calls))
+    return said
+
+
+def edited(messages: list[Any], edit: str, place: int) -> list[Any]:
+    """Return other messages, or the same ones in another form."""
+    place %= len(messages)
+    message = dict(messages[place])
+    calls = message.get("tool_calls") or []
+    match edit:
+        case "shown otherwise":
+            message = {"refusal": None, **{name: message[name] for name in sorted(message)}}
+            if calls:
+                function = calls[0]["function"]
+                spaced = json.dumps(json.loads(function["arguments"]), indent=2)
+                own = {"index": 0, "function": {**function, "arguments": spaced}}
+                message["tool_calls"] = [{**calls[0], **own}]
+            elif message["content"] and isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        case "word":
+            message["content"] = f"{text_of(message['content'])}x"
+        case "argument" if calls:
+            function = {"name": "double", "arguments": '{"n": 3}'}
+            message["tool_calls"] = [{**calls[0], "function": function}]
+        case "role" if message["role"] != "assistant":
+            message["role"] = "user" if message["role"] == "system" else "system"
+        case "removed" if len(messages) > 1:
+            return messages[:place] + messages[place + 1 :]
+        case "swapped":
+            return messages[:place] + messages[place : place + 2][::-1] + messages[place + 2 :]
+    return [*messages[:place], message, *messages[place + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "template, history", [("SIMPLE", "append"), ("FORGETFUL", "append"), ("FORGETFUL", "template")]
+)
+@given(steps=STEPS)
+@settings(max_examples=20, deadline=None)
+def test_a_call_never_goes_on_from_another_one(
+    text: Tokenizer, template: str, history: History, steps: list[Any]
+) -> None:
+    """It goes on from the deepest call whose messages and reply it begins with.
+
+    Its tokens are what the template shows, but for the past that the policy has sampled.
+    """
+    tokenizer = text.tokenizer
+    tokenizer.chat_template = {"SIMPLE": SIMPLE, "FORGETFUL": FORGETFUL}[template]
+    chat = Chat(replace(text, tokenizer=tokenizer), {"double": TOOL})
+    session = Session(history)
+    told: list[list[Any]] = [[{"role": "user", "content": "Say 1"}]]
+    said: dict[Exchange, list[Any]] = {}
+    for which, edit, place, (thought, answer, called, ends) in steps:
+        messages = edited(told[which % len(told)], edit, place)
+        request = Request(messages=messages, tools=[TOOL])
+        asked = session.ask(request.messages, chat)
+        wanted = meaning(messages)
+        depths = {
+            exchange: len(own) * (wanted[: len(own)] == own and len(own) < len(wanted))
+            for exchange, own in said.items()
+        }
+        shown = chat.rendered(asked.messages)
+        own = tokenizer.decode(asked.context.tolist()).replace(PAD, "")  # it has no line break
+        if asked.after is not None:
+            assert depths[asked.after] > 0
+        if history == "append":
+            deepest = max(depths.values(), default=0)
+            assert (depths[asked.after] if asked.after else 0) == deepest
+        roles = [m["role"] for m in messages] + ["assistant"]
+        goes_on = ("assistant", "assistant") in pairwise(roles)  # with a message of its own
+        if not goes_on and (history == "template" or template == "SIMPLE"):
+            assert squeezed(own) == squeezed(shown)
+        ended = [tokenizer.eos_token_id] * ends
+        written = tokenizer(thought + answer + called, add_special_tokens=False)["input_ids"]
+        tokens = np.array([*written, *ended], np.int32)
+        turn = Completion(tokens, np.zeros(len(tokens), np.float32), ends, 0)
+        reply = json.loads(json.dumps(message_of(chat, asked.context, turn, request)))
+        said[session.add(asked, turn, reply)] = meaning([*messages, reply])
+        answers = [
+            {"role": "tool", "tool_call_id": c["id"], "content": "2"}
+            for c in reply.get("tool_calls") or []
+        ]
+        told.append([*messages, reply, *(answers or [{"role": "user", "content": "and?"}])])
