@@ -221,7 +221,6 @@ def test_the_sums_beside_measurements() -> None:
         assert shown[name] == pytest.approx((total / 1e9, measured / 1e9), rel=0.03)
         assert 0.75 < total / measured < 1
     assert rows["LoRA published bytes"]["value"] == 2 * own.adapters
-    assert f"{2 * own.all:,} bytes" in PAGE and f"{2 * own.adapters:,} bytes" in PAGE
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
