@@ -11,12 +11,13 @@ import re
 import openai
 
 FACTOR = {"type": "integer", "description": "A factor."}
+FACTORS = {"a": FACTOR, "b": FACTOR}
 MULTIPLY = {
     "type": "function",
     "function": {
         "name": "multiply",
         "description": "Multiply two integers.",
-        "parameters": {"type": "object", "properties": {"a": FACTOR, "b": FACTOR}},
+        "parameters": {"type": "object", "properties": FACTORS, "required": ["a", "b"]},
     },
 }
 TURNS = 2

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -256,6 +257,60 @@ def _worth(tokens: list[int], finished: bool, asked: int) -> float:
     return 0.5 * finished + 1.0 * (asked == 1) - 0.3 * tokens.count(TWO)
 
 
+def mishaps(base_url: str, row: dict[str, Any]) -> Any:
+    """Hold a session of three calls; before the second one happens what the row says."""
+    messages = [user(row["prompt"])]
+    kind = row["kind"]
+    if kind == "silent":
+        return 1.0
+    for number in range(3):
+        if number == 1:
+            match kind:
+                case "leaves" | "vanishes":
+                    _leave(base_url, messages)
+                    if kind == "vanishes":
+                        return 1.0
+                case "raises":
+                    raise KeyError("no such page")
+                case "nan":
+                    return float("nan")
+                case "none":
+                    return None
+                case "hangs":
+                    time.sleep(3600)
+                case "dies":
+                    os._exit(3)
+                case "long":
+                    assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
+                case "large":
+                    with suppress(OSError):  # refused by 413, perhaps while it is being sent
+                        ask(base_url, [user("x" * 2**25)])
+                        raise AssertionError("it was not refused")
+                case "many":
+                    for place in range(9):
+                        ask(base_url, [user(f"Say {place}")])
+                    assert refusal(base_url, messages)[0] == 410
+                    return 1.0
+                case "late":
+                    threading.Thread(target=_call_later, args=[base_url], daemon=True).start()
+        messages += [said(ask(base_url, messages)), user("more")]
+    return 1.0
+
+
+def _leave(base_url: str, messages: list[Any]) -> None:
+    """Send a request, and close the connection before the reply."""
+    body = json.dumps({"messages": messages}).encode()
+    asked = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
+    with suppress(OSError):
+        urlopen(asked, timeout=0.001)
+
+
+def _call_later(base_url: str) -> None:
+    time.sleep(1.0)
+    with suppress(HTTPError):
+        ask(base_url, [user("late")])
+
+
 class Doubles:
     """The tool as an environment."""
 
@@ -269,3 +324,23 @@ class Doubles:
             n: a number
         """
         return 2 * n
+
+
+class Calculator:
+    """The tool of `recipes/calculator.py` as an environment."""
+
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def multiply(self, a: int, b: int):
+        """Multiply two integers.
+
+        Args:
+            a: A factor.
+            b: A factor.
+        """
+        return int(a) * int(b)
+
+
+def zeros(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.0 for _ in completions]

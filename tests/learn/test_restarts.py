@@ -256,3 +256,66 @@ def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path:
 
     assert distance_from_optimum(folder, rewritten, split=False) < 0.005
     assert distance_from_optimum(folder, rewritten, split=True) > 0.03
+
+
+def best_without_memory(ref_one: Tensor, ref_two: Tensor, rewards: Tensor) -> float:
+    """Return the largest E[r] - beta KL of two replies that do not know of each other.
+
+    It is the best of five starts, by ascent over tables.
+    """
+    rng = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(5):
+        tables = [torch.randn(OUTCOMES, generator=rng).requires_grad_() for _ in range(2)]
+        optimizer = torch.optim.Adam(tables, lr=0.1)
+        for _ in range(300):
+            one, two = (table.log_softmax(0) for table in tables)
+            value = objective_of(one[:, None] + two, ref_one[:, None] + ref_two, rewards)
+            optimizer.zero_grad()
+            (-value).backward()
+            optimizer.step()
+        found.append(float(value.detach()))
+    return max(found)
+
+
+def objective_of(logp: Tensor, ref: Tensor, rewards: Tensor) -> Tensor:
+    """Return E[r] - beta KL over all pairs of replies."""
+    return (logp.exp() * (rewards - BETA * (logp - ref))).sum()
+
+
+@pytest.mark.slow
+def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path: Path) -> None:
+    """The second reply cannot depend on the first; fresh samples at each step."""
+    model = load_model(PolicyTable(model=str(save_model(tmp_path))), torch.float32)
+    policy = Policy(model, 1.0)
+    (group,) = sessions_of(lambda first: [2, 1, 1])
+    joint = collate([group])
+    with torch.no_grad():
+        every = policy(joint).logp[0]
+    rewards = joint.reward[0].reshape(OUTCOMES, OUTCOMES)
+    ref_one = every[:, 0].reshape(OUTCOMES, OUTCOMES)[:, 0]
+    ref_two = every[:, -1].reshape(OUTCOMES, OUTCOMES)[0]
+    best = best_without_memory(ref_one, ref_two, rewards)
+    referred = [
+        replace(t, ref_logp=row.numpy()) for t, row in zip(group.trajectories, every, strict=True)
+    ]
+    loss_of = TrajectoryBalance(beta=BETA)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            p = policy(joint).logp.sum(-1)[0].exp()
+        drawn = torch.multinomial(p, 128, replacement=True, generator=rng).tolist()
+        batch = collate([replace(group, trajectories=tuple(referred[i] for i in drawn))])
+        optimizer.zero_grad()
+        loss_of(policy(batch).logp, batch)[0].sum().backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        logp = policy(joint).logp.sum(-1)[0].reshape(OUTCOMES, OUTCOMES)
+    reached = float(objective_of(logp, ref_one[:, None] + ref_two, rewards))
+    begun = float(objective_of(ref_one[:, None] + ref_two, ref_one[:, None] + ref_two, rewards))
+    print(f"begun {begun:.4f}, reached {reached:.4f}, best {best:.4f}")
+    assert best - 1e-3 < reached < best + 1e-4
+    assert best - begun > 0.05
