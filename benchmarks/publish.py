@@ -103,9 +103,9 @@ def measure(run: Run, repeats: int) -> Measured:
     for turn in range(-1, repeats):
         blocked, sent, adopted = publish(run, version=turn + 2)
         started = time.perf_counter()
-        sent = run.trainer.copy(version=0)()
+        weights = run.trainer.copy(version=0)()
         synchronous = time.perf_counter() - started
-        measured.megabytes = sent.nbytes / 1e6
+        measured.megabytes = weights.nbytes / 1e6
         progress("blocked", turn + 1, repeats, blocked)
         progress("adopted", turn + 1, repeats, adopted)
         if turn >= 0:
