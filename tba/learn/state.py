@@ -44,7 +44,9 @@ def save(
     adapted = is_adapted(model)
     # PEFT reads one file; a mixture of experts has other tensors in its files than in its model
     together = adapted or bool(vars(model).get("_weight_conversions"))
-    weights, owners = part.take(trained(model) if adapted else _distinct(model), together)
+    tensors = trained(model) if adapted else _distinct(model)
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    weights, owners = part.take(tensors, together)
     head: dict[str, Tensor] = {}
     if policy.readout is not None:
         head, _ = part.take(policy.readout.state_dict(), together=True)
@@ -59,13 +61,14 @@ def save(
     text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
 
     def write() -> None:
+        # in another thread: not by `model.state_dict`, which divides the tensors of a running pass
         if adapted and rank == 0:
             save_adapter(model, weights, folder / MODEL)
         elif together or ranks == 1:
             if rank == 0:
                 model.save_pretrained(folder / MODEL, state_dict=weights)
         else:
-            _write_part(folder, model, weights, owners, part)
+            _write_part(folder, model, weights, owners, part, total)
         save_file(moments, folder / part.file(OPTIMIZER))
         if head:
             save_file(head, folder / HEAD)
@@ -119,14 +122,21 @@ def _distinct(model: Any) -> dict[str, Tensor]:
 
 
 def _write_part(
-    folder: Path, model: Any, weights: dict[str, Tensor], owners: Mapping[str, int], part: Part
+    folder: Path,
+    model: Any,
+    weights: dict[str, Tensor],
+    owners: Mapping[str, int],
+    part: Part,
+    total: int,
 ) -> None:
-    """Write a rank's tensors of a model; the first one adds its config and the index."""
+    """Write a rank's tensors of a model; the first one adds its config and the index.
+
+    All ranks together write `total` bytes.
+    """
     if part.rank > 0:
         (folder / MODEL).mkdir(exist_ok=True)
         save_file(weights, folder / MODEL / part.file(WEIGHTS), {"format": "pt"})
         return
-    total = sum(t.numel() * t.element_size() for t in _distinct(model).values())
     # it removes the files of other ranks from its folder, and gives one file the plain name
     aside = folder / f".{MODEL}"
     model.save_pretrained(aside, state_dict=weights, max_shard_size=total + 1)
