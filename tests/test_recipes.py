@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from talk import Held, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
+from tba.assemble import run
 from tba.config.schema import Config, load
+from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
+Served = Callable[[str], AbstractContextManager[str]]
 PROGRAMS = sorted(RECIPES.glob("*.py"))
 
 
@@ -93,3 +101,64 @@ def test_a_calculator_answers_once_and_the_last_message_decides(
     assert [t.reward for t in group.trajectories] == [1.0, 1.0]
     assert result.stats.counts["agents/calls"] == 4
     assert result.stats.counts["agents/forks"] == 0
+
+
+@contextmanager
+def mcp_server(python: str) -> Iterator[str]:
+    """Yield the setting that says how the server is started."""
+    yield f"task.env={{SERVER={json.dumps(f'{python} recipes/mcp_tools.py')}}}"
+
+
+@contextmanager
+def openenv_server(python: str) -> Iterator[str]:
+    """Serve the environment; yield the setting that says where."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([python, "recipes/openenv_env.py", str(port)])
+    try:
+        ended = time.monotonic() + 120
+        while True:
+            with socket.socket() as tried:
+                if tried.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert server.poll() is None and time.monotonic() < ended
+            time.sleep(0.2)
+        yield f'task.env={{OPENENV="http://127.0.0.1:{port}"}}'
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "name, served, variable, packages",
+    [
+        ("mcp_tools", mcp_server, "TBA_MCP", "'mcp>=2.3,<3' openai"),
+        ("openenv_env", openenv_server, "TBA_OPENENV", "'openenv>=0.10,<0.11' openai"),
+    ],
+)
+def test_a_run_with_a_recipe_has_no_false_forks(
+    name: str, served: Served, variable: str, packages: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Five steps with a real model, and a program in a Python environment of its own."""
+    python = os.environ.get(variable)
+    if python is None or not (MODELS / "smollm2").is_dir():
+        pytest.skip(
+            f"needs $TBA_MODELS/smollm2, and {variable}=python after pip install {packages}"
+        )
+    monkeypatch.chdir(RECIPES.parent)
+    with served(python) as setting:
+        small = [
+            f"policy.model={MODELS / 'smollm2'}", f"task.python={python}", setting,
+            "runtime.use=local", "runtime.prompts_per_task=2", f"run.folder={tmp_path}/run",
+            "run.steps=5", "trainer.batch_size=16", "eval.prompts=0", "checkpoint.every=0",
+            "log.console=off",
+        ]  # fmt: skip
+        summary = run(load(RECIPES / f"{name}.toml", small))
+    assert summary is not None and summary.steps == 5 and not summary.rejected
+    counted = [row for row in read(tmp_path / "run" / METRICS) if "agents/calls" in row]
+    assert counted[-1]["agents/calls"] > summary.samples_generated
+    assert counted[-1].get("agents/forks", 0) == 0
+    print(f"{name}: {counted[-1]['agents/calls']} calls of {summary.samples_generated} sessions")

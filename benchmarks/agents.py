@@ -1,0 +1,102 @@
+"""Measure sessions over the endpoint beside dialogues with an environment.
+
+    python benchmarks/agents.py --model FOLDER --before CHECKOUT
+
+Both sides multiply with a calculator, in two turns: `recipes/calculator.py` through the endpoint,
+and an environment with the same tool, whose dialogues take turns together. The sides are processes
+that take turns, and each of their searches holds the same number of sessions. `--before` is a
+checkout of commit 352d55a, whose dialogues came before the endpoint. A further row has a program
+that pauses for half a second on average before each call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from statistics import median
+
+from _measure import ROOT, Row, arguments, need_model, progress, record, row
+
+PROMPTS = 6
+SAMPLES = 4
+WARMUP = 2
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--before", help="checkout of an earlier commit, to compare with")
+    options = parser.parse_args()
+    model = need_model(options)
+    folders = {"endpoint": str(ROOT), "environment": str(ROOT), "pausing": str(ROOT)}
+    if options.before:
+        folders["before"] = options.before
+    sides = {name: Side(name, folder, model) for name, folder in folders.items()}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(WARMUP + options.repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds, tokens = sides[name].search(turn)
+            progress(name, turn - WARMUP + 1, options.repeats, seconds)
+            rates[name].append(tokens / seconds)
+    for side in sides.values():
+        side.close()
+    rates = {name: own[WARMUP:] for name, own in rates.items()}
+    for name, own in rates.items():
+        print(f"{name}: {median(own):.1f} tokens/s, {min(own):.1f} to {max(own):.1f}")
+    record(__file__, rows(rates), options)
+
+
+def rows(rates: dict[str, list[float]]) -> list[Row]:
+    """Return what is compared: with the lock step of the earlier commit, if it was measured."""
+    peer = "before" if "before" in rates else "environment"
+    lock_step = f"lock step, {peer}"
+    count = PROMPTS * SAMPLES
+    ready = f"{count} sessions of a program, all ready"
+    pausing = f"{count} sessions of a program that pauses"
+    found = [
+        row(
+            ready, rates["endpoint"], "tokens/s", rates[peer], peer_is=lock_step,
+            ratio_is="ours / peer", goal="ratio >= 0.85",
+        ),
+        row(
+            pausing, rates["pausing"], "tokens/s", rates["endpoint"], peer_is="all ready",
+            ratio_is="ours / peer",
+        ),
+    ]  # fmt: skip
+    if peer == "before":
+        found.append(
+            row(
+                f"{count} dialogues with an environment", rates["environment"], "tokens/s",
+                rates[peer], peer_is=lock_step, ratio_is="ours / peer", goal="ratio >= 0.95",
+            )
+        )  # fmt: skip
+    return found
+
+
+class Side:
+    """A process that holds sessions when it is told to."""
+
+    def __init__(self, name: str, folder: str, model: str) -> None:
+        command = [sys.executable, str(ROOT / "benchmarks" / "_agents.py"), name, model]
+        self._process = subprocess.Popen(
+            [*command, str(PROMPTS), str(SAMPLES)],
+            env={**os.environ, "PYTHONPATH": folder}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def search(self, seed: int) -> tuple[float, int]:
+        """Return the seconds of a search, and the tokens that were sampled."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(seed, file=self._process.stdin, flush=True)
+        seconds, tokens = json.loads(self._process.stdout.readline())
+        return seconds, tokens
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+if __name__ == "__main__":
+    main()
