@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import talk
-from build import ended, first_policy
+from build import first_policy, run_and_keep
 from exact import BETA, toy_config
 
 from tba.config.schema import Config
@@ -155,7 +155,7 @@ def test_a_buffer_of_another_policy_leads_to_the_optimum(program: str, tmp_path:
 def test_on_policy_sessions_lead_to_the_optimum(program: str, tmp_path: Path) -> None:
     settings = ("runtime.lag=0", "strategy=recent", "run.steps=250")
     config = config_of(program, tmp_path, *settings)
-    run = ended(config)
+    run = run_and_keep(config)
     reference = first_policy(config)
     every = [talk.group_of_all(p, reference, PROGRAMS[program]) for p in run.parts.prompts[:3]]
     distances = [talk.total_variation(run.trainer.policy, w, 2 * BETA) for w in every]

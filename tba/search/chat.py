@@ -171,10 +171,7 @@ class Chat:
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """Return a whole chat as text; where a template has no tools, their calls are text."""
-        chat = self.described(messages)
-        if not self.describes_tools:
-            chat = [_with_calls(m) if m["role"] == "assistant" else m for m in chat]
-        return self._rendered(self._as_shown(chat))
+        return self._rendered(self._as_shown(self.described(messages)))
 
     def written(self, turn: Message) -> str:
         """Return a turn with its calls as the policy would write it.
@@ -208,12 +205,14 @@ class Chat:
         return after if shown else ""
 
     def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with results of tools as messages that the template can show."""
+        """Return messages with calls and results of tools as text, where a template has none."""
         chat: list[Message] = []
         for message in messages:
             role = message["role"]
             if chat and chat[-1]["role"] == role == "assistant":
                 chat.pop()  # the policy went on with a message of the row
+            if message.get("tool_calls") and not self.describes_tools:
+                message = _with_calls(message)
             if role == "tool" and not self.describes_tools:
                 content = f"<tool_response>\n{message.get('content')}\n</tool_response>"
                 if chat[-1]["role"] == "user":

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from hashlib import sha256
-from inspect import isawaitable
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -40,9 +39,7 @@ NOT_USERS = (str(Path(__file__).parents[1]), importlib.__file__, contextlib.__fi
 LONGEST_NOTE = 1000
 """Longest text about a completion that is kept, in characters."""
 
-PASSED = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-)
+PASSED = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 """Arguments of every reward function, beside the columns."""
 
 
@@ -155,14 +152,15 @@ class Custom(Rendering, Task):
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
             scores[i] = call(function, arguments)
-        if any(map(isawaitable, scores)):
+        if any(map(inspect.isawaitable, scores)):
             return self._await_all(scores, log)
         return self._weighted(scores, log)
 
     async def _await_all(self, scores: list[Any], log: RewardLog) -> Scores:
         """Await the scores of the async functions all at once."""
-        awaited = iter(await asyncio.gather(*filter(isawaitable, scores)))
-        return self._weighted([next(awaited) if isawaitable(s) else s for s in scores], log)
+        awaited = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
+        scores = [next(awaited) if inspect.isawaitable(each) else each for each in scores]
+        return self._weighted(scores, log)
 
     def _weighted(self, scores: Sequence[Any], log: RewardLog) -> list[float | None]:
         names = metric_names(self.functions)
@@ -437,9 +435,7 @@ def describe(
             " None, or a text to append to the prompt"
         )
     schemas = {}
-    for tool in methods:
-        if tool.startswith("_") or tool == "reset":
-            continue
+    for tool in [name for name in methods if name != "reset" and not name.startswith("_")]:
         try:
             schemas[tool] = get_json_schema(getattr(instance, tool))
         except Exception as error:  # of several classes that transformers does not export

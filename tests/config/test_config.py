@@ -50,7 +50,7 @@ WRONG = {
     "replay.capacity=19": "replay.capacity = 19 is less than trainer.group_size = 20",
     "eval.k=[1, 5]": (
         "eval.k = [1, 5] needs 5 answers per prompt, but eval.samples = 4; set"
-        " eval.samples=5 or more"
+        " eval.samples=5, or eval.k=4"
     ),
     "objective=3": "objective.use = 3: expected text",
     "policy.lora.rank=8": "unknown key 'policy.lora.rank'",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PAD
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from talk import SIMPLE, call, dialogue_model
 
@@ -42,6 +42,13 @@ EDITS = st.sampled_from(
 STEPS = st.lists(
     st.tuples(st.integers(0, 9), EDITS, st.integers(0, 9), REPLIES), min_size=2, max_size=7
 )
+
+PLAIN = ("", "1", "", False)
+CALLED = [
+    (0, "none", 0, PLAIN), (1, "none", 0, ("", "1", call("double", n=1), False)),
+    (2, "word", 2, PLAIN),
+]  # fmt: skip
+"""The message before a turn with a call is changed."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +104,7 @@ def edited(messages: list[Any], edit: str, place: int) -> list[Any]:
     "template, history", [("SIMPLE", "append"), ("FORGETFUL", "append"), ("FORGETFUL", "template")]
 )
 @given(steps=STEPS)
+@example(steps=CALLED)
 @settings(max_examples=20, deadline=None)
 def test_a_call_never_goes_on_from_another_one(
     text: Tokenizer, template: str, history: History, steps: list[Any]
