@@ -124,6 +124,7 @@ def assigned(slots: Sequence[Slot]) -> list[list[str]]:
     return [sorted(each) for each in gpus]
 
 
+@pytest.mark.slow
 def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(
     monkeypatch: pytest.MonkeyPatch, sessions: Path
 ) -> None:

@@ -105,7 +105,7 @@ def edited(messages: list[Any], edit: str, place: int) -> list[Any]:
 )
 @given(steps=STEPS)
 @example(steps=CALLED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_call_never_goes_on_from_another_one(
     text: Tokenizer, template: str, history: History, steps: list[Any]
 ) -> None:

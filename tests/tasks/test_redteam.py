@@ -277,6 +277,7 @@ def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model:
     assert scores["sampled_distance_rejected"] == 1 and "sampled_reward" in scores
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_with_everything(
     settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
