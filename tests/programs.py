@@ -324,23 +324,3 @@ class Doubles:
             n: a number
         """
         return 2 * n
-
-
-class Calculator:
-    """The tool of `recipes/calculator.py` as an environment."""
-
-    def reset(self, **row: Any) -> None:
-        pass
-
-    def multiply(self, a: int, b: int):
-        """Multiply two integers.
-
-        Args:
-            a: A factor.
-            b: A factor.
-        """
-        return int(a) * int(b)
-
-
-def zeros(completions: list[Any], **columns: Any) -> list[float]:
-    return [0.0 for _ in completions]

@@ -27,6 +27,7 @@ from tba.config.schema import Config, load
 from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
+from tba.replay.store import key_of
 from tba.runs.setup import check
 from tba.search.result import SearchResult
 from tba.search.searcher import Searcher
@@ -405,3 +406,23 @@ def replies(searcher: Searcher, group: Group) -> list[str]:
     mask = np.zeros(len(t.tokens), bool) if t.sampled is None else ~t.sampled
     said = searcher.text.decode(t.tokens[mask])
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", said, re.DOTALL)
+
+
+def check_frequencies(groups: Sequence[Group], every: Sequence[Group]) -> None:
+    """Responses, their rewards and log-probs are those of the enumeration, as often as there."""
+    for group, whole in zip(groups, every, strict=True):
+        assert group.prompt_tokens.tolist() == whole.prompt_tokens.tolist()
+        known = {key_of(t, 0): t for t in whole.trajectories}
+        assert len(known) == len(whole.trajectories) > 100
+        counts = dict.fromkeys(known, 0)
+        for t in group.trajectories:
+            same = known[key_of(t, 0)]
+            counts[key_of(t, 0)] += 1
+            assert t.reward == pytest.approx(same.reward)
+            for logp in (t.ref_logp, t.behavior_logp):
+                np.testing.assert_allclose(logp, same.ref_logp, atol=1e-5)
+        expected = len(group.trajectories) * np.exp([t.ref_logp.sum() for t in whole.trajectories])
+        often = expected >= 5
+        error = (np.array(list(counts.values())) - expected)[often]
+        chi_square, cells = (error**2 / expected[often]).sum(), often.sum()
+        assert chi_square < cells + 5 * np.sqrt(2 * cells)  # five standard deviations

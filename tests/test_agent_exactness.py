@@ -18,7 +18,6 @@ from exact import BETA, toy_config
 from tba.config.schema import Config
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.store import key_of
 from tba.runs.setup import RunSetup, check
 from tba.strategies.uniform import Uniform
 from tba.types import Group, Trajectory, collate
@@ -66,26 +65,6 @@ def searched(parts: RunSetup, samples: int) -> Sequence[Group]:
         searcher.close()
 
 
-def check_frequencies(groups: Sequence[Group], every: Sequence[Group]) -> None:
-    """Sessions, their rewards and log-probs are those of the enumeration, as often as there."""
-    for group, whole in zip(groups, every, strict=True):
-        assert group.prompt_tokens.tolist() == whole.prompt_tokens.tolist()
-        known = {key_of(t, 0): t for t in whole.trajectories}
-        assert len(known) == len(whole.trajectories) > 100
-        counts = dict.fromkeys(known, 0)
-        for t in group.trajectories:
-            same = known[key_of(t, 0)]
-            counts[key_of(t, 0)] += 1
-            assert t.reward == pytest.approx(same.reward)
-            for logp in (t.ref_logp, t.behavior_logp):
-                np.testing.assert_allclose(logp, same.ref_logp, atol=1e-5)
-        expected = len(group.trajectories) * np.exp([t.ref_logp.sum() for t in whole.trajectories])
-        often = expected >= 5
-        error = (np.array(list(counts.values())) - expected)[often]
-        chi_square, cells = (error**2 / expected[often]).sum(), often.sum()
-        assert chi_square < cells + 5 * np.sqrt(2 * cells)  # five standard deviations
-
-
 def split(groups: Sequence[Group]) -> list[Group]:
     """Return each context as a row of its own, which shares the reward of its session."""
     prompts: dict[bytes, np.ndarray] = {}
@@ -126,7 +105,9 @@ def test_sessions_with_a_rewritten_past_come_as_often_as_they_should(tmp_path: P
     config = config_of("rewritten_oracle", tmp_path)
     groups = searched(check(config), samples=256)
     reference = first_policy(config)
-    check_frequencies(groups, [talk.group_of_all(g.prompt, reference, rewritten) for g in groups])
+    talk.check_frequencies(
+        groups, [talk.group_of_all(g.prompt, reference, rewritten) for g in groups]
+    )
     assert any(t.restarts for g in groups for t in g.trajectories)
 
 
@@ -139,7 +120,7 @@ def test_a_buffer_of_another_policy_leads_to_the_optimum(program: str, tmp_path:
     groups = searched(parts, samples=2048)
     reference = first_policy(config)
     every = [talk.group_of_all(g.prompt, reference, PROGRAMS[program]) for g in groups]
-    check_frequencies(groups, every)
+    talk.check_frequencies(groups, every)
     assert min(talk.total_variation(reference, whole, 2 * BETA) for whole in every) > 4 * LIMIT
     distance = distance_after_replay(parts, groups, every)
     print(f"{program}: {distance:.4f}")

@@ -171,6 +171,10 @@ def share(chosen: Counter[str], rate: dict[str, float]) -> float:
     return sum(n for p, n in chosen.items() if rate[p] == 0.5) / chosen.total()
 
 
+def mean_rate(chosen: Counter[str], rate: dict[str, float]) -> float:
+    return sum(rate[p] * n for p, n in chosen.items()) / chosen.total()
+
+
 def test_difficulty_finds_the_prompts_in_the_middle() -> None:
     """A third of the prompts: by chance they would be a third of the choices."""
     selection, rate = Difficulty(MANY, 0, 1.0), rates(hard=30, middle=30)
@@ -184,9 +188,7 @@ def test_difficulty_aims_at_its_target() -> None:
         selection = Difficulty(MANY, 0, 1.0, target=target, forgetting=0.9)
         explore(selection, rate, rounds=200)
         chosen = explore(selection, rate, rounds=100)
-        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(
-            target, abs=0.07
-        )
+        assert mean_rate(chosen, rate) == pytest.approx(target, abs=0.07)
 
 
 def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
@@ -290,9 +292,7 @@ def test_log_z_aims_at_its_target() -> None:
         selection = LogZ(MANY, 0, 1.0, target=target, width=0.1)
         explore(selection, rate, rounds=100)
         chosen = explore(selection, rate, rounds=100)
-        assert sum(rate[p] * n for p, n in chosen.items()) / chosen.total() == pytest.approx(
-            target, abs=0.07
-        )
+        assert mean_rate(chosen, rate) == pytest.approx(target, abs=0.07)
 
 
 # In a run

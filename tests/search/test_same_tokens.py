@@ -16,7 +16,7 @@ from tba.search.result import SearchResult
 from tba.types import Group, Trajectory
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ROOT / "tests" / "programs.py"
+SIDES = ROOT / "benchmarks" / "_agents.py"
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
 
 pytestmark = [
@@ -39,7 +39,7 @@ def test_a_program_samples_what_an_environment_would(tmp_path: Path) -> None:
     dialogues = [
         "task=custom", "task.chat=on", "task.prompt=What is {a} * {b}?", "task.shots=1",
         f"task.shot_response={json.dumps(shot)}", "task.max_turns=2",
-        f"task.environment={PROGRAMS}:Calculator", f"task.reward={PROGRAMS}:zeros",
+        f"task.environment={SIDES}:Calculator", f"task.reward={SIDES}:nothing",
     ]  # fmt: skip
     sessions = ["task=agent", f"task.rollout={ROOT}/recipes/calculator.py:with_tool"]
     text, by_tool = searched(tmp_path, data, dialogues, 0)
