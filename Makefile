@@ -38,7 +38,7 @@ FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 # most cases wait rather than compute, but a busy machine misses deadlines
 FAULTS_PROCESSES ?= 3
 
-faults: $(VENV)/installed  ## the suite of faults: 20 minutes on two cores; FULL=1 runs all of it and continues where it stopped
+faults: $(VENV)/installed  ## the suite of faults: 20 minutes on two cores; FULL=1 runs all of it and runs what staleness.json lacks
 	@test -n "$(FULL)" || rm -f $(FAULTS)
 	@cited=$$($(BIN)/python scripts/write_reliability.py --cited) || exit; \
 		FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -n $(FAULTS_PROCESSES) --dist worksteal -m "not gpu" \
@@ -59,7 +59,7 @@ test-vllm: $(VLLM_VENV)/installed  ## run the tests of the vLLM engine, and the 
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "not gpu" $(VLLM_TESTS) $(PYTEST)
 	@FULL=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "" -k with_vllm tests/faults $(PYTEST)
 
-study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 950 runs and more, 4 to 5 hours on two cores; continues where it stopped
+study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 950 runs and more, 4 to 5 hours on two cores; runs what staleness.json lacks
 	@$(BIN)/python studies/off_policy/stages.py
 
 .venv-bench/installed: pyproject.toml constraints-bench.txt
@@ -71,7 +71,7 @@ study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate:
 bench: .venv-bench/installed  ## benchmarks beside their peers: at most 40 minutes on two idle cores; ONLY="publish lora" for some
 	@.venv-bench/bin/python benchmarks/run.py $(ONLY)
 
-bench-long: .venv-bench/installed  ## the reference run, reward latency and more: hours; continues where it stopped; ONLY=reward_latency for one
+bench-long: .venv-bench/installed  ## the reference run, reward latency and more: hours; runs what staleness.json lacks; ONLY=reward_latency for one
 	@.venv-bench/bin/python benchmarks/run.py --long $(ONLY)
 
 coverage: $(VENV)/installed  ## run the tests with line coverage of tba/

@@ -1,10 +1,10 @@
 """The study of stale data: each objective at each lag, at its own best rate and schedule.
 
-    python studies/off_policy/stages.py            # `make study`; continues where it stopped
+    python studies/off_policy/stages.py            # `make study`; runs what staleness.json lacks
     python studies/off_policy/stages.py --count    # only the number of runs, and the time
     python studies/off_policy/stages.py --draw     # only the figures and the table, from the rows
 
-Stages, each a study of its own below runs/off_policy:
+Stages; each objective at each lag is a study of its own below runs/off_policy:
 
 1. rates: five learning rates at each lag, with two seeds, at full length. Where the best one is at
    the edge of those tried, the next one is tried too, at most `WIDER` times.
@@ -12,8 +12,8 @@ Stages, each a study of its own below runs/off_policy:
 3. table: the best rate and schedule of each, with five other seeds.
 
 The score of a run is the mean of its last three evaluations; a run that failed has 0. Lag 256 is
-the offline case: all 200 batches come from the first weights. Rows are written to staleness.json
-after each stage.
+the offline case: all 200 batches come from the first weights. The rows of an objective at a lag
+are written to staleness.json as soon as its runs have ended.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Setting:
         return f"{self.objective}, lag {self.lag}, {self.rate:g}, {self.schedule}"
 
 
-def text_of(stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> str:
-    """Return a stage as a study, in TOML."""
-    lines = ["[study]", f'folder = "{RUNS / stage}"', f"parallel = {PARALLEL}"]
+def text_of(stage: str, folder: Path, settings: Sequence[Setting], seeds: Sequence[int]) -> str:
+    """Return settings of a stage as a study, in TOML."""
+    lines = ["[study]", f'folder = "{folder}"', f"parallel = {PARALLEL}"]
     lines += ["keep_checkpoints = false", f'base = "{HERE / "base.toml"}"', "", "[[grid]]"]
     lines += [f'name = "{stage}"', f'"run.seed" = {json.dumps(seeds)}', "variants = ["]
     for setting in settings:
@@ -92,17 +92,40 @@ def text_of(stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> st
 
 
 def run(stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
-    """Run what is missing of a stage, and return its rows."""
-    RUNS.mkdir(parents=True, exist_ok=True)
-    path = RUNS / f"{stage}.toml"
-    path.write_text(text_of(stage, settings, seeds))
+    """Return the rows of a stage; runs that staleness.json lacks are made, a cell at a time."""
+    kept = known()
+    has = {(row["stage"], key_of(row), row["seed"]) for row in kept}
+    for objective, lag in cells():
+        own = [s for s in settings if (s.objective, s.lag) == (objective, lag)]
+        missing = [s for s in own if any((stage, key_of(asdict(s)), n) not in has for n in seeds)]
+        if missing:
+            kept += carry_out(stage, missing, seeds)
+            keep(kept)
+    asked = {key_of(asdict(setting)) for setting in settings}
+    return [row for row in kept if row["stage"] == stage and key_of(row) in asked]
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("objective", "lag", "rate", "schedule"))
+
+
+def carry_out(stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+    """Run settings of one objective at one lag, and return their rows."""
+    name = f"{stage}, {settings[0].objective}, lag {settings[0].lag}"
+    folder = RUNS / name.replace(", ", "-").replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "study.toml"
+    path.write_text(text_of(stage, folder, settings, seeds))
+    print(name, flush=True)
     status = sweep(path)
     if status:
         raise SystemExit(status)
     by_label = {setting.label: setting for setting in settings}
     rows = []
-    for kept in write_results(RUNS / stage).to_dict("records"):
-        by_step = curve(read_metrics(RUNS / stage / kept["folder"]), kept["metric"])["score"]
+    for kept in write_results(folder).to_dict("records"):
+        if kept["axes"]["variant"] not in by_label:
+            continue
+        by_step = curve(read_metrics(folder / kept["folder"]), kept["metric"])["score"]
         ended = kept["status"] == "finished"
         row = {
             "stage": stage,
@@ -168,21 +191,24 @@ def search() -> list[Row]:
 
 
 def study() -> None:
-    """Run all stages, and keep the rows after each."""
+    """Run all stages."""
     rates = search()
-    keep(rates)
     second = [
         replace(setting, schedule="linear") for c in cells() for setting in ranked(rates, *c)[:2]
     ]
     schedules = run("schedules", second, SEARCH_SEEDS)
-    keep([*rates, *schedules])
-    best = [ranked([*rates, *schedules], *cell)[0] for cell in cells()]
-    keep([*rates, *schedules, *run("table", best, SEEDS)])
+    run("table", [ranked([*rates, *schedules], *cell)[0] for cell in cells()], SEEDS)
+
+
+def known() -> list[Row]:
+    """Return the rows that are there; empty before the first run."""
+    return json.loads(ROWS.read_text()) if ROWS.is_file() else []
 
 
 def keep(rows: Sequence[Row]) -> None:
     lines = ",\n".join(json.dumps({k: rounded(v) for k, v in row.items()}) for row in rows)
-    ROWS.write_text(f"[\n{lines}\n]\n")
+    ROWS.with_suffix(".new").write_text(f"[\n{lines}\n]\n")
+    ROWS.with_suffix(".new").replace(ROWS)
 
 
 def rounded(value: Any) -> Any:
@@ -278,7 +304,7 @@ def main() -> None:
         return
     if not options.draw:
         study()
-    rows = json.loads(ROWS.read_text())
+    rows = known()
     draw(rows)
     print(table(rows))
 

@@ -28,7 +28,7 @@ def row(objective: str, lag: int, rate: float, score: float, **others: Any) -> d
 def test_every_setting_of_the_first_stage_is_a_config(stages: ModuleType, tmp_path: Path) -> None:
     settings = [stages.Setting(*c, rate) for c in stages.cells() for rate in stages.RATES]
     file = tmp_path / "rates.toml"
-    file.write_text(stages.text_of("rates", settings, stages.SEARCH_SEEDS))
+    file.write_text(stages.text_of("rates", tmp_path, settings, stages.SEARCH_SEEDS))
     study = read_study(file)
     assert len(study.trials) == len(stages.OBJECTIVES) * 5 * 5 * 2 == 500
     assert stages.count().startswith("500 runs for rates, 200 for schedules, 250 for the table")
@@ -40,6 +40,33 @@ def test_every_setting_of_the_first_stage_is_a_config(stages: ModuleType, tmp_pa
         found = f"lag {config.runtime.lag}, {config.trainer.learning_rate:g}, constant"
         assert str(trial.axes["variant"]).endswith(found)
         assert config.run.steps == 200
+
+
+def test_only_runs_that_the_rows_lack_are_made(
+    stages: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rows are kept after each objective at a lag: a second call makes what is missing."""
+    monkeypatch.setattr(stages, "ROWS", tmp_path / "staleness.json")
+    monkeypatch.setattr(stages, "LAGS", (0, 4))
+    monkeypatch.setattr(stages, "OBJECTIVES", {"tb": {}, "rloo": {}})
+    made = []
+
+    def carry_out(stage: str, settings: list[Any], seeds: list[int]) -> list[dict[str, Any]]:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append((settings[0].objective, settings[0].lag))
+        return [row(s.objective, s.lag, s.rate, 0.5, seed=n) for s in settings for n in seeds]
+
+    monkeypatch.setattr(stages, "carry_out", carry_out)
+    settings = [stages.Setting(*cell, rate) for cell in stages.cells() for rate in (1e-5, 3e-5)]
+    with pytest.raises(KeyboardInterrupt):
+        stages.run("rates", settings, (1, 2))
+    assert made == [("tb", 0), ("rloo", 0)]
+    del made[:]
+    rows = stages.run("rates", settings, (1, 2))
+    assert made == [("tb", 4), ("rloo", 4)]
+    assert len(rows) == len(stages.known()) == 2 * 2 * 2 * 2
+    assert stages.run("rates", settings, (1, 2)) == rows
 
 
 def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(stages: ModuleType) -> None:
