@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick test-slow faults test-vllm study bench bench-long check coverage wheel configuration docs links clean
+.PHONY: demo test quick test-slow faults test-vllm study study-long bench bench-long check coverage wheel configuration docs links clean
 
 # tba/__init__.py has the version, which an installation records
 $(VENV)/installed: pyproject.toml constraints.txt tba/__init__.py
@@ -59,8 +59,11 @@ test-vllm: $(VLLM_VENV)/installed  ## run the tests of the vLLM engine, and the 
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "not gpu" $(VLLM_TESTS) $(PYTEST)
 	@FULL=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "" -k with_vllm tests/faults $(PYTEST)
 
-study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 950 runs and more, 4 to 5 hours on two cores; runs what staleness.json lacks
+study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 950 runs and more, 2 to 3 hours on two cores; runs what rows/lags.json lacks
 	@$(BIN)/python studies/off_policy/stages.py
+
+study-long: $(VENV)/installed  ## written working, replay, rounded weights, a real model: hours; runs what rows/ lacks; ONLY=replay for one
+	@$(BIN)/python studies/off_policy/long.py $(ONLY)
 
 .venv-bench/installed: pyproject.toml constraints-bench.txt
 	@test -d .venv-bench || $(PYTHON) -m venv .venv-bench
@@ -71,7 +74,7 @@ study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate:
 bench: .venv-bench/installed  ## benchmarks beside their peers: at most 40 minutes on two idle cores; ONLY="publish lora" for some
 	@.venv-bench/bin/python benchmarks/run.py $(ONLY)
 
-bench-long: .venv-bench/installed  ## the reference run, reward latency and more: hours; runs what staleness.json lacks; ONLY=reward_latency for one
+bench-long: .venv-bench/installed  ## the reference run, reward latency and more: hours; continues where it stopped; ONLY=reward_latency for one
 	@.venv-bench/bin/python benchmarks/run.py --long $(ONLY)
 
 coverage: $(VENV)/installed  ## run the tests with line coverage of tba/

@@ -1,75 +1,106 @@
-"""The stages of the study of stale data: what each runs, from the scores of the one before."""
+"""The experiments of the study: what each stage runs, from the scores of the one before."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import module_at
 
 from tba.config.plugins import resolve_all
+from tba.prompt import Answer
 from tba.studies.study import read_study
 
 ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "studies" / "off_policy"
 
 
-@pytest.fixture(scope="module")
-def stages() -> ModuleType:
-    return module_at(ROOT / "studies" / "off_policy" / "stages.py")
+@pytest.fixture
+def experiments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The experiments of `make study` and `make study-long`, by name."""
+    monkeypatch.syspath_prepend(str(STUDY))
+    long = importlib.import_module("long")
+    return {"lags": importlib.import_module("stages").LAGS, **long.EXPERIMENTS}
 
 
-def row(objective: str, lag: int, rate: float, score: float, **others: Any) -> dict[str, Any]:
-    setting = {"objective": objective, "lag": lag, "rate": rate, "schedule": "constant"}
-    return {"stage": "rates", **setting, "seed": 0, "score": score, **others}
+@pytest.fixture
+def small(experiments: dict[str, Any]) -> Any:
+    objectives: dict[str, dict[str, Any]] = {name: {} for name in ("tb", "rloo", "grpo")}
+    return replace(experiments["lags"], objectives=objectives, conditions={0: {}, 4: {}})
 
 
-def test_every_setting_of_the_first_stage_is_a_config(stages: ModuleType, tmp_path: Path) -> None:
-    settings = [stages.Setting(*c, rate) for c in stages.cells() for rate in stages.RATES]
+def setting(objective: str, condition: int, rate: float, schedule: str = "constant") -> Any:
+    return importlib.import_module("experiment").Setting(objective, condition, rate, schedule)
+
+
+def row(objective: str, condition: int, rate: float, score: float, **others: Any) -> dict[str, Any]:
+    cell = {"objective": objective, "condition": condition, "rate": rate, "schedule": "constant"}
+    return {"stage": "rates", **cell, "seed": 0, "score": score, **others}
+
+
+@pytest.mark.parametrize("name", ["lags", "working", "replay", "quantised", "real"])
+def test_every_setting_of_the_first_stage_is_a_config(
+    experiments: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    experiment = experiments[name]
+    if name == "real":
+        given = {"policy.model": "bundled:arithmetic", "task.data": "rows.jsonl"}
+        experiment = replace(experiment, given=given)
+    settings = [setting(*cell, rate) for cell in experiment.cells() for rate in experiment.rates]
     file = tmp_path / "rates.toml"
-    file.write_text(stages.text_of("rates", tmp_path, settings, stages.SEARCH_SEEDS))
+    file.write_text(experiment.text("rates", tmp_path, settings, experiment.search_seeds))
     study = read_study(file)
-    assert len(study.trials) == len(stages.OBJECTIVES) * 5 * 5 * 2 == 500
-    assert stages.count().startswith("500 runs for rates, 200 for schedules, 250 for the table")
-    labels = {setting.label for setting in settings}
-    assert {trial.axes["variant"] for trial in study.trials} == labels
-    for trial in study.trials[::7]:
+    assert len(study.trials) == len(settings) * len(experiment.search_seeds)
+    assert f": {len(study.trials)} runs for rates" in experiment.count()
+    assert {trial.axes["variant"] for trial in study.trials} == {s.label for s in settings}
+    for trial in study.trials[::11]:
         config = study.config(trial)
         resolve_all(config).objective.at(0)
-        found = f"lag {config.runtime.lag}, {config.trainer.learning_rate:g}, constant"
+        found = f", {config.trainer.learning_rate:g}, constant"
         assert str(trial.axes["variant"]).endswith(found)
-        assert config.run.steps == 200
+
+
+def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(
+    experiments: dict[str, Any],
+) -> None:
+    count = experiments["lags"].count()
+    assert "500 runs for rates, 200 for schedules, 250 for the table: 950 runs" in count
 
 
 def test_only_runs_that_the_rows_lack_are_made(
-    stages: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The rows are kept after each objective at a lag: a second call makes what is missing."""
-    monkeypatch.setattr(stages, "ROWS", tmp_path / "staleness.json")
-    monkeypatch.setattr(stages, "LAGS", (0, 4))
-    monkeypatch.setattr(stages, "OBJECTIVES", {"tb": {}, "rloo": {}})
+    """The rows are kept after each cell: a second call makes what is missing."""
+    monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     made = []
 
-    def carry_out(stage: str, settings: list[Any], seeds: list[int]) -> list[dict[str, Any]]:
+    def carry_out(
+        self: Any, stage: str, settings: Sequence[Any], seeds: Sequence[int]
+    ) -> list[dict[str, Any]]:
         if len(made) == 2:
             raise KeyboardInterrupt
-        made.append((settings[0].objective, settings[0].lag))
-        return [row(s.objective, s.lag, s.rate, 0.5, seed=n) for s in settings for n in seeds]
+        made.append((settings[0].objective, settings[0].condition))
+        cells = [(s.objective, s.condition, s.rate) for s in settings]
+        return [row(*cell, 0.5, seed=n) for cell in cells for n in seeds]
 
-    monkeypatch.setattr(stages, "carry_out", carry_out)
-    settings = [stages.Setting(*cell, rate) for cell in stages.cells() for rate in (1e-5, 3e-5)]
-    with pytest.raises(KeyboardInterrupt):
-        stages.run("rates", settings, (1, 2))
-    assert made == [("tb", 0), ("rloo", 0)]
-    del made[:]
-    rows = stages.run("rates", settings, (1, 2))
-    assert made == [("tb", 4), ("rloo", 4)]
-    assert len(rows) == len(stages.known()) == 2 * 2 * 2 * 2
-    assert stages.run("rates", settings, (1, 2)) == rows
+    monkeypatch.setattr(type(small), "made", carry_out)
+    settings = [setting(*cell, rate) for cell in small.cells() for rate in (1e-5, 3e-5)]
+    for pair in (("tb", 0), ("rloo", 0)), (("grpo", 0), ("tb", 4)):
+        with pytest.raises(KeyboardInterrupt):
+            small.run("rates", settings, (1, 2))
+        assert tuple(made) == pair
+        made.clear()
+    rows = small.run("rates", settings, (1, 2))
+    assert made == [("rloo", 4), ("grpo", 4)]
+    assert len(rows) == len(small.known()) == 3 * 2 * 2 * 2
+    assert small.run("rates", settings, (1, 2)) == rows
 
 
-def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(stages: ModuleType) -> None:
+def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(small: Any) -> None:
     """A run that failed has score 0: it counts, and is not left out."""
     rows = [
         row("tb", 4, 1e-5, 0.5),
@@ -80,29 +111,39 @@ def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(stages: Mod
         row("tb", 16, 1e-4, 0.9),
         row("rloo", 4, 1e-4, 0.9),
     ]
-    assert [s.rate for s in stages.ranked(rows, "tb", 4)] == [3e-6, 1e-5, 3e-5]
+    assert [s.rate for s in small.ranked(rows, "tb", 4)] == [3e-6, 1e-5, 3e-5]
 
 
-def test_a_best_rate_at_the_edge_widens_the_grid(
-    stages: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_rate_at_the_edge_widens_the_grid(small: Any) -> None:
     """Downwards, upwards, and not at all."""
-    monkeypatch.setattr(stages, "LAGS", (0,))
-    monkeypatch.setattr(stages, "OBJECTIVES", {name: {} for name in ("tb", "rloo", "grpo")})
+    one = replace(small, conditions={0: {}})
     rows = []
     for objective, best in (("tb", 3e-6), ("rloo", 3e-4), ("grpo", 3e-5)):
-        rows += [row(objective, 0, rate, float(rate == best)) for rate in stages.RATES]
-    found = [(s.objective, s.rate, s.schedule) for s in stages.wider(rows)]
+        rows += [row(objective, 0, rate, float(rate == best)) for rate in one.rates]
+    found = [(s.objective, s.rate, s.schedule) for s in one.beyond(rows)]
     assert found == [("tb", 1e-6, "constant"), ("rloo", 1e-3, "constant")]
 
 
-def test_the_table_has_each_objective_at_each_lag(stages: ModuleType) -> None:
-    rows = [
-        row(name, lag, 1e-5, 0.5 + seed / 100, stage="table", ess=0.25, drop=None)
-        for name in stages.OBJECTIVES
-        for lag in stages.LAGS
-        for seed in range(5)
-    ]
-    lines = stages.table(rows).splitlines()
-    assert len(lines) == 2 + len(stages.OBJECTIVES)
+def test_the_table_has_each_objective_under_each_condition(
+    small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
+    given = {"stage": "table", "ess": 0.25, "drop": None}
+    cells = [cell for cell in small.cells() if cell != ("grpo", 4)]
+    small.keep([row(*c, 1e-5, 0.5 + n / 100, seed=n, **given) for c in cells for n in range(5)])
+    lines = small.table().splitlines()
+    assert lines[0] == "| objective | lag 0 | lag 4 |"
     assert lines[2].startswith("| tb | 52.0 ± 0.7<br><small>1e-05 constant, ess 0.25</small> |")
+    assert lines[4].endswith("| not run |")
+
+
+def test_written_working_is_right_if_its_last_part_is() -> None:
+    from studies.off_policy.working import WrittenSums
+
+    task = WrittenSums(held_out_size=4, train_size=4)
+    prompt = task.prompts()[0]
+    right = prompt.columns["answer"]
+    texts = [f"7+6+0=13;{right}", right, f"{right};7", "7+6+0=13;"]
+    answers = [Answer(text, finished=True) for text in texts]
+    assert task.score(prompt, answers) == [1, 1, 0, 0]
+    assert task.score(prompt, [Answer(texts[0], finished=False)]) == [0]

@@ -1,0 +1,276 @@
+"""An experiment: objectives under several conditions, each at its own best rate and schedule.
+
+Stages:
+
+1. rates: learning rates for each objective under each condition, with seeds of their own, at full
+   length. Where the best one is at the edge of those tried, the next one is tried too, at most
+   `wider` times.
+2. schedules: the best two rates of each again, with linear decay.
+3. table: the best rate and schedule of each, with other seeds.
+
+The score of a run is the mean of its last three evaluations; a run that failed has 0. The rows of
+an objective under a condition are written to rows/NAME.json as soon as its runs have ended, and are
+not run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from tba.studies.results import curve, read_metrics, write_results
+from tba.studies.sweep import sweep
+
+HERE = Path(__file__).parent
+ROWS = HERE / "rows"
+RUNS = Path("runs/off_policy")
+RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
+SERIES = (1e-7, 3e-7, 1e-6, *RATES, 1e-3, 3e-3, 1e-2)
+"""Rates to widen a grid with."""
+EVALUATIONS = 3
+PARALLEL = 2
+KEPT = ("status", "error", "ess", "lag_mean", "samples_generated", "samples_trained", "seconds")
+Row = dict[str, Any]
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run: an objective under a condition, with a rate and a schedule."""
+
+    objective: str
+    condition: int
+    rate: float
+    schedule: str = "constant"
+
+    @property
+    def label(self) -> str:
+        return f"{self.objective}, {self.condition}, {self.rate:g}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Objectives and conditions, each by its name and its settings."""
+
+    name: str
+    condition: str
+    """What the conditions are: "lag"."""
+    base: str
+    """File with the settings that all runs share."""
+    objectives: Mapping[str, Settings]
+    conditions: Mapping[int, Settings]
+    seconds: float
+    """A run on one core with another beside it, with its start."""
+    rates: Sequence[float] = RATES
+    search_seeds: Sequence[int] = (100, 101)
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    schedules: bool = True
+    wider: int = 2
+    given: Settings | None = None
+    """More settings that all runs share."""
+
+    @property
+    def rows(self) -> Path:
+        return ROWS / f"{self.name}.json"
+
+    def cells(self) -> list[tuple[str, int]]:
+        return [(objective, c) for c in self.conditions for objective in self.objectives]
+
+    def carry_out(self) -> None:
+        """Run what the rows lack of all stages."""
+        tried = self.search()
+        if self.schedules:
+            second = [
+                replace(setting, schedule="linear")
+                for cell in self.cells()
+                for setting in self.ranked(tried, *cell)[:2]
+            ]
+            tried += self.run("schedules", second, self.search_seeds)
+        best = [self.ranked(tried, *cell)[0] for cell in self.cells()]
+        self.run("table", best, self.seeds)
+
+    def search(self) -> list[Row]:
+        """Run the first stage, and return its rows."""
+        settings = [Setting(*cell, rate) for cell in self.cells() for rate in self.rates]
+        rows = self.run("rates", settings, self.search_seeds)
+        for _ in range(self.wider):
+            further = self.beyond(rows)
+            if not further:
+                break
+            settings += further
+            rows = self.run("rates", settings, self.search_seeds)
+        for setting in self.beyond(rows):
+            print(f"{setting.label}: the best rate is still at the edge of those tried")
+        return rows
+
+    def run(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+        """Return the rows of settings in a stage; what is missing is run, a cell at a time."""
+        rows = self.known()
+        has = {(row["stage"], key_of(row), row["seed"]) for row in rows}
+        for cell in self.cells():
+            own = [s for s in settings if (s.objective, s.condition) == cell]
+            missing = [
+                s for s in own if any((stage, key_of(asdict(s)), n) not in has for n in seeds)
+            ]
+            if missing:
+                rows += self.made(stage, missing, seeds)
+                self.keep(rows)
+        asked = {key_of(asdict(setting)) for setting in settings}
+        return [row for row in rows if row["stage"] == stage and key_of(row) in asked]
+
+    def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+        """Run settings of one objective under one condition, and return their rows."""
+        first = settings[0]
+        print(f"{self.name}, {stage}: {first.objective}, {self.condition} {first.condition}")
+        place = f"{self.name}-{stage}-{first.objective}-{first.condition}".replace(" ", "_")
+        folder = RUNS / place.replace(",", "")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "study.toml"
+        path.write_text(self.text(stage, folder, settings, seeds))
+        status = sweep(path)
+        if status:
+            raise SystemExit(status)
+        by_label = {setting.label: setting for setting in settings}
+        return [
+            row_of(folder, result, stage, by_label[result["axes"]["variant"]])
+            for result in write_results(folder).to_dict("records")
+        ]
+
+    def text(
+        self, stage: str, folder: Path, settings: Sequence[Setting], seeds: Sequence[int]
+    ) -> str:
+        """Return settings as a study, in TOML."""
+        lines = ["[study]", f'folder = "{folder}"', f"parallel = {PARALLEL}"]
+        lines += ["keep_checkpoints = false", f'base = "{HERE / self.base}"', ""]
+        lines += ["[[grid]]", f'name = "{stage}"', f'"run.seed" = {json.dumps(list(seeds))}']
+        lines += ["variants = ["]
+        for setting in settings:
+            given = {
+                "label": setting.label,
+                **(self.given or {}),
+                **self.objectives[setting.objective],
+                **self.conditions[setting.condition],
+                "trainer.learning_rate": setting.rate,
+                "trainer.schedule": setting.schedule,
+            }
+            pairs = ", ".join(f'"{key}" = {json.dumps(value)}' for key, value in given.items())
+            lines.append(f"    {{ {pairs} }},")
+        return "\n".join([*lines, "]", ""])
+
+    def means(
+        self, rows: Sequence[Row], objective: str, condition: int
+    ) -> dict[tuple[float, str], float]:
+        """Return the mean score of each rate and schedule that was tried, over seeds."""
+        scores: dict[tuple[float, str], list[float]] = {}
+        for row in rows:
+            if (row["objective"], row["condition"]) == (objective, condition):
+                scores.setdefault((row["rate"], row["schedule"]), []).append(row["score"])
+        return {key: fmean(values) for key, values in scores.items()}
+
+    def ranked(self, rows: Sequence[Row], objective: str, condition: int) -> list[Setting]:
+        """Return what was tried in a cell, the best first; of equals the lowest rate."""
+        found = self.means(rows, objective, condition)
+        order = sorted(found, key=lambda key: (-found[key], key))
+        return [Setting(objective, condition, rate, schedule) for rate, schedule in order]
+
+    def beyond(self, rows: Sequence[Row]) -> list[Setting]:
+        """Return the next rates of cells whose best rate is at the edge of those tried."""
+        further = []
+        for objective, condition in self.cells():
+            best = self.ranked(rows, objective, condition)[0]
+            tried = [rate for rate, _ in self.means(rows, objective, condition)]
+            place = SERIES.index(best.rate)
+            if best.rate == min(tried) and place > 0:
+                further.append(replace(best, rate=SERIES[place - 1]))
+            if best.rate == max(tried) and place < len(SERIES) - 1:
+                further.append(replace(best, rate=SERIES[place + 1]))
+        return further
+
+    def known(self) -> list[Row]:
+        """Return the rows that are there; empty before the first run."""
+        return json.loads(self.rows.read_text()) if self.rows.is_file() else []
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        ROWS.mkdir(exist_ok=True)
+        lines = ",\n".join(json.dumps({k: rounded(v) for k, v in row.items()}) for row in rows)
+        new = self.rows.with_suffix(".new")
+        new.write_text(f"[\n{lines}\n]\n")
+        new.replace(self.rows)
+
+    def final(self) -> Iterator[tuple[str, int, list[Row]]]:
+        """Yield each cell with its rows of the table; none before they have run."""
+        rows = [row for row in self.known() if row["stage"] == "table"]
+        for objective, c in self.cells():
+            yield (
+                objective,
+                c,
+                [r for r in rows if (r["objective"], r["condition"]) == (objective, c)],
+            )
+
+    def table(self) -> str:
+        """Return objective x condition: score ± standard error, rate, schedule, ESS and drop."""
+        cells = {(objective, c): rows for objective, c, rows in self.final()}
+        heads = [f"{self.condition} {c}" for c in self.conditions]
+        lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
+        for objective in self.objectives:
+            texts = [cell(cells[objective, c]) for c in self.conditions]
+            lines.append(f"| {objective} | {' | '.join(texts)} |")
+        return "\n".join(lines)
+
+    def count(self) -> str:
+        """Return the number of runs of each stage, and the hours that they take."""
+        number = len(self.cells())
+        rates = number * len(self.rates) * len(self.search_seeds)
+        schedules = number * 2 * len(self.search_seeds) if self.schedules else 0
+        total = rates + schedules + number * len(self.seeds)
+        most = total + number * self.wider * len(self.search_seeds)
+        hours, longest = (runs * self.seconds / PARALLEL / 3600 for runs in (total, most))
+        return (
+            f"{self.name}: {rates} runs for rates, {schedules} for schedules,"
+            f" {number * len(self.seeds)} for the table: {total} runs, about {hours:.1f} hours on"
+            f" two cores; {most} runs and {longest:.1f} hours if every grid is widened"
+            f" {self.wider} times"
+        )
+
+
+def row_of(folder: Path, result: Row, stage: str, setting: Setting) -> Row:
+    """Return the row of a run, from its result in a study."""
+    by_step = curve(read_metrics(folder / result["folder"]), result["metric"])["score"]
+    ended = result["status"] == "finished"
+    return {
+        "stage": stage,
+        **asdict(setting),
+        "seed": int(result["axes"]["run.seed"]),
+        **{name: result.get(name) for name in KEPT},
+        "score": float(by_step.tail(EVALUATIONS).mean()) if ended else 0.0,
+        "drop": result["drop"] if ended else None,
+        "log_ratio": result.get("sampled_log_ratio") if ended else None,
+        "curve": {int(step): round(score, 5) for step, score in by_step.items()},
+    }
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("objective", "condition", "rate", "schedule"))
+
+
+def rounded(value: Any) -> Any:
+    """Return a number with six digits; one that is not a number is None."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if value == value else None
+    return value
+
+
+def cell(own: Sequence[Row]) -> str:
+    if not own:
+        return "not run"
+    scores = [100 * row["score"] for row in own]
+    error = stdev(scores) / len(scores) ** 0.5
+    details = [f"{own[0]['rate']:g} {own[0]['schedule']}"]
+    for name in ("ess", "drop"):
+        known = [row[name] for row in own if row[name] is not None]
+        details += [f"{name} {fmean(known):.2f}"] if known else []
+    return f"{fmean(scores):.1f} ± {error:.1f}<br><small>{', '.join(details)}</small>"

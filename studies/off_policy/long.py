@@ -1,0 +1,178 @@
+"""The long study: answers with written working, replay, search with rounded weights, a real model.
+
+    python studies/off_policy/long.py                   # `make study-long`; runs what rows/ lacks
+    python studies/off_policy/long.py working replay    # only these experiments
+    python studies/off_policy/long.py --count           # only the number of runs, and the time
+    python studies/off_policy/long.py --draw            # only the tables and figures, from the rows
+
+`working` asks whether answers of 40 tokens age faster than those of `make study`, which have 5.
+`replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
+per FLOP of generation and training. `quantised` samples from weights of 8 and 4 bits, without any
+correction but the objective's own. `real` needs a model and data: BENCH_MODEL and BENCH_DATA, as
+docs/performance.md says; it is skipped without them. experiment.py says how each is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from experiment import Experiment, Row
+from stages import OBJECTIVES
+
+DOCS = Path(__file__).parents[2] / "docs"
+MIDDLE = (1e-5, 3e-5, 1e-4)
+PROMPT = 8
+ANSWER = 5
+"""Tokens of a prompt and of an answer of the bundled task."""
+PARAMETERS = 0.86e6
+
+
+def some(*names: str) -> dict:
+    return {name: OBJECTIVES[name] for name in names}
+
+
+WORKING = Experiment(
+    name="working",
+    condition="lag",
+    base="working.toml",
+    objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl"),
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
+    seconds=60,
+    rates=MIDDLE,
+    search_seeds=(100,),
+    seeds=(0, 1, 2),
+    schedules=False,
+)
+REPLAY = Experiment(
+    name="replay",
+    condition="updates per response",
+    base="base.toml",
+    objectives=some("tb", "tb tapered", "dr_grpo", "oapl", "cispo"),
+    conditions={n: {"runtime.fresh": 8 // n, "runtime.max_reuse": n + 1.0} for n in (1, 2, 4, 8)},
+    seconds=25,
+    rates=MIDDLE,
+    search_seeds=(100,),
+    seeds=(0, 1, 2),
+    schedules=False,
+    given={"run.steps": 400},
+)
+"""A batch has the newest eight prompts, of which 8 / n are new: each response is in n batches."""
+QUANTISED = Experiment(
+    name="quantised",
+    condition="bits",
+    base="base.toml",
+    objectives={
+        **some("tb", "tb tapered", "rloo", "dr_grpo", "cispo"),
+        "rloo weighted": {**OBJECTIVES["rloo"], "objective.importance": "token"},
+        "raft": {"objective.use": "raft"},
+    },
+    conditions={
+        bits: {"engine.use": "studies.off_policy.quantised.Quantised", "engine.bits": bits}
+        for bits in (32, 8, 4)
+    },
+    seconds=20,
+    rates=MIDDLE,
+    search_seeds=(100,),
+    seeds=(0, 1, 2),
+    schedules=False,
+)
+REAL = Experiment(
+    name="real",
+    condition="lag",
+    base="real.toml",
+    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl"),
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16)},
+    seconds=400,
+    rates=MIDDLE,
+    search_seeds=(0, 1),
+    seeds=(2, 3),
+    schedules=False,
+    wider=1,
+)
+EXPERIMENTS = {e.name: e for e in (WORKING, REPLAY, QUANTISED, REAL)}
+
+
+def real() -> Experiment | None:
+    """Return the experiment with its model and data, if the environment names them."""
+    if not os.environ.get("BENCH_MODEL") or not os.environ.get("BENCH_DATA"):
+        print("real: skipped, because BENCH_MODEL and BENCH_DATA are not set")
+        return None
+    data = Path(os.environ["BENCH_DATA"]).expanduser().resolve()
+    given = {
+        "policy.model": str(Path(os.environ["BENCH_MODEL"]).expanduser().resolve()),
+        "task.data": str(data / "two_number_sums.train.jsonl"),
+        "task.held_out_data": str(data / "two_number_sums.test.jsonl"),
+    }
+    return replace(REAL, given=given)
+
+
+def flops(generated: float, trained: float, reference: bool) -> float:
+    """Return the FLOPs of so many responses generated and trained on, counted once per use.
+
+    2 per parameter and token to generate, as many for the reference's log-probs, and 6 to train.
+    """
+    each = 2 * PARAMETERS * (PROMPT + ANSWER)
+    return each * ((1 + reference) * generated + 3 * trained)
+
+
+def curves(rows: list[Row], updates: int, reference: bool) -> list[tuple[float, float, float]]:
+    """Return responses generated, FLOPs and the mean score at each evaluation of a cell."""
+    points = []
+    for step in rows[0]["curve"]:
+        trained = 64.0 * int(step)
+        generated = trained / updates
+        score = fmean(row["curve"].get(step, 0.0) for row in rows)
+        points.append((generated, flops(generated, trained, reference), score))
+    return points
+
+
+def draw_replay() -> None:
+    """Draw the score against responses generated and against FLOPs, for each objective."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(REPLAY.objectives)
+    figure, axes = pyplot.subplots(
+        2, len(names), figsize=(3 * len(names), 6), sharey=True, layout="constrained"
+    )
+    for objective, updates, rows in REPLAY.final():
+        column = axes[:, names.index(objective)]
+        points = curves(rows, updates, reference=objective not in ("dr_grpo", "cispo"))
+        generated, spent, scores = zip(*points, strict=True)
+        for axis, values in zip(column, (generated, spent), strict=True):
+            axis.plot(values, scores, marker=".", label=f"{updates}")
+        column[0].set(title=objective, xlabel="responses generated", xscale="symlog")
+        column[1].set(xlabel="FLOPs of generation and training")
+    axes[0][0].legend(title="updates per response", fontsize=8)
+    axes[0][0].set_ylabel("sampled pass@1")
+    figure.savefig(DOCS / "replay_per_compute.png", dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("experiments", nargs="*", choices=[*EXPERIMENTS, []], default=[])
+    parser.add_argument("--count", action="store_true", help="print the number of runs only")
+    parser.add_argument("--draw", action="store_true", help="draw from the rows that are kept")
+    options = parser.parse_args()
+    for name in options.experiments or EXPERIMENTS:
+        experiment = EXPERIMENTS[name]
+        if options.count:
+            print(experiment.count())
+            continue
+        whole = experiment if name != "real" or options.draw else real()
+        if whole is not None and not options.draw:
+            whole.carry_out()
+        if experiment.known():
+            print(experiment.table())
+    if not options.count and all(rows for _, _, rows in REPLAY.final()):
+        draw_replay()
+
+
+if __name__ == "__main__":
+    main()
