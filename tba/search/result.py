@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from tba.engines import RewardError, SearchError
-from tba.search.verdicts import ON_PURPOSE, TRUNCATED, Rejected, Verdict
+from tba.search.verdicts import TRUNCATED, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
 
@@ -53,9 +53,13 @@ class SearchStats:
 
     @property
     def scored(self) -> int:
-        """Samples and rollouts but those that were left out on purpose."""
-        on_purpose = sum(self.rejected[reason] for reason in ON_PURPOSE)
-        return self.counts["samples_generated"] + self.counts["rollouts_generated"] - on_purpose
+        """Samples and rollouts but those that are rejected because they are cut off."""
+        return self.generated - self.rejected[TRUNCATED.reason]
+
+    @property
+    def generated(self) -> int:
+        """Samples and rollouts."""
+        return self.counts["samples_generated"] + self.counts["rollouts_generated"]
 
     def add(self, other: "SearchStats") -> None:
         """Add the counters of `other`, whose latest values replace earlier ones."""
@@ -118,7 +122,7 @@ class SearchStats:
 class RejectionMonitor:
     """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
 
-    Samples that are left out on purpose do not count, neither as rejected nor as samples.
+    Samples that are rejected because they are cut off do not count, unless all are.
     """
 
     def __init__(self, max_share: float):
@@ -138,8 +142,7 @@ class RejectionMonitor:
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
-        for reason in ON_PURPOSE:
-            del recent.rejected[reason]
+        del recent.rejected[TRUNCATED.reason]
         rejected = recent.rejected.total()
         if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
@@ -151,9 +154,8 @@ class RejectionMonitor:
 
     def _count_truncated(self, stats: SearchStats) -> None:
         """Count the samples in a row that were cut off; SearchError if nothing else is left."""
-        count = stats.counts["samples_generated"] + stats.counts["rollouts_generated"]
-        cut_off = 0 < count == stats.rejected[TRUNCATED.reason]
-        self._truncated = self._truncated + count if cut_off else 0
+        cut_off = 0 < stats.generated == stats.rejected[TRUNCATED.reason]
+        self._truncated = self._truncated + stats.generated if cut_off else 0
         if self._truncated >= TRUNCATED_AT_MOST:
             raise SearchError(
                 f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"

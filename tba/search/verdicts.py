@@ -9,7 +9,7 @@ from typing import Any
 
 from tba.config.errors import masked
 from tba.prompt import Answer
-from tba.tasks import Itemized, LeftOut, WrongLength, listed, number
+from tba.tasks import Itemized, WrongLength, listed, number
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST = 10_000
@@ -23,7 +23,7 @@ class Rejected:
     """The reason why a sample has no reward, and the error message.
 
     Reasons are `raised`, `timeout`, `memory`, `died`, `not_finite`, `not_a_number`, `none`,
-    `no_call`, `wrong_length`, and those that are `ON_PURPOSE`, which have no message.
+    `no_call`, `wrong_length`, and `truncated`, which has no message.
     """
 
     reason: str
@@ -36,9 +36,10 @@ Verdict = float | Rejected
 DIED = "died"
 """Reason for samples whose scoring has ended its process."""
 TRUNCATED = Rejected("truncated", "")
-"""Rejection of a response that the token limit cut off, with `sampling.truncated = "reject"`."""
-ON_PURPOSE = (LeftOut.reason, TRUNCATED.reason)
-"""Reasons that are no fault of the reward."""
+"""Rejection of a response that the token limit cut off, with `sampling.truncated = "reject"`.
+
+It is no fault of the reward.
+"""
 
 
 def parse_score(score: Any) -> Verdict:
@@ -46,8 +47,6 @@ def parse_score(score: Any) -> Verdict:
 
     Every score is parsed once, in the process where the function ran.
     """
-    if isinstance(score, LeftOut):
-        return Rejected(LeftOut.reason, "")
     if score is None:
         return Rejected("none", "no reward function gave this sample a reward")
     if (value := number(score)) is None:

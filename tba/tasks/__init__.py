@@ -22,15 +22,6 @@ AT_ONCE = 64
 """Calls of tools that run at one time."""
 
 
-class LeftOut(float):
-    """NaN in place of a reward: the task leaves an answer out on purpose, which is no fault."""
-
-    reason = "near_duplicate"
-
-
-NEAR_DUPLICATE = LeftOut("nan")
-
-
 class Itemized(float):
     """A reward with its items: what each reward function gave and logged, by metric.
 

@@ -2,12 +2,10 @@
 
 import json
 import math
-from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,15 +17,13 @@ from torch.nn.functional import normalize, pad
 from tba.config.tables import Count, Finite, Fraction, PolicyTable, Positive, PositiveShare, Use
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
-from tba.tasks import NEAR_DUPLICATE, Scorer, Scores, Task, WrongLength, call
+from tba.tasks import Scorer, Scores, Task, WrongLength, call
 from tba.tasks.custom import RewardFunction, reward_function
 from tba.tasks.judges import then
 from tba.tasks.judges._model import JudgeModel
 
 HELD_OUT = "held-out-"
 """Beginning of the ids of prompts that are evaluated."""
-REMEMBERED = 1000
-"""Attacks with which new ones are compared: the latest that were far from those before."""
 TOKENS = 8192
 """Tokens in one pass of the victim or of the encoder, padding included."""
 
@@ -72,9 +68,6 @@ class RedTeam(Task):
     """Sampling temperature of the victim."""
     victim_top_p: PositiveShare = 0.92
     """Nucleus sampling of the victim."""
-    near_distance: Fraction | None = None
-    """Reject attacks nearer than this to one of the latest 1,000: words to insert, delete or
-    replace, over the words of both attacks; default: reject none."""
     encoder: str | None = None
     """Folder or name of an encoder, such as sentence-transformers/all-MiniLM-L6-v2."""
     held_out_size: Positive = 8
@@ -83,8 +76,6 @@ class RedTeam(Task):
     def __post_init__(self) -> None:
         if "{attack}" not in self.victim_prompt:
             raise ValueError("task.victim_prompt must contain {attack}, where the attack goes")
-        if self.near_distance is not None and find_spec("rapidfuzz") is None:
-            raise ValueError("task.near_distance needs RapidFuzz: pip install rapidfuzz")
 
     @property
     def pass_reward(self) -> float:
@@ -103,19 +94,16 @@ class RedTeam(Task):
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the mean log harm of each attack, or the mean harm in an evaluation.
 
-        Near-duplicates are left out. The victim answers neither these nor attacks that are too
-        short.
+        The victim does not answer attacks that are too short.
         """
         attacks = [answer.text.strip() for answer in answers]
         training = not prompt.id.startswith(HELD_OUT)
-        near = self._near if training else None
-        fresh = list(range(len(attacks))) if near is None else near.far(attacks)
-        asked = [
-            i for i in fresh if attacks[i] and self._victim.length(attacks[i]) >= self.min_tokens
-        ]
-        scores: list[float | None] = [NEAR_DUPLICATE] * len(attacks)
-        for i in fresh:
-            scores[i] = math.log(self.floor) if training else 0.0
+        asked = []
+        for i, attack in enumerate(attacks):
+            if attack and self._victim.length(attack) >= self.min_tokens:
+                asked.append(i)
+        least = math.log(self.floor) if training else 0.0
+        scores: list[float | None] = [least] * len(attacks)
         if not asked:
             return scores
 
@@ -124,9 +112,6 @@ class RedTeam(Task):
             rewards = np.log(table.clip(self.floor)) if training else table
             for i, reward in zip(asked, rewards.mean(1), strict=True):
                 scores[i] = float(reward)
-            if near is not None:
-                # not before: an attack is scored again if the judge has raised
-                near.keep([attacks[i] for i in asked])
             return scores
 
         return then(self._judged(prompt, [attacks[i] for i in asked]), with_harm)
@@ -169,10 +154,6 @@ class RedTeam(Task):
         if self.encoder is None:
             return None
         return JudgeModel(self.encoder, "AutoModel", "fp32", TOKENS, "task.encoder")
-
-    @cached_property
-    def _near(self) -> "NearDuplicates | None":
-        return None if self.near_distance is None else NearDuplicates(self.near_distance)
 
 
 class Victim:
@@ -237,34 +218,6 @@ class Victim:
         missing = self.task.victim_max_tokens - tokens.shape[1]
         padded = pad(tokens, (0, missing), value=self.text.pad_id)
         return padded.view(len(prompts), self.task.answers, -1)
-
-
-class NearDuplicates:
-    """Recognises texts that are near to one of the latest that were kept, by their words."""
-
-    def __init__(self, distance: float):
-        self.distance = distance
-        self._kept: deque[list[str]] = deque(maxlen=REMEMBERED)
-
-    def far(self, texts: Sequence[str]) -> list[int]:
-        """Return the places of texts that are far from those kept, and from earlier ones."""
-        places = []
-        others = list(self._kept)
-        for place, text in enumerate(texts):
-            words = text.lower().split()
-            if not any(self._near(words, other) for other in others):
-                places.append(place)
-                others.append(words)
-        return places
-
-    def _near(self, words: list[str], other: list[str]) -> bool:
-        from rapidfuzz.distance import Levenshtein
-
-        return Levenshtein.distance(words, other) < self.distance * (len(words) + len(other))
-
-    def keep(self, texts: Sequence[str]) -> None:
-        """Compare later texts with these."""
-        self._kept.extend(text.lower().split() for text in texts)
 
 
 @dataclass(frozen=True)

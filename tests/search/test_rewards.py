@@ -22,7 +22,6 @@ from tba.search.evaluate import evaluate_held_out
 from tba.search.result import RejectionMonitor, SearchStats
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected
-from tba.tasks import NEAR_DUPLICATE
 
 
 def each(score: Callable[[str], Any]) -> Score:
@@ -123,17 +122,13 @@ def test_rare_rejections_do_not_stop_the_run() -> None:
         monitor.add(searched(8, Counter(none=8 if report % 2 else 0)))
 
 
-def test_answers_that_are_left_out_on_purpose_are_no_faults() -> None:
-    """Of 60 of every 64 samples that are near-duplicates, and 4 that raise, the 4 count."""
-    verdicts = judge(lambda texts: [NEAR_DUPLICATE, None], ["a", "b"])
-    assert reasons(verdicts) == ["near_duplicate", "none"]
+def test_answers_that_are_cut_off_are_no_faults_of_the_reward() -> None:
+    """Of 60 of every 64 samples that are cut off, and 4 that raise, the 4 count."""
     monitor = RejectionMonitor(max_share=0.5)
-    for _ in range(100):
-        monitor.add(searched(64, Counter(near_duplicate=64)))
     for _ in range(15):
-        monitor.add(searched(64, Counter(near_duplicate=60, raised=4)))
+        monitor.add(searched(64, Counter(truncated=60, raised=4)))
     with pytest.raises(RuntimeError, match=r"64 of the last 64 samples .*\(raised: 64\)"):
-        monitor.add(searched(64, Counter(near_duplicate=60, raised=4)))
+        monitor.add(searched(64, Counter(truncated=60, raised=4)))
 
 
 def test_only_the_last_samples_count() -> None:

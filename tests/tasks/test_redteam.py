@@ -21,7 +21,6 @@ from tba.prompt import Answer, Prompt
 from tba.runs.offline import evaluate_model, evaluate_run, export_responses
 from tba.runs.rollouts import read_rollouts
 from tba.runs.setup import check
-from tba.tasks import NEAR_DUPLICATE
 from tba.tasks.redteam import RedTeam, Victim, embeddings, mean_distance
 
 JUDGES = '''
@@ -196,32 +195,7 @@ def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path
         victim(wide_model, victim_chat=True).check()
 
 
-# Near-duplicates and diversity
-
-
-def test_a_near_duplicate_is_rejected_and_not_answered(make: Make) -> None:
-    pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    import judges
-
-    task = make(near_distance=0.25)
-    first, near, far = "1 2 3 4 5 6 7 8", "1 2 3 4 5 6 7 9", "9 8 7"
-    judges.seen.clear()
-    one, none, nine = scored(task, first, near, far)
-    assert (one, nine) == (pytest.approx(math.log(0.1)), pytest.approx(math.log(0.9)))
-    assert none is NEAR_DUPLICATE
-    assert judges.seen[0][0] == [first] * 2 + [far] * 2
-    assert scored(task, near, "4 4 4 4") == [NEAR_DUPLICATE, pytest.approx(math.log(0.4))]
-    assert NEAR_DUPLICATE not in scored(task, first, near, far, held_out=True)
-
-
-def test_attacks_whose_judge_raised_are_no_duplicates_when_they_are_scored_again(
-    make: Make,
-) -> None:
-    pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
-    task = make(near_distance=0.25)
-    with pytest.raises(ValueError, match="invalid literal"):
-        scored(task, "4 4 4", "+ + +")
-    assert scored(task, "4 4 4") == [pytest.approx(math.log(0.4))]
+# Diversity
 
 
 def test_distance_is_the_mean_over_all_pairs(make: Make, wide_model: Path) -> None:
@@ -281,14 +255,13 @@ def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model:
 def test_an_asynchronous_run_with_everything(
     settings: list[str], wide_model: Path, tmp_path: Path
 ) -> None:
-    """Earlier attacks, near-duplicates, exploration and LoRA, in processes that search."""
-    pytest.importorskip("rapidfuzz", reason="pip install 'tba[redteam]'")
+    """Earlier attacks, exploration and LoRA, in processes that search."""
     file = tmp_path / "earlier.jsonl"
     earlier = [{"prompt": "1+", "completion": f"{i}=1+{i}", "reward": -i} for i in range(1, 5)]
     file.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     everything = (
         "runtime.use=ray", "run.steps=4", "sampling.explore=[0.5, 2.0]", "policy.lora.r=2",
-        "task.near_distance=0.25", "reward.max_rejected=0.01", "replay.first_fill=2",
+        "reward.max_rejected=0.01", "replay.first_fill=2",
         "replay.per_prompt=100000",  # none is evicted, however late the trainer is
         f"task.judge={tmp_path}/judges.py:half", f"replay.rollouts={file}",
     )  # fmt: skip
@@ -296,7 +269,7 @@ def test_an_asynchronous_run_with_everything(
         summary = run.train()
         rewards = {t.reward for group in run.buffer.groups() for t in group.trajectories}
         assert "attack" in {g.prompt.id for g in run.buffer.groups()}
-    assert summary.finished and summary.rejected.keys() <= {"near_duplicate"}
+    assert summary.finished and not summary.rejected
     assert rewards >= {-1.0, -2.0, -3.0, -4.0} and len(rewards) > 4
     assert summary.last["sampled_distance"] > 0
 
